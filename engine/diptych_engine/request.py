@@ -1,0 +1,116 @@
+"""A request inside the engine core, and the table of its life."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    """Queued; holds no blocks."""
+    WAITING_FOR_REMOTE_KV = enum.auto()
+    """Holds blocks that the hinge is filling."""
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    """Lost its blocks to another request; queued again, keeps its tokens."""
+    FINISHED = enum.auto()
+
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset(
+        {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.FINISHED}
+    ),
+    RequestStatus.WAITING_FOR_REMOTE_KV: frozenset(
+        {RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED}
+    ),
+    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. `token_ids` is the prompt followed by everything generated so far."""
+
+    request_id: str
+    client: bytes
+    """Who gets the answer: the ZMQ identity of the client's socket."""
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    eos_token_id: int | None
+    max_total_tokens: int
+    """Length (prompt + output) at which the request ends with LENGTH."""
+    seed: int
+    """Of its random stream: the caller's, or one drawn when the request arrived."""
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    kv_transfer: KVTransferParams | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose KV stands in `block_ids`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed here (prefix cache or hinge)."""
+    block_ids: list[int] = field(default_factory=list)
+    """Append-only while the request holds blocks."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hash of every full block of `token_ids`, extended as it grows."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def become(self, status: RequestStatus) -> None:
+        """Change status. An illegal transition raises and changes nothing."""
+        if status not in TRANSITIONS[self.status]:
+            raise RuntimeError(f"request {self.request_id}: {self.status.name} -> {status.name}")
+        self.status = status
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledRequest:
+    """A request's share of a step: compute `num_tokens` from position `start` on."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    """The share ends at the request's last known token, so the next one is sampled."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepPlan:
+    """What the model runner does in one step."""
+
+    scheduled: list[ScheduledRequest]
+    num_tokens: int
+    removed: list[str]
+    """Requests that lost their rows since the last plan (finished, aborted or preempted);
+    one that comes back does so with a new block table."""
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """What the model runner found; the lists run over the plan's sampling requests, in order."""
+
+    token_ids: list[int]
+    logprobs: list[tuple[list[int], list[float], int] | None] | None
+    """Per request (token ids, log-probabilities, rank of the sampled token), if it asked;
+    the sampled token comes first. None when nobody asked."""
+    num_nans: list[int] | None
+    """NaNs among each request's logits; None when there are none at all."""

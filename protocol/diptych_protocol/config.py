@@ -1,0 +1,95 @@
+"""The configuration of one engine, parsed once at the edge. Units are in the names."""
+
+from __future__ import annotations
+
+import msgspec
+
+from diptych_protocol.errors import InvalidRequestError
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The engine's end of the hinge. Its role is decided per request, by `kv_transfer_params`."""
+
+    listen_host: str = "127.0.0.1"
+    listen_port: int = 0
+    """0 takes a free port."""
+    advertise_host: str = ""
+    """The address other pods reach this engine at; empty means `listen_host`."""
+    lease_seconds: float = 30.0
+    """How long prefilled blocks stay pinned without a sign of life from the decode engine."""
+    connect_timeout_s: float = 10.0
+    load_timeout_s: float = 60.0
+    """A decode engine gives a hand-off up after this long."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything an EngineCore process needs to start; travels to it as JSON."""
+
+    model: str
+    """`package://PKG/FILE`, `file:///PATH`, a plain path (a GGUF file or a directory of
+    safetensors), or `dummy://?num_hidden_layers=2&hidden_size=64` for random weights."""
+    served_name: str = ""
+    """The name clients use; empty means the last part of `model`."""
+    engine_id: str = ""
+    """A name for logs, metrics and hand-offs; empty takes a random one."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    dtype: str = "auto"
+    """`auto` (float32 on CPU, bfloat16 on CUDA), `float32` or `bfloat16`."""
+    block_size: int = 16
+    """Tokens a KV block holds; a power of two."""
+    num_blocks: int | None = None
+    """KV blocks; None derives them from `kv_cache_bytes`."""
+    kv_cache_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None takes the model's own limit."""
+    max_num_seqs: int = 64
+    """Most requests in one step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step; longer prompts are prefilled in chunks."""
+    max_num_waiting: int = 1024
+    """More waiting requests than this are refused as overload."""
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+    """Threads of the model; None takes every core."""
+    seed: int = 0
+    """Seeds dummy weights and requests that bring no seed."""
+    kv_transfer: KVTransferConfig | None = None
+    """None: this engine takes no part in hand-offs."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
+        power_of_two = self.block_size > 0 and self.block_size & (self.block_size - 1) == 0
+        for field, ok, wanted in (
+            ("model", bool(self.model), "set"),
+            ("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
+            ("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
+            ("block_size", power_of_two and self.block_size <= 1024, "a power of two up to 1024"),
+            ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
+            ("kv_cache_bytes", self.kv_cache_bytes >= 1 << 20, "at least 1 MiB"),
+            ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
+            ("max_num_seqs", 1 <= self.max_num_seqs <= 4096, "between 1 and 4096"),
+            ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs,
+             "at least max_num_seqs"),
+            ("max_num_waiting", self.max_num_waiting >= 1, "at least 1"),
+            ("num_threads", self.num_threads is None or self.num_threads >= 1, "at least 1"),
+        ):  # fmt: skip
+            if not ok:
+                raise InvalidRequestError(
+                    f"{field} must be {wanted}, not {getattr(self, field)!r}", param=field
+                )
+
+    @property
+    def name(self) -> str:
+        """The model's name as clients see it."""
+        return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+class CurveKeys(msgspec.Struct, frozen=True):
+    """The CURVE key pair (Z85) that all parties of one service share; proves membership.
+
+    The public key is as secret as the other: a server admits only clients that present it.
+    """
+
+    public: str
+    secret: str

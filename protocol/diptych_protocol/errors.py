@@ -1,0 +1,60 @@
+"""The errors that cross a seam, split by whose fault they are.
+
+DiptychError
+├── InvalidRequestError      the caller's fault; HTTP 400 (or `status`), names the field
+├── EngineGenerateError      this request failed inside the engine; HTTP 500, may be retried
+├── EngineOverloadedError    no room now; HTTP 503, retry later
+├── EngineDeadError          the engine core is gone; HTTP 500 for all its requests
+├── ClientClosedError        the client object was used after shutdown()
+├── UtilityError             a control call failed in the core; carries its message
+└── UnsupportedFeatureError  this engine does not offer the method; says so plainly
+"""
+
+from __future__ import annotations
+
+
+class DiptychError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class InvalidRequestError(DiptychError, ValueError):
+    """The request can never succeed as written."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        """The offending field, as the OpenAI API's `error.param`."""
+        self.status = status
+        self.code = code
+        """A machine-readable reason, as the OpenAI API's `error.code`."""
+
+
+class EngineGenerateError(DiptychError):
+    """One request failed inside the engine; the engine itself is well."""
+
+
+class EngineOverloadedError(DiptychError):
+    """The service has no capacity for this request at the moment."""
+
+
+class EngineDeadError(DiptychError):
+    """The engine core died; the message carries the first known cause."""
+
+
+class ClientClosedError(DiptychError):
+    """The client was closed by its owner."""
+
+
+class UtilityError(DiptychError):
+    """A control call raised inside the engine core."""
+
+
+class UnsupportedFeatureError(DiptychError):
+    """The engine does not offer this feature."""

@@ -1,0 +1,79 @@
+"""`kv_transfer_params`: how a router, a prefill engine and a decode engine speak of one hand-off.
+
+The names are vLLM's, so that another project's router can drive our engines; `lease_id`,
+`lease_seconds`, `epoch`, `compat` and `first_token_ids` are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diptych_protocol.errors import InvalidRequestError
+
+
+class KVTransferParams(msgspec.Struct, omit_defaults=True):
+    """Unknown fields are ignored: other projects add their own."""
+
+    do_remote_decode: bool = False
+    """Router to P: keep the KV after prefill and answer with the fields below."""
+    do_remote_prefill: bool = False
+    """P to D (through the router): the KV of the prompt waits at the address below."""
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: list[list[int]] | None = None
+    """P's block ids, one list per KV-cache group; we have one group."""
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_num_tokens: int | None = None
+    """Tokens whose KV the blocks hold."""
+    tp_size: int = 1
+    lease_id: str | None = None
+    """128 random bits in hex: the capability to read those blocks."""
+    lease_seconds: float | None = None
+    epoch: str | None = None
+    """P's incarnation; a P restarted at the same address has another one."""
+    compat: str | None = None
+    """Fingerprint of everything that must be equal for KV to be exchanged."""
+    first_token_ids: list[int] | None = None
+    """Tokens that P already sampled; D continues after them."""
+
+    @classmethod
+    def parse(cls, raw: Any) -> KVTransferParams:
+        """Validate a dict from outside. Raises `InvalidRequestError` naming the field."""
+        try:
+            params = msgspec.convert(raw, cls)
+        except msgspec.ValidationError as exc:
+            raise InvalidRequestError(
+                f"kv_transfer_params: {exc}", param="kv_transfer_params"
+            ) from exc
+        if params.do_remote_decode and params.do_remote_prefill:
+            raise InvalidRequestError(
+                "kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other",
+                param="kv_transfer_params",
+            )
+        if params.do_remote_prefill:
+            params._require_address()
+        return params
+
+    def _require_address(self) -> None:
+        needed = (
+            "remote_engine_id", "remote_block_ids", "remote_host", "remote_port",
+            "remote_num_tokens", "lease_id", "epoch", "compat",
+        )  # fmt: skip
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise InvalidRequestError(
+                f"kv_transfer_params: do_remote_prefill needs {', '.join(missing)}",
+                param="kv_transfer_params",
+            )
+        if self.remote_block_ids is not None and len(self.remote_block_ids) != 1:
+            raise InvalidRequestError(
+                "kv_transfer_params: remote_block_ids must hold one list (one KV-cache group)",
+                param="kv_transfer_params",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, defaults included, for a JSON body or msgpack."""
+        return {f: getattr(self, f) for f in self.__struct_fields__}

@@ -1,0 +1,49 @@
+"""What `EngineClient.generate` yields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One candidate token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 = the most likely token."""
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n answers to a prompt, cumulative or delta as the request asked."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per token of `token_ids`: token id -> Logprob; the sampled token comes first."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The state of a request after some step."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Facts for headers and logs, for example which engines served the request."""

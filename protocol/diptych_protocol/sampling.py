@@ -1,0 +1,101 @@
+"""What a caller may ask of the sampler, and how its answer should be delivered."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from diptych_protocol.errors import InvalidRequestError
+
+
+class RequestOutputKind(enum.IntEnum):
+    """How much of the text each `RequestOutput` carries."""
+
+    CUMULATIVE = 0
+    """Everything generated so far."""
+    DELTA = 1
+    """Only what is new since the previous output."""
+    FINAL_ONLY = 2
+    """One output, when the request has finished."""
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Parameters of one generation, under vLLM's names.
+
+    Sent inside `EngineCoreRequest`, so every field must be a plain value. Call `check()` on
+    anything that comes from outside: decoding proves types, `check` proves ranges.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    """Randomness is a function of (seed, position), so it survives preemption and hand-off."""
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """Output tokens; None means up to the model's context length."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """How many alternatives to report for each sampled token (0: only the sampled one)."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    extra_args: dict[str, Any] | None = None
+    """Carries `kv_transfer_params`, as in vLLM."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
+        for field, ok, wanted in (
+            ("n", 1 <= self.n <= MAX_N, f"between 1 and {MAX_N}"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("top_k", self.top_k >= -1, "0 or -1 (whole vocabulary), or at least 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "in (0, 100]"),
+            ("seed", self.seed is None or abs(self.seed) < 2**63, "a 64-bit integer"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            (
+                "min_tokens",
+                0 <= self.min_tokens <= (self.max_tokens or 2**31),
+                "at most max_tokens",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
+            ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
+            (
+                "stop",
+                all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
+                "not empty or huge",
+            ),
+            ("stop_token_ids", len(self.stop_token_ids) <= 256, "at most 256 ids"),
+        ):
+            if not ok:
+                value = getattr(self, field)
+                raise InvalidRequestError(f"{field} must be {wanted}, not {value!r}", param=field)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024

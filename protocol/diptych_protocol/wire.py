@@ -1,0 +1,260 @@
+"""The messages between a front-end and an EngineCore.
+
+A client owns one DEALER socket; the core owns one ROUTER socket that all its clients connect to.
+
+    client -> core   [type byte, msgpack payload]
+        ADD      EngineCoreRequest
+        ABORT    list of request ids
+        UTILITY  UtilityCall
+    core -> client   [msgpack EngineCoreOutputs], or the one-frame sentinel ENGINE_CORE_DEAD
+
+Evolution rules: the structs are positional arrays whose trailing defaults are left out, so a new
+field goes at the end and has a default; no field is ever moved, retyped or reused. The first fields
+and their order are vLLM V1's (`vllm.v1.engine`); what stands below "ours" was appended.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from diptych_protocol.sampling import SamplingParams
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+MAX_MESSAGE_BYTES = 64 << 20
+"""A peer that sends a larger message is cut off by ZMQ."""
+
+FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. ERROR is a retryable failure of one request: always an HTTP 500."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return FINISH_REASON_STRINGS[self.value]
+
+
+class EngineCoreRequestType(enum.Enum):
+    """First frame of every message to a core."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+    EXECUTOR_FAILED = b"\x04"
+    """A sentinel inside the core's process; refused when it comes from a socket."""
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One request for an EngineCore. Fields typed `None` are reserved by the contract."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    mm_features: None
+    sampling_params: SamplingParams | None
+    pooling_params: None
+    eos_token_id: int | None
+    arrival_time: float
+    """`time.time()` of the front-end; only ever compared with other arrival times."""
+    lora_request: None
+    cache_salt: str | None
+    data_parallel_rank: int | None
+    prompt_embeds: None = None
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0
+    trace_headers: Mapping[str, str] | None = None
+    external_req_id: str | None = None
+    """The user's id; `request_id` is the internal, unique one."""
+    # ours
+    resumable: bool = False
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    abort_immediately: bool = False
+    generated_token_ids: list[int] | None = None
+    """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.
+
+    The core continues after them; they count towards max_tokens and are not emitted again.
+    """
+
+    @property
+    def params(self) -> SamplingParams:
+        if self.sampling_params is None:
+            raise ValueError(f"request {self.request_id} carries no sampling_params")
+        return self.sampling_params
+
+
+class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of newly sampled tokens; the outer lists run over those tokens.
+
+    Row i is the sampled token followed by the k most likely ones (fewer if k is 0).
+    """
+
+    logprob_token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    sampled_token_ranks: list[int]
+    """1 = the most likely token."""
+
+
+class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Running totals of one engine's side of the hinge, since its start."""
+
+    leases_held: int = 0
+    """Leases now GRANTED or READING (a prefill engine's pinned work)."""
+    leases_granted: int = 0
+    leases_released: int = 0
+    leases_revoked: int = 0
+    leases_expired: int = 0
+    blocks_held: int = 0
+    loads_in_flight: int = 0
+    """Requests now waiting for blocks (a decode engine's side)."""
+    loads_completed: int = 0
+    loads_failed: int = 0
+    blocks_received: int = 0
+    bytes_received: int = 0
+    seconds_receiving: float = 0.0
+    """Sum over completed loads, from the open to the validated close."""
+    blocks_sent: int = 0
+    bytes_sent: int = 0
+    stale_reads_refused: int = 0
+    transport: str = ""
+    """What UCX uses on the newest connection, for example `tcp` or `cma`."""
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """A snapshot of one engine: gauges, and running totals since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_remote_kv: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    """Blocks that no request and no lease holds; cached prefixes count as free."""
+    queued_prompt_tokens: int = 0
+    """Prompt tokens admitted or waiting that are not computed yet."""
+    prompt_tokens_computed: int = 0
+    tokens_generated: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found."""
+    remote_kv_tokens: int = 0
+    """Prompt tokens whose KV came through the hinge."""
+    num_preemptions: int = 0
+    steps: int = 0
+    kv_transfer: KVTransferStats | None = None
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step produced for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: LogprobsLists | None = None
+    new_prompt_logprobs_tensors: None = None
+    pooling_output: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The token id (int) or stop string (str) that ended the request."""
+    kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: Mapping[str, str] | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed here: prefix-cache hits and received KV."""
+    routed_experts: None = None
+    num_nans_in_logits: int = 0
+    # ours
+    error: str | None = None
+    """With FinishReason.ERROR: what went wrong, in words."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class UtilityCall(msgspec.Struct, array_like=True, gc=False):
+    """A control call: `getattr(core, method)(*args)` for a method the core declares as callable."""
+
+    client_index: int
+    call_id: int
+    method: str
+    args: list[Any]
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
+    """Answer to a UtilityCall; a failure message means there is no result."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: Any = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One message per client and step."""
+
+    engine_index: int = 0
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = 0.0
+    """`time.monotonic()` of the core; stamped at construction."""
+    utility_output: UtilityOutput | None = None
+    finished_requests: set[str] | None = None
+    journey_events: None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp == 0.0:
+            self.timestamp = time.monotonic()
+
+
+class EngineDescription(msgspec.Struct, omit_defaults=True):
+    """What a core says of itself when a client greets it (the utility call `describe`)."""
+
+    engine_id: str
+    epoch: str
+    """A fresh random string per start of the process: an engine's identity is never an address."""
+    model: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    dtype: str
+    compat: dict[str, Any]
+    """Everything that must be equal for two engines to exchange KV, by name."""
+    max_num_seqs: int
+    pid: int
+    kv_transfer: bool = False
+
+
+class ReconfigureDistributedRequest(msgspec.Struct):
+    """Sent through UTILITY when data parallelism is resized."""
+
+    new_data_parallel_size: int
+    new_data_parallel_rank: int
+    new_data_parallel_rank_local: int
+    new_data_parallel_master_ip: str
+    new_data_parallel_master_port: int
+
+
+class ReconfigureRankType(enum.IntEnum):
+    """Special values of the rank fields of `ReconfigureDistributedRequest`."""
+
+    KEEP_CURRENT_RANK = -1
+    SHUTDOWN_CURRENT_RANK = -2
+
+
+encoder = msgspec.msgpack.Encoder()
+"""The only encoder of this channel; not for use by two threads at once."""
+request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+abort_decoder = msgspec.msgpack.Decoder(list[str])
+utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
+outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
