@@ -21,7 +21,7 @@ from diptych_protocol.errors import (
     UnsupportedFeatureError,
     UtilityError,
 )
-from diptych_protocol.kv_transfer_params import KVTransferParams
+from diptych_protocol.kv_transfer_params import KVTransferParams, fingerprint
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.sampling import RequestOutputKind, SamplingParams
 from diptych_protocol.wire import (
@@ -78,4 +78,5 @@ __all__ = [
     "UtilityCall",
     "UtilityError",
     "UtilityOutput",
+    "fingerprint",
 ]

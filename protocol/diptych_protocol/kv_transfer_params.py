@@ -6,6 +6,8 @@ The names are vLLM's, so that another project's router can drive our engines; `l
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -77,3 +79,9 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, defaults included, for a JSON body or msgpack."""
         return {f: getattr(self, f) for f in self.__struct_fields__}
+
+
+def fingerprint(compat: Mapping[str, Any]) -> str:
+    """Short digest of everything that must be equal for two engines to exchange KV."""
+    canonical = msgspec.json.encode(dict(sorted(compat.items())))
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()

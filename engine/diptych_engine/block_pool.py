@@ -1,0 +1,125 @@
+"""The KV blocks of one engine: who holds them, and which prefixes they remember.
+
+Pure bookkeeping over block ids. A block is *held* while its reference count is above zero. When it
+drops to zero the block joins the free queue but keeps its hash, so a later prompt with the same
+prefix can take it back; the queue is in least-recently-released order, and allocation takes from
+its head, forgetting the prefix there. Block hashes are chained (each covers everything before it),
+an idea of vLLM's automatic prefix caching.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """The parent of a sequence's first block; different salts never share a prefix."""
+    return hashlib.blake2b((cache_salt or "").encode(), digest_size=16).digest()
+
+
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: list[int], block_size: int, cache_salt: str | None
+) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet."""
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else root_hash(cache_salt)
+        content = array("q", token_ids[start : start + block_size]).tobytes()
+        hashes.append(hashlib.blake2b(parent + content, digest_size=16).digest())
+
+
+class BlockPool:
+    """Reference-counted blocks `0 .. num_blocks - 1`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._holders = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, remembered prefixes included."""
+        return len(self._free)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest remembered prefix. Changes nothing."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_free_among(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks nobody holds: taking them shrinks `num_free` by as much."""
+        return sum(self._holders[block] == 0 for block in block_ids)
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks that `match` found."""
+        for block in block_ids:
+            if self._holders[block] == 0:
+                del self._free[block]
+            self._holders[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Hold `count` fresh blocks. Ask `num_free` first: too few raises and changes nothing."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._holders[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Let go of blocks, last one first, so that a chain is forgotten from its tail."""
+        for block in reversed(block_ids):
+            if self._holders[block] <= 0:
+                raise RuntimeError(f"block {block} is released more often than it was taken")
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    # Nothing to remember: reuse it before any block that holds a prefix.
+                    self._free.move_to_end(block, last=False)
+
+    def remember(self, block: int, block_hash: bytes) -> None:
+        """Say that a held block now contains the prefix with this hash.
+
+        The first block to do so wins; a duplicate stays anonymous.
+        """
+        if self._hash_of[block] is None and block_hash not in self._block_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+
+    def forget_all(self) -> bool:
+        """Drop every remembered prefix; False (and nothing done) while any block is held."""
+        if len(self._free) != self.num_blocks:
+            return False
+        for block in list(self._block_of.values()):
+            self._forget(block)
+        return True
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+
+    def check_integrity(self) -> None:
+        """Raise unless every block is exactly one of held and free, and hashes agree both ways."""
+        for block, holders in enumerate(self._holders):
+            if holders < 0 or (holders == 0) != (block in self._free):
+                raise RuntimeError(f"block {block}: {holders} holders, free={block in self._free}")
+            block_hash = self._hash_of[block]
+            if block_hash is not None and self._block_of.get(block_hash) != block:
+                raise RuntimeError(f"block {block} remembers a hash that points elsewhere")
+        if len(self._block_of) != sum(h is not None for h in self._hash_of):
+            raise RuntimeError("a hash points to a block that does not remember it")

@@ -1,0 +1,329 @@
+"""EngineCore: the scheduler, the model runner and the hinge of one engine, one step at a time.
+
+Knows nothing of sockets: requests come in through `add` and `abort`, answers leave through `step`
+and `take_outputs`, keyed by the client they belong to.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import msgspec
+
+from diptych_engine.request import Request, StepPlan, StepResult
+from diptych_engine.scheduler import LoadOrder, Scheduler, TokenOutput
+from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
+from diptych_protocol import (
+    DiptychError,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDescription,
+    FinishReason,
+    InvalidRequestError,
+    KVTransferParams,
+    SchedulerStats,
+)
+
+log = logging.getLogger(__name__)
+
+CALLABLE = frozenset({"describe", "stats", "reset_prefix_cache", "reject_kv_transfer"})
+"""The methods that a client may name in a utility call."""
+
+
+class Runner(Protocol):
+    """What executes a step: the model runner."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+class EngineCore:
+    """One engine, driven by its owner's loop."""
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        scheduler: Scheduler,
+        runner: Runner,
+        connector: KVConnector | None,
+    ) -> None:
+        self.description = description
+        self.scheduler = scheduler
+        self.runner = runner
+        self.connector = connector
+        self._outputs: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
+        self._leases: dict[str, str] = {}
+        """Finished prefill's request id -> its lease id."""
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add(self, message: EngineCoreRequest, client: bytes) -> None:
+        """Queue a request; one that cannot be served is answered with an error output."""
+        if message.request_id in self.scheduler.requests:
+            log.warning("request %s is already here; the second is dropped", message.request_id)
+            return
+        try:
+            request = self._admit(message, client)
+        except DiptychError as exc:
+            log.info("request %s refused: %s", message.request_id, exc)
+            self._reject_quietly(message)
+            self._fail(message.request_id, client, str(exc))
+            return
+        self.scheduler.add(request)
+
+    def _admit(self, message: EngineCoreRequest, client: bytes) -> Request:
+        """Validate a message from outside and make it a Request."""
+        params = message.sampling_params
+        prompt = message.prompt_token_ids
+        if params is None or not prompt:
+            raise InvalidRequestError("a request needs sampling_params and prompt_token_ids")
+        params.check()
+        limits = self.description
+        generated = message.generated_token_ids or []
+        token_ids = prompt + generated
+        if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+            raise InvalidRequestError(f"token ids must be in 0..{limits.vocab_size - 1}")
+        if len(token_ids) >= limits.max_model_len:
+            raise InvalidRequestError(
+                f"{len(token_ids)} tokens leave no room to generate in {limits.max_model_len}"
+            )
+        if not self.scheduler.can_add():
+            raise DiptychError("overloaded: too many requests wait already")
+        room = limits.max_model_len if params.max_tokens is None else params.max_tokens
+        request = Request(
+            request_id=message.request_id,
+            client=client,
+            params=params,
+            token_ids=token_ids,
+            num_prompt_tokens=len(prompt),
+            eos_token_id=message.eos_token_id,
+            max_total_tokens=min(limits.max_model_len, len(prompt) + room),
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            arrival_time=message.arrival_time,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            kv_transfer=self._transfer_params(params.extra_args),
+        )
+        self._take_first_tokens(request)
+        return request
+
+    def _transfer_params(self, extra_args: dict[str, Any] | None) -> KVTransferParams | None:
+        raw = (extra_args or {}).get("kv_transfer_params")
+        if raw is None:
+            return None
+        params = KVTransferParams.parse(raw)
+        if not (params.do_remote_decode or params.do_remote_prefill):
+            return None
+        if self.connector is None:
+            raise InvalidRequestError("this engine takes no part in hand-offs")
+        return params
+
+    def _take_first_tokens(self, request: Request) -> None:
+        """A hand-off driven by somebody else's router: what P sampled is ours to report first."""
+        params = request.kv_transfer
+        if params is None or not params.do_remote_prefill:
+            return
+        if params.first_token_ids and request.num_output_tokens == 0:
+            first = params.first_token_ids
+            if not all(0 <= token < self.description.vocab_size for token in first):
+                raise InvalidRequestError("kv_transfer_params: first_token_ids are out of range")
+            request.token_ids = request.token_ids + first
+            self._outputs[request.client].append(EngineCoreOutput(request.request_id, first))
+        remote, known = params.remote_num_tokens or 0, request.num_tokens
+        blocks = (params.remote_block_ids or [[]])[0]
+        wanted = -(-remote // self.description.block_size)
+        if not 0 < remote < known or len(blocks) != wanted:
+            raise InvalidRequestError(
+                f"kv_transfer_params: {len(blocks)} blocks for {remote} tokens do not fit a "
+                f"request of {known} tokens and blocks of {self.description.block_size}"
+            )
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; unknown ids are ignored. Each gets a last output with ABORT."""
+        for request_id in request_ids:
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                self._end(request, FinishReason.ABORT)
+                self._outputs[request.client].append(
+                    EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
+                )
+
+    def client_lost(self, client: bytes) -> None:
+        """Nobody will read these answers: end the client's requests and what it had leased."""
+        lost = [r for r in self.scheduler.requests.values() if r.client == client]
+        if lost:
+            log.warning("a client went away; aborting its %d requests", len(lost))
+        for request in lost:
+            self._end(request, FinishReason.ABORT)
+        self._outputs.pop(client, None)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if self.connector is not None:
+            if request.request_id in self.scheduler.loading:
+                self.connector.cancel_load(request.request_id)
+            elif request.kv_transfer is not None and request.kv_transfer.do_remote_prefill:
+                self.connector.reject(request.kv_transfer)
+        self.scheduler.finish(request, reason)
+
+    def _fail(self, request_id: str, client: bytes, error: str) -> None:
+        self._outputs[client].append(
+            EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+        )
+
+    # --- a step -------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def start_step(self) -> tuple[StepPlan, StepResult]:
+        """Plan a step and run the model."""
+        plan = self.scheduler.schedule()
+        self._start_loads()
+        if not plan.scheduled and not plan.removed:
+            return plan, StepResult([], None, None)
+        return plan, self.runner.execute(plan)
+
+    def finish_step(self, plan: StepPlan, result: StepResult) -> None:
+        """Turn a step's results into outputs. Requests aborted since it started get none."""
+        outputs = self._outputs
+        for made in self.scheduler.update(plan, result):
+            request = made.request
+            if request.finish_reason is None:
+                outputs[request.client].append(self._output(made))
+            else:
+                outputs[request.client].append(self._finish(made))
+
+    def _output(self, made: TokenOutput) -> EngineCoreOutput:
+        request = made.request
+        return EngineCoreOutput(
+            request.request_id,
+            made.new_token_ids,
+            made.logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+            num_nans_in_logits=made.num_nans,
+        )
+
+    def _finish(self, made: TokenOutput) -> EngineCoreOutput:
+        request = made.request
+        reason = request.finish_reason or FinishReason.LENGTH
+        output = self._output(made)
+        output.finish_reason = reason
+        output.stop_reason = request.stop_reason
+        wants_lease = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
+        if wants_lease and reason is FinishReason.LENGTH and self.connector is not None:
+            output.kv_transfer_params = self._grant(request, self.connector)
+        self.scheduler.finish(request, reason, request.stop_reason)
+        return output
+
+    def _grant(self, request: Request, connector: KVConnector) -> dict[str, Any]:
+        computed = request.num_computed_tokens
+        params = connector.grant(
+            request.request_id,
+            self.scheduler.lease_blocks(request),
+            request.token_ids[:computed],
+            request.token_ids[computed:],
+            request.cache_salt,
+        )
+        return params.to_dict()
+
+    def take_outputs(self) -> dict[bytes, list[EngineCoreOutput]]:
+        """Outputs since the last call, by client."""
+        outputs, self._outputs = self._outputs, defaultdict(list)
+        return outputs
+
+    # --- the hinge ----------------------------------------------------------------------------
+
+    def _start_loads(self) -> None:
+        orders, self.scheduler.load_orders = self.scheduler.load_orders, []
+        for order in orders:
+            self._start_load(order)
+
+    def _start_load(self, order: LoadOrder) -> None:
+        if self.connector is not None:
+            self.connector.start_load(
+                order.request_id,
+                order.params,
+                order.indices,
+                order.local_block_ids,
+                order.token_ids,
+                order.cache_salt,
+            )
+
+    def handle_transfer_events(self) -> None:
+        """Apply what the hinge reports; call when the connector's `wake_fd` is readable."""
+        if self.connector is None:
+            return
+        for event in self.connector.poll_events():
+            match event:
+                case LeaseEnded():
+                    self.scheduler.lease_ended(event.request_id)
+                case LoadEnded():
+                    failed = self.scheduler.load_ended(event.request_id, ok=event.ok)
+                    if failed is not None:
+                        error = f"the KV hand-off failed: {event.reason}"
+                        log.warning("request %s: %s", event.request_id, error)
+                        failed.kv_transfer = None  # the lease has ended with the load
+                        self.scheduler.finish(failed, FinishReason.ERROR)
+                        self._fail(failed.request_id, failed.client, error)
+
+    # --- utility calls ------------------------------------------------------------------------
+
+    def call(self, method: str, args: list[Any]) -> Any:
+        """Run a utility call. Raises `InvalidRequestError` for a name that is not callable."""
+        if method not in CALLABLE:
+            raise InvalidRequestError(f"no utility method {method!r}; there are {sorted(CALLABLE)}")
+        return getattr(self, method)(*args)
+
+    def describe(self) -> Any:
+        return msgspec.to_builtins(self.description)
+
+    def stats(self) -> SchedulerStats:
+        snapshot = self.scheduler.snapshot()
+        snapshot.kv_transfer = self.connector.stats() if self.connector is not None else None
+        return snapshot
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if reset_running_requests:
+            self.scheduler.preempt_all()
+        return self.scheduler.pool.forget_all()
+
+    def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
+        """Somebody refused or lost a request before admission: free what P holds for it.
+
+        Works on either side: P ends its own lease, D tells P. Repeating it is harmless.
+        """
+        if self.connector is None:
+            return
+        params = KVTransferParams.parse(raw_params)
+        if params.remote_engine_id == self.description.engine_id:
+            self.connector.revoke(params)
+        elif params.do_remote_prefill:
+            self.connector.reject(params)
+        log.info("request %s was rejected before admission; its lease is released", request_id)
+
+    def _reject_quietly(self, message: EngineCoreRequest) -> None:
+        """A refused hand-off must not leave its prefill pinned, whatever was wrong with it."""
+        raw = ((message.params.extra_args if message.sampling_params else None) or {}).get(
+            "kv_transfer_params"
+        )
+        if isinstance(raw, dict) and raw.get("do_remote_prefill"):
+            try:
+                self.reject_kv_transfer(message.request_id, raw)
+            except DiptychError as exc:
+                log.info("request %s: nothing to release: %s", message.request_id, exc)
+
+    def close(self) -> None:
+        if self.connector is not None:
+            self.connector.close()
+
+
+def new_epoch() -> str:
+    """A name for this start of this process."""
+    return f"{os.getpid():x}-{secrets.token_hex(8)}"

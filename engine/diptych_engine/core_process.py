@@ -1,0 +1,150 @@
+"""The EngineCore process: `python -m diptych_engine.core_process --config JSON --local ENDPOINT`.
+
+Started by an `AsyncLLM`; ends with it. Exit codes: 0 after SIGTERM, 2 for bad input, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from diptych_engine.block_pool import BlockPool
+from diptych_engine.core import EngineCore, new_epoch
+from diptych_engine.core_server import CoreServer
+from diptych_engine.runner import ModelRunner
+from diptych_engine.scheduler import Scheduler
+from diptych_frontend.curve import read_keys
+from diptych_frontend.logs import setup_logging
+from diptych_frontend.model_source import resolve_model
+from diptych_kv_transfer import KVConnector
+from diptych_protocol import (
+    CurveKeys,
+    DiptychError,
+    EngineConfig,
+    EngineDescription,
+    InvalidRequestError,
+)
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+def build_core(config: EngineConfig) -> EngineCore:
+    """Load the model and put the rooms of one engine together.
+
+    Raises `InvalidRequestError` for a configuration or model that cannot work.
+    """
+    config.check()
+    source = resolve_model(config.model)
+    model = source.config
+    runner = ModelRunner(config, source)
+    runner.warm_up()
+    description = EngineDescription(
+        engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
+        epoch=new_epoch(),
+        model=config.name,
+        max_model_len=min(
+            config.max_model_len or model.max_position_embeddings,
+            runner.num_blocks * config.block_size,
+        ),
+        vocab_size=model.vocab_size,
+        block_size=config.block_size,
+        num_blocks=runner.num_blocks,
+        dtype=runner.dtype_name,
+        compat={
+            "model": config.model,
+            "num_layers": model.num_hidden_layers,
+            "kv_heads": model.num_key_value_heads,
+            "head_dim": model.head_dim,
+            "block_size": config.block_size,
+            "dtype": runner.dtype_name,
+            "layout": "block-major/1",
+        },
+        max_num_seqs=config.max_num_seqs,
+        pid=os.getpid(),
+        kv_transfer=config.kv_transfer is not None,
+    )
+    scheduler = Scheduler(
+        BlockPool(runner.num_blocks),
+        config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_num_waiting,
+        config.enable_prefix_caching,
+    )
+    connector = None
+    if config.kv_transfer is not None:
+        connector = KVConnector(
+            config.kv_transfer,
+            engine_id=description.engine_id,
+            epoch=description.epoch,
+            compat=description.compat,
+            kv_memory=runner.kv_memory(),
+        )
+    return EngineCore(description, scheduler, runner, connector)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel (Linux) to end this process with its parent, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(0)
+
+
+def serve(config: EngineConfig, endpoints: list[tuple[str, CurveKeys | None]]) -> None:
+    """Run one engine until SIGTERM."""
+    server = CoreServer(build_core(config), endpoints)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # what exists now stays: keep the collector away from it
+    log.info("the engine core is ready")
+    server.run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m diptych_engine.core_process")
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--local", required=True, help="ipc:// endpoint of the owner")
+    parser.add_argument("--public", help="tcp:// endpoint for routers; needs --keys")
+    parser.add_argument("--keys", type=Path, help="directory with the service's CURVE keys")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the owner's process id")
+    args = parser.parse_args()
+    die_with_parent(args.parent_pid)
+    try:
+        config = msgspec.json.decode(args.config, type=EngineConfig)
+        setup_logging(config.engine_id or "engine")
+        endpoints: list[tuple[str, CurveKeys | None]] = [(args.local, None)]
+        if args.public:
+            if args.keys is None:
+                raise InvalidRequestError("--public needs --keys", param="keys")
+            endpoints.append((args.public, read_keys(args.keys)))
+        serve(config, endpoints)
+    except (InvalidRequestError, msgspec.MsgspecError) as exc:
+        sys.exit(fail(2, f"bad configuration: {exc}"))
+    except zmq.ZMQError as exc:
+        sys.exit(fail(1, f"cannot listen on {args.public or args.local}: {exc}"))
+    except DiptychError as exc:
+        sys.exit(fail(1, str(exc)))
+
+
+def fail(code: int, message: str) -> int:
+    """One line on stderr, and the exit code."""
+    print(f"diptych engine core: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Decides what each step computes. Pure: values in, values out; no clock, torch or sockets.
+
+There are no prefill and decode phases: a request that has tokens without KV gets a share of the
+step's token budget, be it a chunk of its prompt or the one token it sampled last. Running requests
+come first, in order of arrival; when blocks run out the youngest running request loses its blocks
+and is computed again later (preemption by recompute). Waiting requests follow in FCFS order, those
+whose KV came through the hinge ahead of the others, because they hold blocks already.
+
+The effects that the scheduler asks for (starting a load, granting a lease) are returned as values;
+the engine core carries them out and reports back through `load_ended` and `lease_ended`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from diptych_engine.block_pool import BlockPool, extend_block_hashes
+from diptych_engine.request import (
+    Request,
+    RequestStatus,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+)
+from diptych_protocol import FinishReason, KVTransferParams, LogprobsLists, SchedulerStats
+
+
+@dataclass(slots=True, frozen=True)
+class LoadOrder:
+    """Fetch blocks `indices` of the lease into `local_block_ids`, pairwise."""
+
+    request_id: str
+    params: KVTransferParams
+    indices: list[int]
+    local_block_ids: list[int]
+    token_ids: list[int]
+    """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
+    cache_salt: str | None
+
+
+@dataclass(slots=True, frozen=True)
+class TokenOutput:
+    """What a step produced for one request."""
+
+    request: Request
+    new_token_ids: list[int]
+    logprobs: LogprobsLists | None = None
+    num_nans: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """The queues of one engine core, and its block pool."""
+
+    pool: BlockPool
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_waiting: int
+    enable_prefix_caching: bool = True
+
+    requests: dict[str, Request] = field(default_factory=dict)
+    """Every unfinished request."""
+    running: list[Request] = field(default_factory=list)
+    waiting: deque[Request] = field(default_factory=deque)
+    loading: dict[str, Request] = field(default_factory=dict)
+    """Requests whose blocks the hinge writes to, cancelled ones included."""
+    leased: dict[str, list[int]] = field(default_factory=dict)
+    """Blocks of finished prefills, pinned until their lease has ended; by request id."""
+    load_orders: list[LoadOrder] = field(default_factory=list)
+    """Loads to start; the core takes them."""
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    _removed: list[str] = field(default_factory=list)
+
+    # --- requests come and go -----------------------------------------------------------------
+
+    def can_add(self) -> bool:
+        return len(self.waiting) < self.max_num_waiting
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request from whatever state it is in and give its blocks back.
+
+        While the hinge may still write to its blocks they stay held, until `load_ended`.
+        """
+        match request.status:
+            case RequestStatus.FINISHED:
+                return
+            case RequestStatus.RUNNING:
+                self.running.remove(request)
+                self._removed.append(request.request_id)
+            case RequestStatus.WAITING | RequestStatus.PREEMPTED:
+                self.waiting.remove(request)
+            case RequestStatus.WAITING_FOR_REMOTE_KV:
+                pass
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
+            self._free_blocks(request)
+        request.become(RequestStatus.FINISHED)
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        del self.requests[request.request_id]
+
+    def lease_blocks(self, request: Request) -> list[int]:
+        """Pin the blocks of a prefill that is about to finish, beyond its end."""
+        blocks = request.block_ids[: self._blocks_for(request.num_computed_tokens)]
+        self.pool.take(blocks)
+        self.leased[request.request_id] = blocks
+        return blocks
+
+    def lease_ended(self, request_id: str) -> None:
+        """The peer is done with a finished prefill's blocks, or lost its right to them."""
+        self.pool.release(self.leased.pop(request_id, []))
+
+    def load_ended(self, request_id: str, *, ok: bool) -> Request | None:
+        """The hinge no longer touches a request's blocks.
+
+        Returns the request if it failed and must be answered with an error.
+        """
+        request = self.loading.pop(request_id, None)
+        if request is None:
+            return None
+        if request.finished:
+            self._free_blocks(request)
+            return None
+        if not ok:
+            request.become(RequestStatus.WAITING)
+            self.waiting.appendleft(request)
+            return request
+        params = request.kv_transfer
+        remote_tokens = (params.remote_num_tokens or 0) if params else 0
+        self.stats.remote_kv_tokens += remote_tokens - request.num_computed_tokens
+        request.num_computed_tokens = remote_tokens
+        request.num_cached_tokens = min(remote_tokens, request.num_prompt_tokens)
+        request.kv_transfer = None
+        self._remember_full_blocks(request, 0)
+        request.become(RequestStatus.WAITING)
+        self.waiting.appendleft(request)
+        return None
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Choose the next step's work and allocate its blocks."""
+        budget = self.max_num_batched_tokens
+        scheduled: list[ScheduledRequest] = []
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            start = request.num_computed_tokens
+            known = len(request.token_ids)
+            count = min(known - start, budget)
+            short = self._blocks_for(start + count) - len(request.block_ids)
+            while short > self.pool.num_free and self._preempt(self.running[-1]) is not request:
+                preempted = True
+            if request.status is not RequestStatus.RUNNING:
+                preempted = True
+                break
+            if short > 0:
+                request.block_ids.extend(self.pool.allocate(short))
+            scheduled.append(ScheduledRequest(request, start, count, start + count == known))
+            budget -= count
+            index += 1
+        if not preempted:
+            budget = self._admit(scheduled, budget)
+        removed, self._removed = self._removed, []
+        return StepPlan(scheduled, self.max_num_batched_tokens - budget, removed)
+
+    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+        """Move waiting requests into the step while budget, rows and blocks last."""
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            if request.block_ids:  # its KV came through the hinge
+                hit: list[int] = []
+            else:
+                hit = self._cached_prefix(request)
+            start = request.num_computed_tokens or len(hit) * self.block_size
+            known = request.num_tokens
+            short = self._blocks_for(known) - len(hit) - len(request.block_ids)
+            if short > self.pool.num_free - self.pool.num_free_among(hit):
+                if not self.running and self._reclaim_from_waiting():
+                    continue
+                break
+            remote = request.kv_transfer is not None and request.kv_transfer.do_remote_prefill
+            if not remote and len(self.running) >= self.max_num_seqs:
+                break
+            self.waiting.popleft()
+            self._count_lookup(request, len(hit))
+            self.pool.take(hit)
+            request.block_ids.extend(hit)
+            request.num_computed_tokens = start
+            request.num_cached_tokens = max(
+                request.num_cached_tokens, min(start, request.num_prompt_tokens)
+            )
+            if remote:
+                self._order_load(request)
+                continue
+            count = min(known - start, budget)
+            needed = self._blocks_for(start + count) - len(request.block_ids)
+            request.block_ids.extend(self.pool.allocate(max(0, needed)))
+            request.become(RequestStatus.RUNNING)
+            self.running.append(request)
+            scheduled.append(ScheduledRequest(request, start, count, start + count == known))
+            budget -= count
+        return budget
+
+    def _reclaim_from_waiting(self) -> bool:
+        """Take the blocks of the youngest waiting request that holds some; it will recompute.
+
+        Without this, received requests could hold all blocks between them, each one block short.
+        """
+        for request in reversed(self.waiting):
+            if request.block_ids and request is not self.waiting[0]:
+                self._free_blocks(request)
+                self.stats.num_preemptions += 1
+                return True
+        return False
+
+    def _order_load(self, request: Request) -> None:
+        """Reserve the destination blocks of a hand-off and ask for what is missing."""
+        params = request.kv_transfer
+        if params is None or params.remote_num_tokens is None:
+            raise RuntimeError(f"request {request.request_id} has no remote KV")
+        num_local = len(request.block_ids)
+        num_remote = self._blocks_for(params.remote_num_tokens)
+        request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
+        request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
+        self.loading[request.request_id] = request
+        self.load_orders.append(
+            LoadOrder(
+                request.request_id,
+                params,
+                list(range(num_local, num_remote)),
+                request.block_ids[num_local:num_remote],
+                request.token_ids[: params.remote_num_tokens],
+                request.cache_salt,
+            )
+        )
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
+        """Apply a step's results. Requests that ended meanwhile get nothing more."""
+        outputs: list[TokenOutput] = []
+        sampled = 0
+        self.stats.steps += 1
+        for share in plan.scheduled:
+            request = share.request
+            position = sampled
+            sampled += share.samples
+            if request.finished:
+                continue
+            self.stats.prompt_tokens_computed += max(
+                0, min(request.num_prompt_tokens, share.start + share.num_tokens) - share.start
+            )
+            request.num_computed_tokens = share.start + share.num_tokens
+            if self.enable_prefix_caching and (
+                request.num_computed_tokens // self.block_size > share.start // self.block_size
+            ):
+                self._remember_full_blocks(request, share.start // self.block_size)
+            if share.samples:
+                outputs.append(self._accept_token(request, result, position))
+        return outputs
+
+    def _accept_token(self, request: Request, result: StepResult, position: int) -> TokenOutput:
+        token = result.token_ids[position]
+        request.token_ids.append(token)
+        self.stats.tokens_generated += 1
+        logprobs = None
+        row = result.logprobs[position] if result.logprobs is not None else None
+        if row is not None:
+            logprobs = LogprobsLists([row[0]], [row[1]], [row[2]])
+        num_nans = result.num_nans[position] if result.num_nans is not None else 0
+        ended = stop_condition(request, token)
+        if ended is not None:
+            request.finish_reason, request.stop_reason = ended
+        return TokenOutput(request, [token], logprobs, num_nans)
+
+    def preempt_all(self) -> None:
+        """Take the blocks of every running request, and of those that wait with received KV."""
+        while self.running:
+            self._preempt(self.running[-1])
+        for request in self.waiting:
+            self._free_blocks(request)
+
+    # --- blocks -------------------------------------------------------------------------------
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Remembered blocks of the request's tokens; always leaves at least one to compute."""
+        if not self.enable_prefix_caching:
+            return []
+        extend_block_hashes(
+            request.block_hashes, request.token_ids, self.block_size, request.cache_salt
+        )
+        return self.pool.match(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
+
+    def _count_lookup(self, request: Request, num_hit_blocks: int) -> None:
+        if self.enable_prefix_caching and not request.block_ids:
+            self.stats.prefix_cache_queries += request.num_tokens
+            self.stats.prefix_cache_hits += num_hit_blocks * self.block_size
+
+    def _remember_full_blocks(self, request: Request, first: int) -> None:
+        if not self.enable_prefix_caching:
+            return
+        extend_block_hashes(
+            request.block_hashes, request.token_ids, self.block_size, request.cache_salt
+        )
+        for index in range(first, request.num_computed_tokens // self.block_size):
+            self.pool.remember(request.block_ids[index], request.block_hashes[index])
+
+    def _preempt(self, victim: Request) -> Request:
+        self.running.remove(victim)
+        self._removed.append(victim.request_id)
+        self._free_blocks(victim)
+        victim.become(RequestStatus.PREEMPTED)
+        self.waiting.appendleft(victim)
+        self.stats.num_preemptions += 1
+        return victim
+
+    def _free_blocks(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+
+    # --- what others ask ----------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """A step would compute something (or at least admit a request)."""
+        return bool(self.running or self.waiting)
+
+    def snapshot(self) -> SchedulerStats:
+        """The running totals with the gauges of this moment."""
+        stats = self.stats
+        stats.num_running = len(self.running)
+        stats.num_waiting = len(self.waiting)
+        stats.num_waiting_for_remote_kv = len(self.loading)
+        stats.blocks_total = self.pool.num_blocks
+        stats.blocks_free = self.pool.num_free
+        stats.queued_prompt_tokens = sum(
+            max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self.requests.values()
+        )
+        return stats
+
+
+def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
+    """Whether the newest token ends the request, and why."""
+    params = request.params
+    if request.num_output_tokens >= params.min_tokens:
+        if token == request.eos_token_id and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token in params.stop_token_ids:
+            return FinishReason.STOP, token
+    if request.num_tokens >= request.max_total_tokens:
+        return FinishReason.LENGTH, None
+    return None

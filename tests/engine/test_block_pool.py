@@ -1,0 +1,123 @@
+"""The block pool never loses, doubles or mixes up a block."""
+
+from __future__ import annotations
+
+import pytest
+from diptych_engine.block_pool import BlockPool, extend_block_hashes
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+
+def hashes_of(token_ids: list[int], salt: str | None = None) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, token_ids, 4, salt)
+    return hashes
+
+
+def test_a_released_prefix_is_found_again() -> None:
+    pool = BlockPool(4)
+    hashes = hashes_of(list(range(8)))
+    blocks = pool.allocate(2)
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        pool.remember(block, block_hash)
+    pool.release(blocks)
+    assert pool.match(hashes) == blocks
+    assert pool.num_free == 4
+
+
+def test_reuse_forgets_the_oldest_prefix_first_and_a_chain_from_its_tail() -> None:
+    pool = BlockPool(4)
+    old, new = hashes_of([1] * 8), hashes_of([2] * 8)
+    for hashes in (old, new):
+        blocks = pool.allocate(2)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            pool.remember(block, block_hash)
+        pool.release(blocks)
+    pool.allocate(1)
+    assert len(pool.match(old)) == 1
+    assert len(pool.match(new)) == 2
+
+
+def test_blocks_without_a_prefix_are_reused_before_any_remembered_one() -> None:
+    pool = BlockPool(2)
+    (remembered,), (plain,) = pool.allocate(1), pool.allocate(1)
+    pool.remember(remembered, b"h")
+    pool.release([remembered])
+    pool.release([plain])
+    assert pool.allocate(1) == [plain]
+
+
+def test_a_hash_covers_everything_before_it_and_the_salt() -> None:
+    same_tail = [hashes_of([first, 0, 0, 0, 5, 6, 7, 8])[1] for first in (1, 2)]
+    assert same_tail[0] != same_tail[1]
+    assert hashes_of([1, 2, 3, 4], "a") != hashes_of([1, 2, 3, 4], "b")
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_asking_for_too_many_blocks_raises_and_changes_nothing(count: int) -> None:
+    pool = BlockPool(2)
+    with pytest.raises(RuntimeError, match="2 free"):
+        pool.allocate(count)
+    pool.check_integrity()
+    assert pool.num_free == 2
+
+
+def test_releasing_twice_is_an_error_not_a_silent_corruption() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(RuntimeError, match="more often"):
+        pool.release(blocks)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of operations keeps the books straight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(8)
+        self.held: list[list[int]] = []
+
+    @rule(count=st.integers(0, 8))
+    def allocate(self, count: int) -> None:
+        if count <= self.pool.num_free:
+            blocks = self.pool.allocate(count)
+            assert len(set(blocks)) == count
+            assert not {b for held in self.held for b in held} & set(blocks)
+            self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def remember(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        start = data.draw(st.integers(0, 2))
+        for block, block_hash in zip(held, hashes_of([start] * 4 * len(held)), strict=True):
+            self.pool.remember(block, block_hash)
+
+    @rule(start=st.integers(0, 2), length=st.integers(1, 8))
+    def match_and_take(self, start: int, length: int) -> None:
+        found = self.pool.match(hashes_of([start] * 4 * length))
+        before = self.pool.num_free
+        costs = self.pool.num_free_among(found)
+        self.pool.take(found)
+        assert self.pool.num_free == before - costs
+        self.held.append(found)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule()
+    def forget_all(self) -> None:
+        assert self.pool.forget_all() == (not any(self.held))
+
+    @invariant()
+    def books_are_straight(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.num_free == 8 - len({b for held in self.held for b in held})
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,308 @@
+"""The scheduler finishes every request, loses no block, and never changes what is generated.
+
+The "model" here is a pure function of the tokens whose KV it is shown: it keeps, for every block
+slot, the token written there, and derives the next token from all of them in order. A wrong block
+table, a stale slot or a lost position therefore changes the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import pytest
+from diptych_engine.block_pool import BlockPool
+from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult
+from diptych_engine.scheduler import Scheduler, stop_condition
+from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+BLOCK = 4
+
+
+def next_token(tokens: list[int]) -> int:
+    return hashlib.blake2b(bytes(t % 256 for t in tokens), digest_size=1).digest()[0]
+
+
+@dataclass
+class ToyRunner:
+    """Writes tokens into block slots and reads them back through the block table."""
+
+    slots: dict[int, int] = field(default_factory=dict)
+    computed: int = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        sampled = []
+        for share in plan.scheduled:
+            request = share.request
+            for position in range(share.start, share.start + share.num_tokens):
+                self.slots[self.slot(request, position)] = request.token_ids[position]
+                self.computed += 1
+            if share.samples:
+                end = share.start + share.num_tokens
+                sampled.append(next_token([self.slots[self.slot(request, p)] for p in range(end)]))
+        return StepResult(sampled, None, None)
+
+    @staticmethod
+    def slot(request: Request, position: int) -> int:
+        return request.block_ids[position // BLOCK] * BLOCK + position % BLOCK
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int, **kwargs: object) -> Request:
+    return Request(
+        request_id=name,
+        client=b"",
+        params=SamplingParams(max_tokens=max_tokens, temperature=0),
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        eos_token_id=None,
+        max_total_tokens=len(prompt) + max_tokens,
+        seed=0,
+        **kwargs,  # type: ignore[arg-type]
+    )
+
+
+def make_scheduler(num_blocks: int, *, seqs: int = 8, budget: int = 8, cache: bool = True):
+    return Scheduler(BlockPool(num_blocks), BLOCK, seqs, budget, 100, cache)
+
+
+def run(scheduler: Scheduler, runner: ToyRunner, max_steps: int = 5000) -> None:
+    for _ in range(max_steps):
+        if not scheduler.has_work:
+            return
+        plan = scheduler.schedule()
+        assert plan.num_tokens <= scheduler.max_num_batched_tokens
+        assert len(plan.scheduled) <= scheduler.max_num_seqs
+        for made in scheduler.update(plan, runner.execute(plan)):
+            if made.request.finish_reason is not None:
+                scheduler.finish(made.request, made.request.finish_reason)
+        scheduler.pool.check_integrity()
+    pytest.fail(f"not finished after {max_steps} steps")
+
+
+def expected(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 12)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompts, st.integers(8, 20), st.integers(1, 8), st.integers(1, 24), st.booleans())
+def test_any_batch_generates_what_each_request_would_alone(
+    work: list[tuple[list[int], int]], num_blocks: int, seqs: int, budget: int, cache: bool
+) -> None:
+    scheduler = make_scheduler(num_blocks, seqs=seqs, budget=max(budget, seqs), cache=cache)
+    requests = [make_request(str(i), p, n) for i, (p, n) in enumerate(work)]
+    for request in requests:
+        scheduler.add(request)
+    run(scheduler, ToyRunner())
+    for request, (prompt, count) in zip(requests, work, strict=True):
+        assert request.token_ids == expected(prompt, count)
+        assert request.finish_reason is FinishReason.LENGTH
+    assert scheduler.pool.num_free == num_blocks
+    assert not scheduler.requests
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
+    scheduler, runner = make_scheduler(16, budget=8), ToyRunner()
+    scheduler.add(make_request("a", list(range(20)), 1))
+    sizes = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        sizes.append([(s.start, s.num_tokens, s.samples) for s in plan.scheduled])
+        for made in scheduler.update(plan, runner.execute(plan)):
+            scheduler.finish(made.request, FinishReason.LENGTH)
+    assert sizes == [[(0, 8, False)], [(8, 8, False)], [(16, 4, True)]]
+
+
+def test_a_repeated_prompt_computes_only_its_last_block() -> None:
+    scheduler, runner = make_scheduler(16), ToyRunner()
+    prompt = list(range(12))
+    scheduler.add(make_request("first", prompt, 1))
+    run(scheduler, runner)
+    before = runner.computed
+    again = make_request("again", prompt, 1)
+    scheduler.add(again)
+    run(scheduler, runner)
+    assert runner.computed - before == BLOCK
+    assert again.num_cached_tokens == 8
+    assert scheduler.stats.prefix_cache_hits == 8
+
+
+def test_different_salts_share_nothing() -> None:
+    scheduler, runner = make_scheduler(16), ToyRunner()
+    for salt in ("a", "b"):
+        request = make_request(salt, list(range(12)), 1, cache_salt=salt)
+        scheduler.add(request)
+        run(scheduler, runner)
+        assert request.num_cached_tokens == 0
+
+
+def test_the_youngest_running_request_is_preempted_and_finishes_all_the_same() -> None:
+    scheduler, runner = make_scheduler(6), ToyRunner()
+    old, young = make_request("old", [1] * 8, 12), make_request("young", [2] * 8, 12)
+    scheduler.add(old)
+    scheduler.add(young)
+    run(scheduler, runner)
+    assert scheduler.stats.num_preemptions > 0
+    assert old.token_ids == expected([1] * 8, 12)
+    assert young.token_ids == expected([2] * 8, 12)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_aborting_at_any_point_gives_all_blocks_back(steps: int) -> None:
+    scheduler, runner = make_scheduler(16, budget=8), ToyRunner()
+    request = make_request("a", list(range(20)), 5)
+    scheduler.add(request)
+    for _ in range(steps):
+        plan = scheduler.schedule()
+        scheduler.update(plan, runner.execute(plan))
+    scheduler.finish(request, FinishReason.ABORT)
+    assert scheduler.pool.num_free == 16
+    assert not scheduler.has_work
+    scheduler.finish(request, FinishReason.ABORT)  # again: nothing happens
+
+
+def test_a_request_aborted_during_a_step_emits_nothing_more() -> None:
+    scheduler, runner = make_scheduler(16), ToyRunner()
+    request = make_request("a", [1, 2, 3], 5)
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    result = runner.execute(plan)
+    scheduler.finish(request, FinishReason.ABORT)
+    assert scheduler.update(plan, result) == []
+    scheduler.pool.check_integrity()
+
+
+def remote(tokens: int) -> KVTransferParams:
+    return KVTransferParams(
+        do_remote_prefill=True,
+        remote_num_tokens=tokens,
+        remote_block_ids=[list(range(-(-tokens // BLOCK)))],
+    )
+
+
+class TestHandOff:
+    """The decode side: blocks are reserved, filled by the hinge, and only then used."""
+
+    prompt = list(range(10))
+
+    def start(self) -> tuple[Scheduler, Request]:
+        scheduler = make_scheduler(16)
+        request = make_request("d", self.prompt, 5, kv_transfer=remote(10))
+        request.token_ids.append(next_token(self.prompt))
+        scheduler.add(request)
+        assert scheduler.schedule().scheduled == []
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KV
+        return scheduler, request
+
+    def test_received_kv_is_not_computed_again(self) -> None:
+        scheduler, request = self.start()
+        (order,) = scheduler.load_orders
+        assert order.indices == [0, 1, 2]
+        runner = ToyRunner()
+        for position, token in enumerate(self.prompt):
+            runner.slots[runner.slot(request, position)] = token
+        assert scheduler.load_ended("d", ok=True) is None
+        run(scheduler, runner)
+        assert request.token_ids == expected(self.prompt, 5)
+        assert scheduler.stats.prompt_tokens_computed == 0
+        assert scheduler.stats.remote_kv_tokens == 10
+
+    def test_a_cached_prefix_is_not_fetched_again(self) -> None:
+        scheduler, runner = make_scheduler(16), ToyRunner()
+        scheduler.add(make_request("warm", self.prompt, 1))
+        run(scheduler, runner)
+        request = make_request("d", self.prompt, 5, kv_transfer=remote(10))
+        request.token_ids.append(next_token(self.prompt))
+        scheduler.add(request)
+        scheduler.schedule()
+        (order,) = scheduler.load_orders
+        assert order.indices == [2]
+
+    def test_a_failed_load_is_returned_to_be_answered_and_frees_its_blocks(self) -> None:
+        scheduler, request = self.start()
+        assert scheduler.load_ended("d", ok=False) is request
+        scheduler.finish(request, FinishReason.ERROR)
+        assert scheduler.pool.num_free == 16
+
+    def test_blocks_of_a_cancelled_load_stay_held_until_the_hinge_lets_go(self) -> None:
+        scheduler, request = self.start()
+        scheduler.finish(request, FinishReason.ABORT)
+        assert scheduler.pool.num_free == 13
+        assert scheduler.load_ended("d", ok=True) is None
+        assert scheduler.pool.num_free == 16
+
+    def test_a_load_that_was_never_started_ends_silently(self) -> None:
+        scheduler = make_scheduler(4)
+        assert scheduler.load_ended("unknown", ok=True) is None
+
+    def test_received_requests_cannot_starve_each_other_of_their_last_block(self) -> None:
+        """Two hold six blocks of six between them, and each needs one more."""
+        scheduler, runner = make_scheduler(6), ToyRunner()
+        requests = []
+        for name in "ab":
+            prompt = [ord(name)] * 12
+            request = make_request(name, prompt, 5)
+            request.token_ids.append(next_token(prompt))
+            request.block_ids = scheduler.pool.allocate(3)
+            request.num_computed_tokens = 12
+            for position, token in enumerate(prompt):
+                runner.slots[runner.slot(request, position)] = token
+            scheduler.add(request)
+            requests.append((request, prompt))
+        run(scheduler, runner)
+        for request, prompt in requests:
+            assert request.token_ids == expected(prompt, 5)
+
+
+def test_leased_blocks_outlive_their_request_until_the_lease_ends() -> None:
+    scheduler, runner = make_scheduler(8), ToyRunner()
+    request = make_request("p", list(range(10)), 1)
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    while not (made := scheduler.update(plan, runner.execute(plan))):
+        plan = scheduler.schedule()
+    assert made[0].request.finish_reason is FinishReason.LENGTH
+    blocks = scheduler.lease_blocks(request)
+    scheduler.finish(request, FinishReason.LENGTH)
+    assert len(blocks) == 3
+    assert scheduler.pool.num_free == 5
+    scheduler.lease_ended("p")
+    assert scheduler.pool.num_free == 8
+    scheduler.lease_ended("p")  # a second report changes nothing
+    scheduler.pool.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("params", "eos", "token", "ended"),
+    [
+        (SamplingParams(max_tokens=9), 7, 7, (FinishReason.STOP, None)),
+        (SamplingParams(max_tokens=9, ignore_eos=True), 7, 7, None),
+        (SamplingParams(max_tokens=9, stop_token_ids=[5]), 7, 5, (FinishReason.STOP, 5)),
+        (SamplingParams(max_tokens=9, min_tokens=2), 7, 7, None),
+        (SamplingParams(max_tokens=1), 7, 3, (FinishReason.LENGTH, None)),
+        (SamplingParams(max_tokens=1), 7, 7, (FinishReason.STOP, None)),
+    ],
+)
+def test_what_ends_a_request(params, eos, token, ended) -> None:
+    request = make_request("a", [1, 2], params.max_tokens)
+    request.params, request.eos_token_id = params, eos
+    request.token_ids.append(token)
+    assert stop_condition(request, token) == ended
+
+
+def test_an_illegal_transition_raises_and_changes_nothing() -> None:
+    request = make_request("a", [1], 1)
+    with pytest.raises(RuntimeError, match="WAITING -> PREEMPTED"):
+        request.become(RequestStatus.PREEMPTED)
+    assert request.status is RequestStatus.WAITING
