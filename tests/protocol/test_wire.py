@@ -59,7 +59,7 @@ def test_the_contract_s_fields_come_first_and_in_order(struct: type, fields: lis
     [
         (
             make_request(),
-            "dc0015 a172 920102 c0 81aa6d61785f746f6b656e7303 c0 02 cb3ff8000000000000 c0c0c0 c0 00 00 00 c0 c0 c2 c0 c0 c2 c0",
+            "dc0015 a172 920102 c0 de0001aa6d61785f746f6b656e7303 c0 02 cb3ff8000000000000 c0c0c0 c0 00 00 00 c0 c0 c2 c0 c0 c2 c0",
         ),
         (EngineCoreOutput("r", [7]), "9d a172 9107 c0c0c0 c0 c0c0c0 00 c0 00 c0"),
         (

@@ -1,0 +1,160 @@
+"""AsyncLLM: the asynchronous face of one EngineCore in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Self
+
+from diptych_frontend.async_engine import AsyncEngine
+from diptych_frontend.core_client import CoreClient
+from diptych_frontend.core_launcher import TERMINATE_GRACE_S, CoreProcess
+from diptych_frontend.input_processor import InputProcessor
+from diptych_frontend.model_source import resolve_model
+from diptych_frontend.output_processor import OutputProcessor
+from diptych_frontend.renderer import TextRenderer
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDeadError,
+    EngineDescription,
+    KVTransferParams,
+    SchedulerStats,
+)
+
+START_TIMEOUT_S = 600.0
+NOTIFY_TIMEOUT_S = 5.0
+
+
+class AsyncLLM(AsyncEngine):
+    """One engine. Create it with `await AsyncLLM.start(config)`; end it with `shutdown()`."""
+
+    description: EngineDescription
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        public_endpoint: str | None = None,
+        keys_dir: Path | None = None,
+    ) -> None:
+        """Start the core's process; `ready` waits until it can serve.
+
+        Raises `InvalidRequestError` for a configuration or a model that cannot work.
+        """
+        config.check()
+        source = resolve_model(config.model)
+        model_limit = source.config.max_position_embeddings
+        inputs = InputProcessor(
+            TextRenderer(source),
+            max_model_len=min(config.max_model_len or model_limit, model_limit),
+            vocab_size=source.config.vocab_size,
+            eos_token_ids=source.config.eos_token_ids,
+        )
+        super().__init__(
+            config.name,
+            inputs,
+            OutputProcessor(inputs.renderer.tokenizer),
+            max_open_requests=config.max_num_waiting + config.max_num_seqs,
+        )
+        self._stats = SchedulerStats()
+        self._core = CoreProcess(config, public_endpoint, keys_dir)
+        self._client: CoreClient | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        public_endpoint: str | None = None,
+        keys_dir: Path | None = None,
+    ) -> Self:
+        """Start an engine and wait until it is ready."""
+        engine = cls(config, public_endpoint=public_endpoint, keys_dir=keys_dir)
+        try:
+            await engine.ready()
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    async def ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until the core has loaded its model.
+
+        Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
+        """
+        if self._client is None:
+            self._client = CoreClient(
+                self._core.endpoint, None, on_outputs=self._on_outputs, on_lost=self._die
+            )
+            self._watcher = asyncio.create_task(self._watch_core(), name="core watcher")
+        self.description = await self._client.describe(timeout_s)
+        self.input_processor.max_model_len = self.description.max_model_len
+
+    async def died(self) -> EngineDeadError:
+        """Wait for the end of the core, and return its cause."""
+        return await self._core.wait()
+
+    async def _watch_core(self) -> None:
+        cause = await self._core.wait()
+        if self._client is not None:
+            self._client.lost(cause)
+
+    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        if message.scheduler_stats is not None:
+            self._stats = message.scheduler_stats
+        self._deliver(message.outputs)
+
+    @property
+    def _connected(self) -> CoreClient:
+        if self._client is None:
+            raise EngineDeadError("the engine is not started: await ready() first")
+        return self._client
+
+    def _submit(self, request: EngineCoreRequest) -> None:
+        self._connected.add(request)
+
+    def _withdraw(self, request_ids: list[str]) -> None:
+        if request_ids and not self.errored and not self._closed:
+            self._connected.abort(request_ids)
+
+    def stats_by_engine(self) -> dict[str, SchedulerStats]:
+        return {self.description.engine_id: self._stats}
+
+    async def refresh_stats(self) -> SchedulerStats:
+        """Ask the core for its statistics now."""
+        self._stats = await self._connected.fetch_stats()
+        return self._stats
+
+    async def notify_kv_transfer_request_rejected(
+        self,
+        request_id: str,
+        kv_transfer_params: dict[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        KVTransferParams.parse(kv_transfer_params)
+        await self._connected.call(
+            "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
+        )
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        done = await self._connected.call(
+            "reset_prefix_cache", reset_running_requests, reset_connector
+        )
+        return bool(done)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._watcher is not None and not self._watcher.get_loop().is_closed():
+            self._watcher.cancel()
+        if self._client is not None:
+            self._client.close()
+        self.output_processor.fail_all(EngineDeadError("the engine was shut down"))
+        self._core.stop(TERMINATE_GRACE_S if timeout is None else timeout)

@@ -1,0 +1,184 @@
+"""A client of one EngineCore: one DEALER socket, and the news of its life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from diptych_frontend.curve import use_keys
+from diptych_protocol import (
+    ClientClosedError,
+    CurveKeys,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineDeadError,
+    EngineDescription,
+    SchedulerStats,
+    UtilityCall,
+    UtilityError,
+    wire,
+)
+
+log = logging.getLogger(__name__)
+
+UTILITY_TIMEOUT_S = 60.0
+CONNECT_POLL_S = 0.05
+
+
+class NotConnectedError(EngineDeadError):
+    """Nobody listens at the endpoint at the moment."""
+
+
+class CoreClient:
+    """Talks to the core at one endpoint; must be created inside a running event loop.
+
+    `on_outputs` gets every message of a step; `on_lost` is called once per connection that ends,
+    with the reason: all requests on it are lost. ZMQ reconnects by itself; call `describe` again
+    to learn who answers now.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        keys: CurveKeys | None,
+        *,
+        on_outputs: Callable[[EngineCoreOutputs], None],
+        on_lost: Callable[[EngineDeadError], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self._on_outputs = on_outputs
+        self._on_lost = on_lost
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._closed = False
+        self._context = zmq.asyncio.Context.instance()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Nothing waits for a connection: a message is for the core that listens now, or for none.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the admission limit above us
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            use_keys(self._socket, keys)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(endpoint)
+        self._tasks = [
+            asyncio.create_task(self._receive_loop(), name=f"core outputs {endpoint}"),
+            asyncio.create_task(self._monitor_loop(), name=f"core monitor {endpoint}"),
+        ]
+
+    async def describe(self, timeout_s: float = UTILITY_TIMEOUT_S) -> EngineDescription:
+        """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    raw = await self.call("describe", timeout_s=timeout_s)
+                    return msgspec.convert(raw, EngineDescription)
+                except NotConnectedError:
+                    await asyncio.sleep(CONNECT_POLL_S)
+
+    async def fetch_stats(self) -> SchedulerStats:
+        """The core's statistics of this moment."""
+        return msgspec.convert(await self.call("stats"), SchedulerStats)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
+
+    async def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
+        """A utility call.
+
+        Raises:
+            NotConnectedError: nobody listens there now.
+            UtilityError: the core refused it or it failed there.
+            EngineDeadError: the connection ended before the answer.
+            TimeoutError: no answer in time.
+        """
+        call_id = next(self._call_ids)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        try:
+            payload = wire.encoder.encode(UtilityCall(0, call_id, method, list(args)))
+            self._send(EngineCoreRequestType.UTILITY, payload)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._calls[call_id]
+
+    def close(self) -> None:
+        """Disconnect. Pending calls fail; calling it again is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._fail_calls(ClientClosedError(f"the client of {self.endpoint} was closed"))
+
+    def _send(self, kind: EngineCoreRequestType, payload: bytes) -> None:
+        if self._closed:
+            raise ClientClosedError(f"the client of {self.endpoint} was closed")
+        try:
+            # The plain send: never waits, and costs no future.
+            zmq.Socket.send_multipart(self._socket, (kind.value, payload), zmq.NOBLOCK)
+        except zmq.Again as exc:
+            raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
+
+    async def _receive_loop(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            if frames[0] == wire.ENGINE_CORE_DEAD:
+                self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended"))
+                continue
+            try:
+                outputs = wire.outputs_decoder.decode(frames[0])
+            except msgspec.MsgspecError as exc:
+                log.error("%s sent a malformed message, dropped: %s", self.endpoint, exc)
+                continue
+            if outputs.utility_output is not None:
+                self._answer(outputs)
+            else:
+                self._on_outputs(outputs)
+
+    def _answer(self, outputs: EngineCoreOutputs) -> None:
+        answer = outputs.utility_output
+        future = self._calls.get(answer.call_id) if answer is not None else None
+        if answer is None or future is None or future.done():
+            return  # nobody waits any more
+        if answer.failure_message is not None:
+            future.set_exception(UtilityError(answer.failure_message))
+        else:
+            future.set_result(answer.result)
+
+    async def _monitor_loop(self) -> None:
+        while True:
+            parse_monitor_message(await self._monitor.recv_multipart())
+            self.lost(EngineDeadError(f"the connection to the core at {self.endpoint} was lost"))
+
+    def lost(self, cause: EngineDeadError) -> None:
+        """Fail everything that waits on this connection."""
+        self._fail_calls(cause)
+        self._on_lost(cause)
+
+    def _fail_calls(self, error: Exception) -> None:
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(error)

@@ -1,0 +1,193 @@
+"""Reads the header of a GGUF file: metadata and the tensor table.
+
+The `gguf` package's reader wraps each of a vocabulary's 100 000 strings in NumPy views, which takes
+seconds; every process of a service opens the model at its start. This reader takes tens of
+milliseconds, so nothing needs to be cached on disk. De-quantising stays with the `gguf` package.
+
+Layout (little-endian): "GGUF", u32 version, u64 tensors, u64 pairs, then the pairs
+(string key, u32 type, value), then the tensor infos (string name, u32 rank, u64 sizes with the
+fastest-varying first, u32 ggml type, u64 offset from the end of the header, rounded up).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
+
+MAGIC: Final = b"GGUF"
+VERSIONS: Final = (2, 3)
+STRING: Final = 8
+ARRAY: Final = 9
+SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+                  12: "d"}  # fmt: skip
+"""Value type -> `struct` format."""
+MAX_RANK: Final = 8
+DEFAULT_ALIGNMENT: Final = 32
+
+
+class GGUFError(ValueError):
+    """The file is not a GGUF file that can be read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """Where one tensor lies in the file."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """In torch's order: the last dimension is contiguous."""
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A row of the tensor table as it stands in the file."""
+
+    name: str
+    ggml_type: int
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    metadata: dict[str, Any]
+    """Key -> str, int, float, bool, or a list of them."""
+    raw_tensors: list[RawTensor]
+    file_size: int
+
+    def tensors(self) -> dict[str, GGUFTensor]:
+        """The tensor table by name. Raises `GGUFError` for a tensor that the file cannot hold."""
+        # Imported late: it brings NumPy, which a front-end has no other use for.
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        table: dict[str, GGUFTensor] = {}
+        for raw in self.raw_tensors:
+            try:
+                ggml_type = GGMLQuantizationType(raw.ggml_type)
+            except ValueError:
+                raise GGUFError(f"tensor {raw.name}: unknown type {raw.ggml_type}") from None
+            block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
+            elements = 1
+            for size in raw.shape:
+                elements *= size
+            if not raw.shape or raw.shape[-1] % block_elements:
+                raise GGUFError(f"tensor {raw.name}: shape {raw.shape} does not fit {ggml_type!r}")
+            nbytes = elements // block_elements * block_bytes
+            if raw.offset + nbytes > self.file_size:
+                raise GGUFError(f"tensor {raw.name} ends after the file does: it is truncated")
+            table[raw.name] = GGUFTensor(raw.name, ggml_type, raw.shape, raw.offset, nbytes)
+        return table
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Parse the header of the file. Raises `GGUFError` if it is damaged, `OSError` if unreadable.
+
+    Every count in the file is checked against the bytes that are there before it is believed.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != MAGIC:
+            raise GGUFError("it does not start with 'GGUF'")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _Cursor(data).header()
+            except struct.error:
+                raise GGUFError("it ends inside its header") from None
+            except UnicodeDecodeError:
+                raise GGUFError("a string in its header is not UTF-8") from None
+
+
+class _Cursor:
+    """A position in the mapped file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = len(MAGIC)
+
+    def header(self) -> GGUFHeader:
+        version = self._number("I")
+        if version not in VERSIONS:
+            raise GGUFError(f"version {version} is not one of {VERSIONS}")
+        num_tensors, num_pairs = self._number("Q"), self._number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_pairs):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        rows = [self._tensor_row() for _ in range(num_tensors)]
+        start = self._align(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        return GGUFHeader(
+            metadata,
+            [RawTensor(row.name, row.ggml_type, row.shape, start + row.offset) for row in rows],
+            len(self._data),
+        )
+
+    def _number(self, fmt: str) -> Any:
+        unpacker = struct.Struct("<" + fmt)
+        (value,) = unpacker.unpack_from(self._data, self._at)
+        self._at += unpacker.size
+        return value
+
+    def _string(self) -> str:
+        length = self._number("Q")
+        self._require(length)
+        begin = self._at
+        self._at += length
+        return self._data[begin : self._at].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind == ARRAY:
+            return self._array(self._number("I"), self._number("Q"))
+        if kind not in SCALARS:
+            raise GGUFError(f"unknown value type {kind}")
+        return self._number(SCALARS[kind])
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind == STRING:
+            return self._string_array(count)
+        if kind not in SCALARS:
+            raise GGUFError(f"unknown array element type {kind}")
+        self._require(struct.calcsize("<" + SCALARS[kind]) * count)
+        unpacker = struct.Struct(f"<{count}{SCALARS[kind]}")
+        values = unpacker.unpack_from(self._data, self._at)
+        self._at += unpacker.size
+        return list(values)
+
+    def _string_array(self, count: int) -> list[str]:
+        # Vocabularies come this way: 100 000 strings, so the cursor stays in local variables.
+        data, at, length_at = self._data, self._at, struct.Struct("<Q").unpack_from
+        strings = []
+        for _ in range(count):
+            end = at + 8 + length_at(data, at)[0]
+            if end > len(data):
+                raise GGUFError("it ends inside its header")
+            strings.append(data[at + 8 : end].decode())
+            at = end
+        self._at = at
+        return strings
+
+    def _tensor_row(self) -> RawTensor:
+        name, rank = self._string(), self._number("I")
+        if rank > MAX_RANK:
+            raise GGUFError(f"tensor {name} has {rank} dimensions")
+        shape = tuple(self._number("Q") for _ in range(rank))
+        return RawTensor(name, self._number("I"), shape[::-1], self._number("Q"))
+
+    def _align(self, alignment: Any) -> int:
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise GGUFError(f"alignment {alignment!r} is not a power of two")
+        return (self._at + alignment - 1) & -alignment
+
+    def _require(self, nbytes: int) -> None:
+        if nbytes > len(self._data) - self._at:
+            raise GGUFError("it ends inside its header")

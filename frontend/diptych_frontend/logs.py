@@ -1,0 +1,17 @@
+"""Log lines of all processes: one format, to stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+
+def setup_logging(name: str) -> None:
+    """`DIPTYCH_LOG_LEVEL` (default INFO) sets the level; `name` says which process speaks."""
+    level = os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
+        format=f"%(asctime)s %(levelname).1s [{name}] %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )

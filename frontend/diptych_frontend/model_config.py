@@ -1,0 +1,302 @@
+"""The shape of a decoder model, and how it is read from GGUF metadata and from HF's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from diptych_protocol import InvalidRequestError
+
+T = TypeVar("T")
+
+ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA3_ROPE_KEYS: Final = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+)  # fmt: skip
+MAX_SIZE: Final = 1 << 24
+"""Larger than any dimension of a real model; keeps a damaged file from asking for the world."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One decoder-only transformer, under Hugging Face's names."""
+
+    architecture: str
+    """One of `ARCHITECTURES`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    """None, or the `llama3` rule: rope_type, factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings."""
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """The q, k and v projections add a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Every head's q and k are RMS-normalised before RoPE (Qwen3)."""
+    sliding_window: int | None = None
+    """A token sees this many positions, itself included; None: all (Mistral 7B v0.1 has one)."""
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` unless the numbers describe a model that can be built."""
+        sizes = (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+        )  # fmt: skip
+        for field in sizes:
+            if not 1 <= getattr(self, field) <= MAX_SIZE:
+                raise _unsupported(f"{field} is {getattr(self, field)}")
+        _known_architecture(self.architecture)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise _unsupported(
+                f"{self.num_attention_heads} heads cannot share "
+                f"{self.num_key_value_heads} key-value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise _unsupported(f"head_dim is {self.head_dim}; RoPE needs an even one")
+        if self.rms_norm_eps <= 0 or self.rope_theta <= 0:
+            raise _unsupported("rms_norm_eps and rope_theta must be positive")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise _unsupported(f"sliding_window is {self.sliding_window}")
+        outside = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
+        if outside:
+            raise _unsupported(f"eos_token_ids {outside} lie outside the vocabulary")
+
+
+DUMMY_DEFAULTS: Final[dict[str, Any]] = {
+    "architecture": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+
+
+class DummySizes(msgspec.Struct):
+    hidden_size: int
+    num_attention_heads: int
+
+
+def config_from_query(query: Mapping[str, str]) -> ModelConfig:
+    """A dummy model's configuration: tiny defaults, each of which the query may override.
+
+    `eos_token_ids` is a comma-separated list, `rope_scaling` a JSON object; `head_dim` follows from
+    hidden_size and num_attention_heads unless it is given.
+    """
+    fields: dict[str, Any] = {**DUMMY_DEFAULTS, **query}
+    if "eos_token_ids" in query:
+        fields["eos_token_ids"] = [part for part in query["eos_token_ids"].split(",") if part]
+    if "rope_scaling" in query:
+        fields["rope_scaling"] = _rope_scaling(_json_object(query["rope_scaling"]))
+    if "head_dim" not in query:
+        sizes = _convert(fields, DummySizes, strict=False)
+        fields["head_dim"] = _head_dim(sizes.hidden_size, sizes.num_attention_heads)
+    return _checked(_convert(fields, ModelConfig, strict=False))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise InvalidRequestError(f"model configuration: {exc}", param="model") from exc
+
+
+class GGUFKeys(msgspec.Struct):
+    """The metadata that describes the decoder; each key stands behind the architecture's name."""
+
+    hidden_size: int = msgspec.field(name="embedding_length")
+    intermediate_size: int = msgspec.field(name="feed_forward_length")
+    num_hidden_layers: int = msgspec.field(name="block_count")
+    num_attention_heads: int = msgspec.field(name="attention.head_count")
+    max_position_embeddings: int = msgspec.field(name="context_length")
+    num_key_value_heads: int | None = msgspec.field(name="attention.head_count_kv", default=None)
+    head_dim: int | None = msgspec.field(name="attention.key_length", default=None)
+    rope_dim: int | None = msgspec.field(name="rope.dimension_count", default=None)
+    rope_theta: float = msgspec.field(name="rope.freq_base", default=10000.0)
+    rope_scaling: str = msgspec.field(name="rope.scaling.type", default="none")
+    rms_norm_eps: float = msgspec.field(name="attention.layer_norm_rms_epsilon", default=1e-5)
+    sliding_window: int | None = msgspec.field(name="attention.sliding_window", default=None)
+    vocab_size: int | None = None
+
+
+class GGUFVocabularyKeys(msgspec.Struct):
+    tokens: list[str] = msgspec.field(name="tokenizer.ggml.tokens", default_factory=list)
+    bos: int | None = msgspec.field(name="tokenizer.ggml.bos_token_id", default=None)
+    eos: int | None = msgspec.field(name="tokenizer.ggml.eos_token_id", default=None)
+    eot: int | None = msgspec.field(name="tokenizer.ggml.eot_token_id", default=None)
+    num_files: int = msgspec.field(name="split.count", default=1)
+
+
+def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> ModelConfig:
+    """From GGUF metadata (`llama.block_count` and the like).
+
+    `tensor_names` tells what the metadata leaves out: without an output matrix, the embeddings are
+    tied; factors for RoPE mean a scaling rule whose parameters the file does not carry.
+    """
+    architecture = _known_architecture(metadata.get("general.architecture"))
+    prefix = architecture + "."
+    own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    keys = _convert(own, GGUFKeys)
+    vocabulary = _convert(metadata, GGUFVocabularyKeys)
+    head_dim = keys.head_dim or _head_dim(keys.hidden_size, keys.num_attention_heads)
+    if keys.rope_scaling != "none" or "rope_freqs.weight" in tensor_names:
+        raise _unsupported("a GGUF file with scaled RoPE; use the directory of safetensors")
+    if keys.rope_dim not in (None, head_dim):
+        raise _unsupported("RoPE over a part of each head")
+    if vocabulary.num_files > 1:
+        raise _unsupported("a GGUF model split over files; merge them with gguf-split --merge")
+    ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot) if t is not None)
+    return _checked(
+        ModelConfig(
+            architecture=architecture,
+            vocab_size=keys.vocab_size or len(vocabulary.tokens),
+            hidden_size=keys.hidden_size,
+            intermediate_size=keys.intermediate_size,
+            num_hidden_layers=keys.num_hidden_layers,
+            num_attention_heads=keys.num_attention_heads,
+            num_key_value_heads=keys.num_key_value_heads or keys.num_attention_heads,
+            head_dim=head_dim,
+            max_position_embeddings=keys.max_position_embeddings,
+            rms_norm_eps=keys.rms_norm_eps,
+            rope_theta=keys.rope_theta,
+            tie_word_embeddings="output.weight" not in tensor_names,
+            attention_bias=architecture == "qwen2",
+            qk_norm=architecture == "qwen3",
+            sliding_window=keys.sliding_window,
+            bos_token_id=vocabulary.bos,
+            eos_token_ids=tuple(ends),
+        )
+    )
+
+
+class HFConfig(msgspec.Struct):
+    """The part of config.json that matters here; other keys are ignored."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    """Newer files keep `rope_theta` and the scaling rule together in here."""
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+class HFGenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """From HF's config.json and generation_config.json (empty if the model has none)."""
+    architecture = _known_architecture(raw.get("model_type"))
+    config = _convert(raw, HFConfig)
+    _require_plain(config)
+    ends = _convert(generation, HFGenerationConfig).eos_token_id
+    if ends is None:
+        ends = config.eos_token_id if config.eos_token_id is not None else []
+    rope = config.rope_parameters or config.rope_scaling or {}
+    return _checked(
+        ModelConfig(
+            architecture=architecture,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_dim=config.head_dim or _head_dim(config.hidden_size, config.num_attention_heads),
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=_number(rope, "rope_theta", config.rope_theta),
+            rope_scaling=_rope_scaling(rope),
+            tie_word_embeddings=config.tie_word_embeddings,
+            attention_bias=architecture == "qwen2",
+            qk_norm=architecture == "qwen3",
+            sliding_window=config.sliding_window if architecture == "mistral" else None,
+            bos_token_id=config.bos_token_id,
+            eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
+        )
+    )
+
+
+def _require_plain(config: HFConfig) -> None:
+    """Refuse variants of a known architecture whose arithmetic differs from what is built."""
+    if config.hidden_act != "silu":
+        raise _unsupported(f"hidden_act {config.hidden_act!r}")
+    if config.mlp_bias:
+        raise _unsupported("mlp_bias")
+    if config.attention_bias and config.model_type != "qwen2":
+        raise _unsupported(f"attention_bias in {config.model_type}")
+    if config.use_sliding_window and config.model_type != "mistral":
+        raise _unsupported(f"use_sliding_window in {config.model_type}")
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise _unsupported(f"RoPE scaling {kind!r}, not llama3")
+    return {"rope_type": "llama3", **{key: _number(rope, key) for key in LLAMA3_ROPE_KEYS}}
+
+
+def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise _unsupported(f"RoPE parameter {key} is {value!r}")
+    return value
+
+
+def _known_architecture(name: Any) -> str:
+    if name not in ARCHITECTURES:
+        raise _unsupported(f"architecture {name!r}, not one of {', '.join(ARCHITECTURES)}")
+    return str(name)
+
+
+def _head_dim(hidden_size: int, num_heads: int) -> int:
+    if num_heads < 1:
+        raise _unsupported(f"num_attention_heads is {num_heads}")
+    return hidden_size // num_heads
+
+
+def _convert(fields: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
+    try:
+        return msgspec.convert(fields, kind, strict=strict)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"model configuration: {exc}", param="model") from exc
+
+
+def _checked(config: ModelConfig) -> ModelConfig:
+    config.check()
+    return config
+
+
+def _unsupported(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"model not supported: {what}", param="model")

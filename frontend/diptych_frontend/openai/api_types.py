@@ -1,0 +1,252 @@
+"""The requests that clients send, as strict msgspec structs.
+
+Three kinds of field: honoured; harmless and ignored (`user`, `metadata`, ...); and known but not
+offered, which pass only at a value that asks for nothing (`NEUTRAL`). A field that is none of
+these is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+
+from diptych_protocol import (
+    InvalidRequestError,
+    KVTransferParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from diptych_protocol.sampling import MAX_LOGPROBS
+
+MAX_SEQUENCES = 1024
+"""Prompts times n that one request may ask for."""
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Wider integers could not travel to the engine."""
+AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Neutral = dict[str, tuple[object, ...]]
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    """A last chunk with the usage of the whole answer."""
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every chunk."""
+    include_obfuscation: bool | None = None
+    """Ignored: chunks are never padded."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both generation routes share."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        "logit_bias": ({},),
+        "prompt_logprobs": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "truncate_prompt_tokens": (),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "spaces_between_special_tokens": (True,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "echo": (False,),
+    }
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int64 | None = None
+    skip_special_tokens: bool | None = None
+    max_tokens: Int64 | None = None
+    priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    user: str | None = None
+
+    logit_bias: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    truncate_prompt_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    spaces_between_special_tokens: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    echo: Any = None
+
+    def check(self, num_prompts: int) -> None:
+        """Refuse what is known but not offered, and fields that contradict each other.
+
+        Raises `InvalidRequestError` naming the field.
+        """
+        for name, neutral in self.NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                raise InvalidRequestError(
+                    f"{name} is not supported by this server; leave it out", param=name
+                )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only allowed with stream=true", param="stream_options"
+            )
+        if num_prompts * (self.n or 1) > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts with n={self.n or 1} ask for more than {MAX_SEQUENCES} "
+                "answers in one request",
+                param="prompt" if num_prompts > 1 else "n",
+            )
+        if self.kv_transfer_params is not None and num_prompts * (self.n or 1) > 1:
+            raise InvalidRequestError(
+                "kv_transfer_params speaks of one sequence: send one prompt and n=1",
+                param="kv_transfer_params",
+            )
+
+    def to_sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Range-checked parameters for the engine. Raises `InvalidRequestError`."""
+        transfer = self.kv_transfer_params
+        params = SamplingParams(
+            n=_or(self.n, 1),
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=_or(self.top_k, 0),
+            min_p=_or(self.min_p, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            seed=self.seed,
+            stop=[self.stop] if isinstance(self.stop, str) else _or(self.stop, []),
+            stop_token_ids=_or(self.stop_token_ids, []),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            ignore_eos=bool(self.ignore_eos),
+            max_tokens=max_tokens,
+            min_tokens=_or(self.min_tokens, 0),
+            logprobs=logprobs,
+            skip_special_tokens=_or(self.skip_special_tokens, True),
+            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+            extra_args=None
+            if transfer is None
+            else {"kv_transfer_params": KVTransferParams.parse(transfer).to_dict()},
+        )
+        params.check()
+        return params
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
+        "best_of": (1,),
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+    }
+
+    prompt: str | list[str | Int64 | list[Int64]]
+    logprobs: AlternativesCount | None = None
+
+    best_of: Any = None
+    suffix: Any = None
+    add_special_tokens: Any = None
+
+
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. The fields after `name` come along when a client sends an answer back to us."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "moderation": (),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "prompt_cache_options": ({},),
+        "add_special_tokens": (False,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "documents": ([],),
+    }
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: AlternativesCount | None = None
+    add_generation_prompt: bool | None = None
+
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    parallel_tool_calls: Any = None
+    audio: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_options: Any = None
+    add_special_tokens: Any = None
+    continue_final_message: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    documents: Any = None

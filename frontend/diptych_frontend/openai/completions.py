@@ -1,0 +1,149 @@
+"""/v1/completions: a request becomes prompts and SamplingParams, outputs become its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diptych_frontend.openai.api_types import CompletionRequest, StreamOptions
+from diptych_frontend.openai.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    ResponseWriter,
+    Tally,
+    Usage,
+    by_likelihood,
+    encode,
+    logprob_value,
+    sse,
+    token_text,
+    transfer_params,
+)
+from diptych_protocol import (
+    CompletionOutput,
+    InvalidRequestError,
+    Renderer,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
+
+DEFAULT_MAX_TOKENS = 16
+OBJECT = "text_completion"
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of the request: one text, one list of token ids, or a list of either.
+
+    Raises `InvalidRequestError` for an empty or mixed list.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if not prompt:
+        raise InvalidRequestError("prompt is an empty list", param="prompt")
+    if len(ids) == len(prompt):
+        return [ids]
+    if len(texts) == len(prompt):
+        return [*texts]
+    if len(lists) == len(prompt):
+        return [*lists]
+    raise InvalidRequestError(
+        "prompt mixes texts, token ids and lists; send one kind", param="prompt"
+    )
+
+
+class CompletionApi:
+    """The `Api` of /v1/completions."""
+
+    request_type = CompletionRequest
+    prompt_field = "prompt"
+
+    def params(self, request: CompletionRequest) -> SamplingParams:
+        request.check(len(prompts_of(request)))
+        max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        return request.to_sampling_params(max_tokens=max_tokens, logprobs=request.logprobs)
+
+    def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
+        return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]
+
+    def writer(self, request: CompletionRequest, request_id: str, created: int) -> ResponseWriter:
+        return CompletionWriter(
+            response_id=f"cmpl-{request_id}",
+            model=request.model,
+            created=created,
+            n=request.n or 1,
+            options=request.stream_options,
+        )
+
+
+class CompletionWriter(ResponseWriter):
+    def __init__(
+        self, *, response_id: str, model: str, created: int, n: int, options: StreamOptions | None
+    ) -> None:
+        super().__init__(
+            response_id=response_id, model=model, created=created, n=n, options=options
+        )
+        self._text_offsets: dict[int, int] = {}
+
+    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        message = self._message(
+            [self._choice(prompt_index, choice) for choice in output.outputs], output
+        )
+        message.usage = self._chunk_usage(tally)
+        return sse(message)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        message = self._message([], None)
+        message.usage = usage
+        return sse(message)
+
+    def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
+        choices = [
+            self._choice(prompt_index, choice)
+            for prompt_index, of_prompt in enumerate(outputs)
+            for output in of_prompt
+            for choice in output.outputs
+        ]
+        message = self._message(sorted(choices, key=lambda c: c.index), outputs[0][-1])
+        message.usage = tally.usage()
+        return encode(message)
+
+    def _message(self, choices: list[CompletionChoice], output: RequestOutput | None) -> Completion:
+        message = Completion(self.response_id, OBJECT, self.created, self.model, choices)
+        if output is not None:
+            message.kv_transfer_params = transfer_params(output)
+        return message
+
+    def _choice(self, prompt_index: int, output: CompletionOutput) -> CompletionChoice:
+        index = prompt_index * self.n + output.index
+        return CompletionChoice(
+            index=index,
+            text=output.text,
+            logprobs=self._logprobs(index, output),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+
+    def _logprobs(self, index: int, output: CompletionOutput) -> CompletionLogprobs | None:
+        if output.logprobs is None:
+            return None
+        shaped = CompletionLogprobs([], [], [], [])
+        offset = self._text_offsets.get(index, 0)
+        for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
+            sampled = candidates[token_id]
+            text = token_text(token_id, sampled)
+            top: dict[str, float] = {}
+            for candidate_id, entry in by_likelihood(candidates):
+                # Different tokens may read alike; the likeliest of them keeps the name.
+                top.setdefault(token_text(candidate_id, entry), logprob_value(entry))
+            shaped.tokens.append(text)
+            shaped.token_logprobs.append(logprob_value(sampled))
+            shaped.top_logprobs.append(top)
+            shaped.text_offset.append(offset)
+            offset += len(text)
+        self._text_offsets[index] = offset
+        return shaped

@@ -1,0 +1,107 @@
+"""Every failure as one OpenAI error body: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from diptych_protocol import (
+    ClientClosedError,
+    EngineDeadError,
+    EngineGenerateError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    UnsupportedFeatureError,
+)
+
+RETRY_AFTER_S = 1
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """What to tell the client: as an HTTP answer, or as an event of a stream that has begun."""
+
+    status: int
+    detail: ErrorDetail
+    headers: Headers = ()
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.detail))
+
+
+def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:
+    """The answer to a request that failed with `exc`.
+
+    Errors that this project raises on purpose speak for themselves. Any other is a defect: its text
+    stays in the log, and the client gets the id to find it by.
+    """
+    match exc:
+        case InvalidRequestError():
+            detail = ErrorDetail(str(exc), "invalid_request_error", exc.param, exc.code)
+            return ErrorAnswer(exc.status, detail)
+        case HTTPException():
+            headers = tuple((k.encode(), v.encode()) for k, v in (exc.headers or {}).items())
+            detail = ErrorDetail(str(exc.detail), "invalid_request_error")
+            return ErrorAnswer(exc.status_code, detail, headers)
+        case EngineOverloadedError():
+            return _unavailable(str(exc) or "the server is overloaded", "overloaded")
+        case ClientClosedError():
+            return _unavailable(str(exc) or "the server is shutting down", "shutting_down")
+        case UnsupportedFeatureError():
+            return ErrorAnswer(501, ErrorDetail(str(exc), "server_error", None, "unsupported"))
+        case EngineDeadError():
+            return ErrorAnswer(500, ErrorDetail(str(exc), "server_error", None, "engine_dead"))
+        case EngineGenerateError():
+            return ErrorAnswer(500, ErrorDetail(str(exc), "server_error", None, "engine_error"))
+    message = f"internal error; the server's log has it under request id {request_id}"
+    return ErrorAnswer(500, ErrorDetail(message, "server_error", None, "internal_error"))
+
+
+def _unavailable(message: str, code: str) -> ErrorAnswer:
+    headers = ((b"retry-after", str(RETRY_AFTER_S).encode()),)
+    return ErrorAnswer(503, ErrorDetail(message, "server_error", None, code), headers)
+
+
+_AT_PATH = re.compile(r"^(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_NAMED_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$")
+
+
+def from_decode_error(exc: Exception) -> InvalidRequestError:
+    """Say which field of a request body is wrong, and how, in the API's terms.
+
+    `exc` is what msgspec raised: a ValidationError (types), a DecodeError (not JSON at all), a
+    UnicodeDecodeError or a RecursionError.
+    """
+    if isinstance(exc, RecursionError):
+        return InvalidRequestError("the body is nested too deeply")
+    if not isinstance(exc, msgspec.ValidationError):
+        return InvalidRequestError(f"the body is not valid JSON: {exc}", code="invalid_json")
+    located = _AT_PATH.match(str(exc))
+    problem, path = located.group("problem", "path") if located else (str(exc), None)
+    named = _NAMED_FIELD.match(problem)
+    if named and not path:
+        field = named["field"]
+        missing = problem.startswith("Object missing")
+        sentence = f"missing required field: {field}" if missing else f"unknown field: {field}"
+        return InvalidRequestError(sentence, param=field)
+    if not path:
+        return InvalidRequestError(f"the body must be a JSON object: {problem}")
+    problem = problem[:1].lower() + problem[1:]
+    return InvalidRequestError(f"{path}: {problem}", param=re.split(r"[.\[]", path, maxsplit=1)[0])

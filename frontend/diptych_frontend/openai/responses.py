@@ -1,0 +1,223 @@
+"""The bodies and stream chunks that clients receive, and what both routes need to make them.
+
+Fields of type `... | UnsetType` are left out of the JSON unless they are set; the others are
+always there, as null if need be, because clients of the OpenAI API expect them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from diptych_frontend.openai.api_types import StreamOptions
+from diptych_protocol import Logprob, RequestOutput
+
+encode = msgspec.json.Encoder().encode
+
+SSE_DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+KVParams = dict[str, Any] | UnsetType
+
+
+class PromptTokensDetails(msgspec.Struct, gc=False):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Completion(msgspec.Struct):
+    """Also the shape of a chunk: there `usage` is unset unless the client asked for it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KVParams = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    kv_transfer_params: KVParams = UNSET
+
+
+class Delta(msgspec.Struct):
+    content: str
+    role: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KVParams = UNSET
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the tokens of one answer while its outputs pass by."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_by_prompt: dict[int, int] = field(default_factory=dict)
+
+    def add(self, prompt_index: int, output: RequestOutput) -> None:
+        for choice in output.outputs:
+            self.completion_tokens += len(choice.token_ids)
+        self.cached_by_prompt[prompt_index] = output.num_cached_tokens
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self.cached_by_prompt.values())),
+        )
+
+
+class ResponseWriter(ABC):
+    """Turns engine outputs into the bytes of one answer. Stateful: one per request."""
+
+    def __init__(
+        self, *, response_id: str, model: str, created: int, n: int, options: StreamOptions | None
+    ) -> None:
+        self.response_id = response_id
+        self.model = model
+        self.created = created
+        self.n = n
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous_usage = bool(options and options.continuous_usage_stats)
+
+    @abstractmethod
+    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        """The server-sent events for one delta output."""
+
+    @abstractmethod
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event without choices that closes a stream whose client wants its usage."""
+
+    @abstractmethod
+    def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
+        """The body of a whole answer; `outputs` holds each prompt's outputs, in order."""
+
+    def ending(self, tally: Tally) -> bytes:
+        """The last events of a stream that went well."""
+        return (self.usage_event(tally.usage()) if self._include_usage else b"") + SSE_DONE
+
+    def _chunk_usage(self, tally: Tally) -> Usage | UnsetType | None:
+        if self._continuous_usage:
+            return tally.usage()
+        return None if self._include_usage else UNSET
+
+
+def sse(message: msgspec.Struct) -> bytes:
+    return b"data: " + encode(message) + b"\n\n"
+
+
+def transfer_params(output: RequestOutput) -> KVParams:
+    return UNSET if output.kv_transfer_params is None else output.kv_transfer_params
+
+
+def logprob_value(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST_LOGPROB)
+
+
+def token_text(token_id: int, entry: Logprob) -> str:
+    """The token as text, or its id where the engine sent no text."""
+    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+
+
+def by_likelihood(candidates: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+    """The candidates for one position, the most likely first."""
+    return sorted(candidates.items(), key=lambda item: -item[1].logprob)
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "diptych"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class Health(msgspec.Struct, omit_defaults=True):
+    status: str
+    reason: str = ""
