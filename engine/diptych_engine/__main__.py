@@ -15,8 +15,9 @@ import uvloop
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.logs import setup_logging
+from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.app import build_app
-from diptych_frontend.openai.server import serve_http
+from diptych_frontend.openai.server import listen, serve_on
 from diptych_protocol import DiptychError, EngineConfig, InvalidRequestError, KVTransferConfig
 
 
@@ -36,17 +37,19 @@ def pod_config(args: argparse.Namespace) -> EngineConfig:
     return config
 
 
-async def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM, or until the core dies; returns the exit code."""
+async def run(args: argparse.Namespace) -> None:
+    """Serve until SIGTERM. Raises `EngineDeadError` when the core dies."""
+    listener = listen(args.host, args.port)
     public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
     engine = await AsyncLLM.start(pod_config(args), public_endpoint=public, keys_dir=args.keys)
-    server = asyncio.ensure_future(serve_http(build_app(engine), args.host, args.port))
-    death = asyncio.ensure_future(engine.died())
+    app = build_app(engine, metrics=ServerMetrics(engine.model_name, engine.stats_by_engine))
+    server = asyncio.create_task(serve_on(app, listener))
+    death = asyncio.create_task(engine.died())
     try:
         await asyncio.wait((server, death), return_when=asyncio.FIRST_COMPLETED)
-        if server.done():
-            return server.result()
-        raise death.result()  # the pod is restarted as a whole
+        if not server.done():
+            raise death.result()  # the pod is restarted as a whole
+        server.result()
     finally:
         for task in (server, death):
             task.cancel()
@@ -67,7 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     setup_logging(args.engine_id or "engine")
     try:
-        sys.exit(uvloop.run(run(args)))
+        uvloop.run(run(args))
     except (InvalidRequestError, msgspec.MsgspecError, OSError) as exc:
         print(f"diptych engine: error: {exc}", file=sys.stderr)
         sys.exit(2)

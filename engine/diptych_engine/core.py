@@ -73,6 +73,9 @@ class EngineCore:
             self._reject_quietly(message)
             self._fail(message.request_id, client, str(exc))
             return
+        transfer = request.kv_transfer
+        if self.connector is not None and transfer is not None and transfer.do_remote_prefill:
+            self.connector.hold(request.request_id, transfer)
         self.scheduler.add(request)
 
     def _admit(self, message: EngineCoreRequest, client: bytes) -> Request:
@@ -163,10 +166,7 @@ class EngineCore:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if self.connector is not None:
-            if request.request_id in self.scheduler.loading:
-                self.connector.cancel_load(request.request_id)
-            elif request.kv_transfer is not None and request.kv_transfer.do_remote_prefill:
-                self.connector.reject(request.kv_transfer)
+            self.connector.cancel_load(request.request_id)
         self.scheduler.finish(request, reason)
 
     def _fail(self, request_id: str, client: bytes, error: str) -> None:

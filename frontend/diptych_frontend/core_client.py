@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from diptych_frontend.curve import use_keys
 from diptych_protocol import (
@@ -25,6 +23,7 @@ from diptych_protocol import (
     SchedulerStats,
     UtilityCall,
     UtilityError,
+    UtilityOutput,
     wire,
 )
 
@@ -60,8 +59,8 @@ class CoreClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._closed = False
-        self._context = zmq.asyncio.Context.instance()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # Nothing waits for a connection: a message is for the core that listens now, or for none.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -73,12 +72,11 @@ class CoreClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
             use_keys(self._socket, keys)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
-        self._tasks = [
-            asyncio.create_task(self._receive_loop(), name=f"core outputs {endpoint}"),
-            asyncio.create_task(self._monitor_loop(), name=f"core monitor {endpoint}"),
-        ]
+        # zmq.asyncio would cost a future for each message; its descriptors are all we need of it.
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
 
     async def describe(self, timeout_s: float = UTILITY_TIMEOUT_S) -> EngineDescription:
         """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`."""
@@ -126,8 +124,9 @@ class CoreClient:
         if self._closed:
             return
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -137,40 +136,55 @@ class CoreClient:
         if self._closed:
             raise ClientClosedError(f"the client of {self.endpoint} was closed")
         try:
-            # The plain send: never waits, and costs no future.
-            zmq.Socket.send_multipart(self._socket, (kind.value, payload), zmq.NOBLOCK)
+            self._socket.send_multipart((kind.value, payload), zmq.NOBLOCK)
         except zmq.Again as exc:
             raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
 
-    async def _receive_loop(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            if frames[0] == wire.ENGINE_CORE_DEAD:
-                self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended"))
-                continue
+    def _drain(self) -> None:
+        """Take every message that is here.
+
+        The descriptor is edge-triggered, and sending may swallow an edge; so each send
+        looks again.
+        """
+        while not self._closed:
             try:
-                outputs = wire.outputs_decoder.decode(frames[0])
-            except msgspec.MsgspecError as exc:
-                log.error("%s sent a malformed message, dropped: %s", self.endpoint, exc)
-                continue
-            if outputs.utility_output is not None:
-                self._answer(outputs)
-            else:
-                self._on_outputs(outputs)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(frames)
 
-    def _answer(self, outputs: EngineCoreOutputs) -> None:
-        answer = outputs.utility_output
-        future = self._calls.get(answer.call_id) if answer is not None else None
-        if answer is None or future is None or future.done():
+    def _handle(self, frames: list[bytes]) -> None:
+        if frames[0] == wire.ENGINE_CORE_DEAD:
+            self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended"))
+            return
+        try:
+            outputs = wire.outputs_decoder.decode(frames[0])
+        except msgspec.MsgspecError as exc:
+            log.error("%s sent a malformed message, dropped: %s", self.endpoint, exc)
+            return
+        if outputs.utility_output is not None:
+            self._answer(outputs.utility_output)
+        else:
+            self._on_outputs(outputs)
+
+    def _answer(self, answer: UtilityOutput) -> None:
+        future = self._calls.get(answer.call_id)
+        if future is None or future.done():
             return  # nobody waits any more
         if answer.failure_message is not None:
             future.set_exception(UtilityError(answer.failure_message))
         else:
             future.set_result(answer.result)
 
-    async def _monitor_loop(self) -> None:
-        while True:
-            parse_monitor_message(await self._monitor.recv_multipart())
+    def _drain_monitor(self) -> None:
+        """The only event that the monitor is asked for is the end of a connection."""
+        while not self._closed:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             self.lost(EngineDeadError(f"the connection to the core at {self.endpoint} was lost"))
 
     def lost(self, cause: EngineDeadError) -> None:

@@ -63,7 +63,7 @@ def resolve_model(uri: str) -> ModelSource:
     `dummy://?hidden_size=64` a model of random weights.
 
     Raises:
-        InvalidRequestError: no such model, unreadable, or not supported; the message names a remedy.
+        InvalidRequestError: no such model, or not one that can be run; the message names a remedy.
     """
     parts = urlsplit(uri)
     if parts.scheme == "dummy":

@@ -1,0 +1,6 @@
+"""The hinge: KV blocks of finished prefills, lent to decode engines over UCX."""
+
+from diptych_kv_transfer.actions import LeaseEnded, LoadEnded
+from diptych_kv_transfer.connector import KVConnector
+
+__all__ = ["KVConnector", "LeaseEnded", "LoadEnded"]

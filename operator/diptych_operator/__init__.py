@@ -1,0 +1,1 @@
+"""The InferenceService: its types, its CRD, and the pure rendering into Kubernetes objects."""

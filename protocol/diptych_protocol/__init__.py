@@ -3,7 +3,7 @@
 Imports nothing but msgspec and the standard library.
 """
 
-from diptych_protocol.config import CurveKeys, EngineConfig, KVTransferConfig
+from diptych_protocol.config import CurveKeys, EngineConfig, KVTransferConfig, RouterConfig
 from diptych_protocol.engine_client import (
     EngineClient,
     PromptType,
@@ -70,6 +70,7 @@ __all__ = [
     "Renderer",
     "RequestOutput",
     "RequestOutputKind",
+    "RouterConfig",
     "SamplingParams",
     "SchedulerStats",
     "TextPrompt",

@@ -85,6 +85,20 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a router needs to know of the service it fronts; travels to it as JSON."""
+
+    model: str
+    """Where the tokenizer is found; the same text as `EngineConfig.model`."""
+    served_name: str = ""
+    """The name clients use; empty means the last part of `model`."""
+
+    @property
+    def name(self) -> str:
+        """The model's name as clients see it."""
+        return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
 class CurveKeys(msgspec.Struct, frozen=True):
     """The CURVE key pair (Z85) that all parties of one service share; proves membership.
 

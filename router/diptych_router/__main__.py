@@ -8,15 +8,16 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.openai.app import build_app
-from diptych_frontend.openai.server import serve_http
-from diptych_frontend.output_processor import OutputProcessor
-from diptych_frontend.renderer import TextRenderer
 
 from diptych_frontend.curve import read_keys
+from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.logs import setup_logging
+from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.model_source import resolve_model
+from diptych_frontend.openai.app import build_app
+from diptych_frontend.openai.server import listen, serve_on
+from diptych_frontend.output_processor import OutputProcessor
+from diptych_frontend.renderer import TextRenderer
 from diptych_protocol import DiptychError, InvalidRequestError, RouterConfig
 from diptych_router.discovery import parse_targets
 from diptych_router.pool_client import PoolClient
@@ -41,13 +42,15 @@ def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolCli
     )
 
 
-async def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM; returns the exit code."""
+async def run(args: argparse.Namespace) -> None:
+    """Serve until SIGTERM."""
+    listener = listen(args.host, args.port)
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
     pools = build_pool_client(config, args)
     pools.start()
+    app = build_app(pools, metrics=ServerMetrics(pools.model_name, pools.stats_by_engine))
     try:
-        return await serve_http(build_app(pools), args.host, args.port)
+        await serve_on(app, listener)
     finally:
         pools.shutdown()
 
@@ -63,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     setup_logging("router")
     try:
-        sys.exit(uvloop.run(run(args)))
+        uvloop.run(run(args))
     except (InvalidRequestError, msgspec.MsgspecError, OSError) as exc:
         print(f"diptych router: error: {exc}", file=sys.stderr)
         sys.exit(2)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from diptych_frontend.async_engine import AsyncEngine
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.output_processor import OutputProcessor
-
-from diptych_frontend.async_engine import AsyncEngine
 from diptych_protocol import (
     CurveKeys,
     EngineCoreOutput,
@@ -184,7 +184,7 @@ class PoolClient(AsyncEngine):
             if routed is None or routed.engine != key:
                 self._release(output.request_id, output.kv_transfer_params)
             elif output.finish_reason is FinishReason.ERROR and routed.can_retry:
-                turns.append(lambda r=routed, o=output: self._retry(r, o.error or "failed"))
+                turns.append(partial(self._retry, routed, output.error or "failed"))
             else:
                 self._absorb(routed, output, turns)
                 deliver.append(output)
@@ -196,7 +196,7 @@ class PoolClient(AsyncEngine):
         self, routed: RoutedRequest, output: EngineCoreOutput, turns: list[Callable[[], None]]
     ) -> None:
         if routed.absorb(output):
-            turns.append(lambda: self._hand_off(routed))
+            turns.append(partial(self._hand_off, routed))
         elif output.finished:
             self._leave_engine(routed)
             del self._routed[output.request_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diptych_frontend.openai.api_types import ChatCompletionRequest, ChatMessage, StreamOptions
+from diptych_frontend.openai.api_types import ChatCompletionRequest, ChatMessage
 from diptych_frontend.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -13,7 +13,9 @@ from diptych_frontend.openai.responses import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
+    ChunkUsage,
     Delta,
+    Envelope,
     ResponseWriter,
     Tally,
     TokenLogprob,
@@ -77,30 +79,15 @@ class ChatApi:
     def writer(
         self, request: ChatCompletionRequest, request_id: str, created: int
     ) -> ResponseWriter:
-        return ChatWriter(
-            response_id=f"chatcmpl-{request_id}",
-            model=request.model,
-            created=created,
-            n=request.n or 1,
-            options=request.stream_options,
-            top_logprobs=request.top_logprobs or 0,
+        envelope = Envelope(
+            f"chatcmpl-{request_id}", created, request.model, request.n or 1, request.stream_options
         )
+        return ChatWriter(envelope, request.top_logprobs or 0)
 
 
 class ChatWriter(ResponseWriter):
-    def __init__(
-        self,
-        *,
-        response_id: str,
-        model: str,
-        created: int,
-        n: int,
-        options: StreamOptions | None,
-        top_logprobs: int,
-    ) -> None:
-        super().__init__(
-            response_id=response_id, model=model, created=created, n=n, options=options
-        )
+    def __init__(self, envelope: Envelope, top_logprobs: int) -> None:
+        super().__init__(envelope)
         self._top_logprobs = top_logprobs
         self._begun: set[int] = set()
 
@@ -126,19 +113,20 @@ class ChatWriter(ResponseWriter):
             for choice in output.outputs
         ]
         message = ChatCompletion(
-            id=self.response_id,
+            id=self._envelope.response_id,
             object="chat.completion",
-            created=self.created,
-            model=self.model,
+            created=self._envelope.created,
+            model=self._envelope.model,
             choices=sorted(choices, key=lambda c: c.index),
             usage=tally.usage(),
             kv_transfer_params=transfer_params(outputs[0][-1]),
         )
         return encode(message)
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Any) -> ChatChunk:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> ChatChunk:
+        head = self._envelope
         return ChatChunk(
-            self.response_id, "chat.completion.chunk", self.created, self.model, choices, usage
+            head.response_id, "chat.completion.chunk", head.created, head.model, choices, usage
         )
 
     def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diptych_frontend.openai.api_types import CompletionRequest, StreamOptions
+from diptych_frontend.openai.api_types import CompletionRequest
 from diptych_frontend.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    Envelope,
     ResponseWriter,
     Tally,
     Usage,
@@ -71,22 +72,15 @@ class CompletionApi:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]
 
     def writer(self, request: CompletionRequest, request_id: str, created: int) -> ResponseWriter:
-        return CompletionWriter(
-            response_id=f"cmpl-{request_id}",
-            model=request.model,
-            created=created,
-            n=request.n or 1,
-            options=request.stream_options,
+        envelope = Envelope(
+            f"cmpl-{request_id}", created, request.model, request.n or 1, request.stream_options
         )
+        return CompletionWriter(envelope)
 
 
 class CompletionWriter(ResponseWriter):
-    def __init__(
-        self, *, response_id: str, model: str, created: int, n: int, options: StreamOptions | None
-    ) -> None:
-        super().__init__(
-            response_id=response_id, model=model, created=created, n=n, options=options
-        )
+    def __init__(self, envelope: Envelope) -> None:
+        super().__init__(envelope)
         self._text_offsets: dict[int, int] = {}
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
@@ -113,13 +107,14 @@ class CompletionWriter(ResponseWriter):
         return encode(message)
 
     def _message(self, choices: list[CompletionChoice], output: RequestOutput | None) -> Completion:
-        message = Completion(self.response_id, OBJECT, self.created, self.model, choices)
+        head = self._envelope
+        message = Completion(head.response_id, OBJECT, head.created, head.model, choices)
         if output is not None:
             message.kv_transfer_params = transfer_params(output)
         return message
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> CompletionChoice:
-        index = prompt_index * self.n + output.index
+        index = prompt_index * self._envelope.n + output.index
         return CompletionChoice(
             index=index,
             text=output.text,

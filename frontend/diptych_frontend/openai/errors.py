@@ -18,6 +18,9 @@ from diptych_protocol import (
 )
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 200
+"""What clients send is quoted to them only so far."""
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -54,7 +57,9 @@ def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:
     """
     match exc:
         case InvalidRequestError():
-            detail = ErrorDetail(str(exc), "invalid_request_error", exc.param, exc.code)
+            message = str(exc)[:MAX_MESSAGE_CHARS]
+            param = exc.param and exc.param[:MAX_PARAM_CHARS]
+            detail = ErrorDetail(message, "invalid_request_error", param, exc.code)
             return ErrorAnswer(exc.status, detail)
         case HTTPException():
             headers = tuple((k.encode(), v.encode()) for k, v in (exc.headers or {}).items())
@@ -80,7 +85,9 @@ def _unavailable(message: str, code: str) -> ErrorAnswer:
 
 
 _AT_PATH = re.compile(r"^(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_NAMED_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$")
+_NAMED_FIELD = re.compile(
+    r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL
+)
 
 
 def from_decode_error(exc: Exception) -> InvalidRequestError:

@@ -37,6 +37,10 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens_details: PromptTokensDetails
 
 
+ChunkUsage = Usage | UnsetType | None
+"""Unset if the client wants no usage; None if it comes with the last chunk only."""
+
+
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float]
@@ -53,14 +57,14 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """Also the shape of a chunk: there `usage` is unset unless the client asked for it."""
+    """Also the shape of a chunk: see `ChunkUsage`."""
 
     id: str
     object: str
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: ChunkUsage = UNSET
     kv_transfer_params: KVParams = UNSET
 
 
@@ -122,7 +126,7 @@ class ChatChunk(msgspec.Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: ChunkUsage = UNSET
     kv_transfer_params: KVParams = UNSET
 
 
@@ -148,16 +152,24 @@ class Tally:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every chunk of an answer repeats, and how the answer is wanted."""
+
+    response_id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+    n: int
+    stream_options: StreamOptions | None
+
+
 class ResponseWriter(ABC):
     """Turns engine outputs into the bytes of one answer. Stateful: one per request."""
 
-    def __init__(
-        self, *, response_id: str, model: str, created: int, n: int, options: StreamOptions | None
-    ) -> None:
-        self.response_id = response_id
-        self.model = model
-        self.created = created
-        self.n = n
+    def __init__(self, envelope: Envelope) -> None:
+        self._envelope = envelope
+        options = envelope.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.continuous_usage_stats)
 
@@ -177,7 +189,7 @@ class ResponseWriter(ABC):
         """The last events of a stream that went well."""
         return (self.usage_event(tally.usage()) if self._include_usage else b"") + SSE_DONE
 
-    def _chunk_usage(self, tally: Tally) -> Usage | UnsetType | None:
+    def _chunk_usage(self, tally: Tally) -> ChunkUsage:
         if self._continuous_usage:
             return tally.usage()
         return None if self._include_usage else UNSET

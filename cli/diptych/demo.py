@@ -1,0 +1,133 @@
+"""`diptych demo`: one question through both pools, and what the hand-off between them took."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from diptych.chat import TIMEOUT, ChatError, printer, stream_chat
+from diptych.errors import RunError
+from diptych.laptop.rundir import RunState
+
+QUESTION = "What is the capital of France?"
+MAX_TOKENS = 64
+METRICS_WAIT_S = 3.0
+"""Engines report once a step; the report of the last one may come after the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a client saw of one streamed answer."""
+
+    ttft_s: float
+    last_token_s: float
+    tokens: int
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Speed of the tokens after the first; None if there were none."""
+        seconds = self.last_token_s - self.ttft_s
+        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """Totals of all engines, as the router's /metrics tells them."""
+
+    blocks: int
+    bytes: int
+    seconds: float
+    loads: int
+    transports: tuple[str, ...]
+
+
+def read_hand_off(metrics: str) -> HandOff:
+    """Sum up the hinge's metrics of a text exposition. Raises `ValueError` if it is none."""
+    totals: dict[str, float] = defaultdict(float)
+    transports: set[str] = set()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.labels.get("outcome", "completed") == "completed":
+                totals[sample.name] += sample.value
+            if sample.name == "diptych:kv_transfer_transport_info":
+                transports.add(sample.labels["transport"])
+    return HandOff(
+        blocks=int(totals["diptych:kv_transfer_blocks_received_total"]),
+        bytes=int(totals["diptych:kv_transfer_bytes_received_total"]),
+        seconds=totals["diptych:kv_transfer_receive_seconds_total"],
+        loads=int(totals["diptych:kv_transfer_loads_total"]),
+        transports=tuple(sorted(transports)),
+    )
+
+
+async def demonstrate(state: RunState, console: Console) -> None:
+    """Ask, print the answer as it streams, then the table. Raises `RunError`."""
+    async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
+        console.print(f"\n[bold]you>[/] {QUESTION}")
+        try:
+            timing = await _ask(client, state, console)
+            hand_off = await _fetch_hand_off(client, state)
+        except (ChatError, httpx.HTTPError, ValueError) as exc:
+            raise RunError(f"the demo failed: {exc}") from exc
+    console.print("\n")
+    console.print(summary(timing, hand_off))
+
+
+async def _ask(client: httpx.AsyncClient, state: RunState, console: Console) -> Timing:
+    show = printer(console)
+    body = {
+        "model": state.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+    }
+    begun = time.perf_counter()
+    arrivals: list[float] = []
+    tokens: int | None = None
+    async for piece in stream_chat(client, state.url, body):
+        if piece.text:
+            arrivals.append(time.perf_counter() - begun)
+            show(piece.text)
+        tokens = piece.completion_tokens if piece.completion_tokens is not None else tokens
+    if not arrivals:
+        raise ChatError("the answer was empty")
+    return Timing(arrivals[0], arrivals[-1], tokens if tokens is not None else len(arrivals))
+
+
+async def _fetch_hand_off(client: httpx.AsyncClient, state: RunState) -> HandOff:
+    """The totals once they speak of a hand-off, or as they are after `METRICS_WAIT_S`."""
+    deadline = time.monotonic() + METRICS_WAIT_S
+    while True:
+        response = await client.get(f"{state.url.removesuffix('/v1')}/metrics")
+        response.raise_for_status()
+        found = read_hand_off(response.text)
+        if found.loads or time.monotonic() >= deadline:
+            return found
+        await asyncio.sleep(0.1)
+
+
+def summary(timing: Timing, hand_off: HandOff) -> Table:
+    """What a reader wants to know of one answer, with units."""
+    table = Table(title="one answer, two pools", title_justify="left")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    speed = timing.tokens_per_s
+    milliseconds = f"{1000 * hand_off.seconds / hand_off.loads:.1f}" if hand_off.loads else "-"
+    for measure, value in (
+        ("time to first token (ms)", f"{1000 * timing.ttft_s:.1f}"),
+        ("tokens", str(timing.tokens)),
+        ("tokens per second", f"{speed:.1f}" if speed is not None else "-"),
+        ("KV blocks handed off", str(hand_off.blocks)),
+        ("KV bytes handed off", f"{hand_off.bytes:,}"),
+        ("hand-off (ms)", milliseconds),
+        ("transport", ", ".join(hand_off.transports) or "-"),
+    ):
+        table.add_row(measure, value)
+    return table

@@ -1,0 +1,2 @@
+"""Runs the rendered Kubernetes objects as processes of one machine: an embedded default for laptops
+and tests, not a cluster."""

@@ -1,0 +1,275 @@
+"""From rendered Kubernetes objects to processes on one machine. Pure: values in, values out.
+
+What differs from a cluster, and nothing else does:
+
+- every container port becomes a free port of 127.0.0.1, in the environment and in probes;
+- a Service's `name.namespace.svc:port` becomes the list of loopback addresses of its pods;
+- mounted ConfigMaps and Secrets are folders of the run directory; other volumes are left out;
+- the first container of a pod runs as a process of the user, with the user's environment below its
+  own; init containers, sidecars, resources, security contexts and liveness probes are left out;
+- an engine without a CPU limit takes its equal share of the cores: max(1, cores // engines).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diptych_operator.render.names import (
+    BIND_HOST_VARIABLE,
+    ENGINE_FILE,
+    PORT_VARIABLES,
+    ROLE_LABEL,
+)
+from diptych_protocol import EngineConfig
+
+LOOPBACK = "127.0.0.1"
+Object = dict[str, Any]
+_REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
+_PORT_OF_VARIABLE = {variable: port for port, variable in PORT_VARIABLES.items()}
+
+
+class UnsupportedPodError(ValueError):
+    """A podTemplate asks for something that only a cluster can give."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpProbe:
+    """An `httpGet` probe against a local port."""
+
+    port: int
+    path: str
+    period_s: float
+    timeout_s: float
+    failure_threshold: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPod:
+    """One pod as a process: what to start, and how to see that it is well."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    """The container's own variables, expanded; the user's environment goes below them."""
+    ports: dict[str, int]
+    """Local port by the container port's name."""
+    startup: HttpProbe | None
+    readiness: HttpProbe | None
+    grace_s: float
+    """From SIGTERM to SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A replica of a Deployment with its local ports, before its environment is known."""
+
+    name: str
+    namespace: str
+    labels: dict[str, str]
+    spec: Object
+    ports: dict[str, int]
+
+    @property
+    def container(self) -> Object:
+        container: Object = self.spec["containers"][0]
+        return container
+
+    @property
+    def role(self) -> str:
+        return self.labels.get(ROLE_LABEL, "")
+
+
+def count_ports(objects: Iterable[Object]) -> int:
+    """Ports that `local_pods` will take."""
+    return sum(
+        deployment["spec"]["replicas"] * len(_port_names(_first_container(deployment)))
+        for deployment in _of_kind(objects, "Deployment")
+    )
+
+
+def local_pods(
+    objects: Sequence[Object], run_dir: Path, free_ports: Sequence[int], router_port: int
+) -> list[LocalPod]:
+    """Every pod of every Deployment.
+
+    `free_ports` holds at least `count_ports(objects)` ports; the first router takes `router_port`.
+    Raises `UnsupportedPodError` naming pod and field.
+    """
+    placed = _place(objects, free_ports, router_port)
+    targets = _targets(objects, placed)
+    return [_local_pod(pod, run_dir, targets) for pod in placed]
+
+
+def files(objects: Sequence[Object], cores: int) -> dict[str, bytes]:
+    """Contents of all ConfigMaps and Secrets by their path below the run directory."""
+    roles = [
+        (deployment["spec"]["template"]["metadata"]["labels"].get(ROLE_LABEL), deployment)
+        for deployment in _of_kind(objects, "Deployment")
+    ]
+    engines = sum(item["spec"]["replicas"] for role, item in roles if role != "router")
+    result: dict[str, bytes] = {}
+    for config in _of_kind(objects, "ConfigMap"):
+        for file, text in config["data"].items():
+            content = text.encode()
+            if file == ENGINE_FILE:
+                content = _with_threads(content, max(1, cores // max(1, engines)))
+            result[f"configmaps/{config['metadata']['name']}/{file}"] = content
+    for secret in _of_kind(objects, "Secret"):
+        for file, encoded in secret["data"].items():
+            result[f"secrets/{secret['metadata']['name']}/{file}"] = base64.b64decode(encoded)
+    return result
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Kubernetes' expansion: `$(NAME)` if NAME is known, else left as it is; `$$` is one `$`."""
+
+    def replacement(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        return variables.get(match[1], match[0])
+
+    return _REFERENCE.sub(replacement, text)
+
+
+def _place(objects: Sequence[Object], free_ports: Sequence[int], router_port: int) -> list[_Placed]:
+    ports = iter(free_ports)
+    front_door_taken = False
+    placed: list[_Placed] = []
+    for deployment in _of_kind(objects, "Deployment"):
+        template = deployment["spec"]["template"]
+        labels = template["metadata"]["labels"]
+        for index in range(deployment["spec"]["replicas"]):
+            own = {name: next(ports) for name in _port_names(_first_container(deployment))}
+            if labels.get(ROLE_LABEL) == "router" and not front_door_taken:
+                own["http"] = router_port
+                front_door_taken = True
+            metadata = deployment["metadata"]
+            name = f"{metadata['name']}-{index}"
+            placed.append(_Placed(name, metadata["namespace"], labels, template["spec"], own))
+    return placed
+
+
+def _targets(objects: Sequence[Object], placed: Sequence[_Placed]) -> dict[str, str]:
+    """What each `name.namespace.svc:port` stands for: the pods its Service selects."""
+    targets: dict[str, str] = {}
+    for service in _of_kind(objects, "Service"):
+        selector = service["spec"]["selector"].items()
+        chosen = [pod for pod in placed if selector <= pod.labels.items()]
+        host = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
+        for port in service["spec"]["ports"]:
+            targets[f"{host}:{port['port']}"] = ",".join(
+                f"{LOOPBACK}:{pod.ports[port['targetPort']]}" for pod in chosen
+            )
+    return targets
+
+
+def _local_pod(pod: _Placed, run_dir: Path, targets: Mapping[str, str]) -> LocalPod:
+    container = pod.container
+    folders = _mounted_folders(pod, run_dir)
+
+    def localised(text: str) -> str:
+        for mount, folder in folders.items():
+            if text == mount or text.startswith(f"{mount}/"):
+                return str(folder) + text.removeprefix(mount)
+        return targets.get(text, text)
+
+    env: dict[str, str] = {}
+    for variable in container.get("env", []):
+        value = localised(_value(pod, variable))
+        env[variable["name"]] = expand(value, env)
+    command = [*container.get("command", []), *container.get("args", [])]
+    if not container.get("command"):
+        raise UnsupportedPodError(f"{pod.name}: command is missing; images do not run on a laptop")
+    return LocalPod(
+        name=pod.name,
+        role=pod.role,
+        command=tuple(localised(expand(part, env)) for part in command),
+        env=env,
+        ports=pod.ports,
+        startup=_probe(pod, "startupProbe"),
+        readiness=_probe(pod, "readinessProbe"),
+        grace_s=pod.spec.get("terminationGracePeriodSeconds", 30),
+    )
+
+
+def _value(pod: _Placed, variable: Object) -> str:
+    name = variable["name"]
+    if name == BIND_HOST_VARIABLE:
+        return LOOPBACK
+    if name in _PORT_OF_VARIABLE:
+        return str(pod.ports[_PORT_OF_VARIABLE[name]])
+    if "valueFrom" not in variable:
+        return str(variable.get("value", ""))
+    fields: dict[str, str] = {
+        "metadata.name": pod.name,
+        "metadata.namespace": pod.namespace,
+        "status.podIP": LOOPBACK,
+    }
+    path = variable["valueFrom"].get("fieldRef", {}).get("fieldPath")
+    if path not in fields:
+        raise UnsupportedPodError(
+            f"{pod.name}: env {name}: a laptop knows only fieldRef of {', '.join(fields)}"
+        )
+    return fields[path]
+
+
+def _mounted_folders(pod: _Placed, run_dir: Path) -> dict[str, Path]:
+    sources = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
+    folders: dict[str, Path] = {}
+    for mount in pod.container.get("volumeMounts", []):
+        volume = sources.get(mount["name"], {})
+        if "configMap" in volume:
+            folders[mount["mountPath"]] = run_dir / "configmaps" / volume["configMap"]["name"]
+        elif "secret" in volume:
+            folders[mount["mountPath"]] = run_dir / "secrets" / volume["secret"]["secretName"]
+    return folders
+
+
+def _probe(pod: _Placed, kind: str) -> HttpProbe | None:
+    probe = pod.container.get(kind)
+    if probe is None:
+        return None
+    if "httpGet" not in probe:
+        raise UnsupportedPodError(f"{pod.name}: {kind}: a laptop knows only httpGet")
+    wanted = probe["httpGet"]["port"]
+    numbers = {number: name for name, number in _port_names(pod.container).items()}
+    return HttpProbe(
+        port=pod.ports[numbers.get(wanted, wanted)],
+        path=probe["httpGet"].get("path", "/"),
+        period_s=probe.get("periodSeconds", 10),
+        timeout_s=probe.get("timeoutSeconds", 1),
+        failure_threshold=probe.get("failureThreshold", 3),
+    )
+
+
+def _with_threads(engine_json: bytes, threads: int) -> bytes:
+    config = msgspec.json.decode(engine_json, type=EngineConfig)
+    if config.num_threads is None:
+        config = msgspec.structs.replace(config, num_threads=threads)
+    return msgspec.json.encode(config)
+
+
+def _first_container(deployment: Object) -> Object:
+    container: Object = deployment["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def _port_names(container: Object) -> dict[str, int]:
+    ports = container.get("ports", [])
+    return {port.get("name", str(port["containerPort"])): port["containerPort"] for port in ports}
+
+
+def _of_kind(objects: Iterable[Object], kind: str) -> list[Object]:
+    return [item for item in objects if item["kind"] == kind]

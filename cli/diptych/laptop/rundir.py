@@ -1,0 +1,126 @@
+"""The private directory of one `diptych up`: configuration, keys, logs and a state file.
+
+Other commands find running services by these directories; one whose owner is dead is litter.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import psutil
+
+PREFIX = "diptych-"
+STATE_FILE = "state.json"
+
+
+class PodState(msgspec.Struct, frozen=True):
+    name: str
+    role: str
+    phase: str
+    pid: int | None
+    restarts: int
+    ports: dict[str, int]
+    log: str
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """What others may know of a running service."""
+
+    service: str
+    model: str
+    """The name clients send."""
+    url: str
+    """Base URL of the OpenAI API, ending in /v1."""
+    ready: bool
+    started_at: float
+    """Unix time."""
+    pid: int
+    pid_created: float
+    """With `pid` it identifies the owner for good; process ids come round again."""
+    pods: list[PodState] = []
+
+
+class RunDirectory:
+    """A directory that only its owner can read, removed when the run ends."""
+
+    def __init__(self, service: str) -> None:
+        remove_litter()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{service}-", dir=base_directory()))
+
+    def __enter__(self) -> Self:
+        (self.path / "logs").mkdir(mode=0o700)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def log_path(self, pod: str) -> Path:
+        return self.path / "logs" / f"{pod}.log"
+
+    def write(self, relative: str, content: bytes) -> None:
+        """Create a file that only its owner can read; it appears whole or not at all."""
+        target = self.path / relative
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        partial.replace(target)
+
+    def save(self, state: RunState) -> None:
+        self.write(STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2))
+
+
+def base_directory() -> Path:
+    """`$XDG_RUNTIME_DIR` where there is one, else the directory for temporary files."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime)
+    return Path(tempfile.gettempdir())
+
+
+def running() -> list[RunState]:
+    """The services of this user that run now, the newest first."""
+    states = [state for _, state in _runs() if _is_alive(state)]
+    return sorted(states, key=lambda state: state.started_at, reverse=True)
+
+
+def remove_litter() -> None:
+    """Remove what runs left behind that were killed before they could tidy up."""
+    for directory, state in _runs():
+        if not _is_alive(state):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _runs() -> Iterator[tuple[Path, RunState]]:
+    for directory in base_directory().glob(f"{PREFIX}*"):
+        try:
+            status = directory.lstat()
+            private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+            if private and status.st_uid == os.getuid():
+                raw = (directory / STATE_FILE).read_bytes()
+                yield directory, msgspec.json.decode(raw, type=RunState)
+        except (OSError, msgspec.MsgspecError):
+            continue
+
+
+def _is_alive(state: RunState) -> bool:
+    try:
+        created = psutil.Process(state.pid).create_time()
+    except psutil.Error:
+        return False
+    # The kernel keeps it since boot; as Unix time it moves when the clock is set right.
+    return abs(created - state.pid_created) < 5.0

@@ -1,0 +1,220 @@
+"""Keeps local pods running: starts, probes, restarts and ends them. The shell around `PodLife`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+
+from diptych.laptop import leash
+from diptych.laptop.lifecycle import Phase, PodLife
+from diptych.laptop.pods import LocalPod
+from diptych.laptop.probes import watch
+
+MAX_GRACE_S = 10.0
+"""Pods may ask for longer to end gracefully; somebody who pressed Ctrl-C will not wait."""
+KILL_WAIT_S = 5.0
+LEASH_START_S = 10.0
+LOG_TAIL_BYTES = 16384
+ERROR_LINE = re.compile(r"\berror: ")
+"""How our programs, like most of Unix, say why they end."""
+
+
+class CrashLoopError(Exception):
+    """A pod ended again and again before it was ever ready."""
+
+    def __init__(self, pod: RunningPod) -> None:
+        super().__init__(pod.spec.name)
+        self.pod = pod
+
+
+class RunningPod:
+    """One pod: its plan, its life, and the process of the moment."""
+
+    def __init__(self, spec: LocalPod, log: Path) -> None:
+        self.spec = spec
+        self.log = log
+        self.life = PodLife(spec.readiness.failure_threshold if spec.readiness else 1)
+        self.pid: int | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._log_start = 0
+
+    async def start(self) -> None:
+        """Start the pod's process under a leash. Its output is appended to the log."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        # The running interpreter's programs come first, so that `python` is this Python.
+        path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+        environment = os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"} | self.spec.env
+        with theirs, self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", leash.__file__, *self.spec.command),
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        self._control = ours
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(LEASH_START_S):
+            # Empty if the leash could not start at all; `wait` will tell.
+            self.pid = int(await loop.sock_recv(ours, 32) or b"0") or None
+
+    async def wait(self) -> int:
+        """The exit code of the process, once it and all of its group have ended."""
+        if self._process is None:
+            return 0
+        code = await self._process.wait()
+        self.kill()
+        self.pid = None
+        return code
+
+    def terminate(self) -> None:
+        """Ask the process to end. Its children are its own business until it has ended."""
+        if self._control is not None:
+            try:
+                self._control.send(leash.TERMINATE)
+            except OSError:
+                self.kill()
+
+    def kill(self) -> None:
+        """Let the leash go: it kills the whole group. Safe to call twice."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def last_error(self) -> str:
+        """What the latest process said of its end: its last `error: ...` line, else its last."""
+        lines = self._lines(self._log_start)
+        errors = [line for line in lines if ERROR_LINE.search(line)]
+        return (errors or lines or ["no output"])[-1]
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines of the pod's log that are not empty, over all its starts."""
+        return self._lines(0)[-count:]
+
+    def _lines(self, start: int) -> list[str]:
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(start, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+                text = log.read().decode(errors="replace")
+        except OSError:
+            return []
+        return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+class Supervisor:
+    """Runs pods until it is stopped or one of them cannot start.
+
+    `changed` hears of every change of a pod; `crashed` of each unexpected end, with the exit code
+    and the seconds until the restart.
+    """
+
+    def __init__(
+        self,
+        pods: Sequence[RunningPod],
+        *,
+        changed: Callable[[], None],
+        crashed: Callable[[RunningPod, int, float], None],
+    ) -> None:
+        self.pods = pods
+        self.ready = asyncio.Event()
+        """Set once every pod was ready at the same time."""
+        self._changed = changed
+        self._crashed = crashed
+        self._stopping = asyncio.Event()
+        self._client = httpx.AsyncClient(trust_env=False)
+
+    def stop(self) -> None:
+        """End everything gracefully. Safe to call twice."""
+        self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._stopping.set()
+        for pod in self.pods:
+            pod.kill()
+
+    async def run(self) -> None:
+        """Until `stop()`. Raises `CrashLoopError`, or `OSError` if the system starts no
+        more processes. In any case none is left."""
+        keepers = [asyncio.create_task(self._keep(pod)) for pod in self.pods]
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            done, _ = await asyncio.wait([*keepers, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                task.result()
+        finally:
+            self._stopping.set()
+            stopping.cancel()
+            await self._end(keepers)
+            await self._client.aclose()
+
+    async def _keep(self, pod: RunningPod) -> None:
+        """Start one pod again and again until the supervisor stops."""
+        while not self._stopping.is_set():
+            await pod.start()
+            if self._stopping.is_set():
+                pod.terminate()
+            pod.life.started(time.monotonic())
+            self._changed()
+            prober = asyncio.create_task(self._probe(pod))
+            try:
+                code = await pod.wait()
+            finally:
+                prober.cancel()
+            if self._stopping.is_set():
+                return
+            delay = pod.life.exited(time.monotonic())
+            self._changed()
+            if delay is None:
+                raise CrashLoopError(pod)
+            self._crashed(pod, code, delay)
+            await self._sleep(delay)
+
+    async def _probe(self, pod: RunningPod) -> None:
+        def probed(ok: bool) -> None:
+            before = pod.life.phase
+            pod.life.probed(ok, time.monotonic())
+            if pod.life.phase is not before:
+                if all(each.life.phase is Phase.READY for each in self.pods):
+                    self.ready.set()
+                self._changed()
+
+        await watch(self._client, pod.spec, probed)
+        pod.kill()
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until the time is over or the supervisor stops."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+    async def _end(self, keepers: Sequence[asyncio.Task[None]]) -> None:
+        """SIGTERM to every pod, then SIGKILL to what is left; bounded in time."""
+        for pod in self.pods:
+            pod.terminate()
+        grace = min(MAX_GRACE_S, max((pod.spec.grace_s for pod in self.pods), default=0.0))
+        await asyncio.wait(keepers, timeout=grace)
+        for pod in self.pods:
+            pod.kill()
+        await asyncio.wait(keepers, timeout=KILL_WAIT_S)
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)

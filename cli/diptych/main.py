@@ -1,0 +1,208 @@
+"""The `diptych` command. What a command needs is imported when it runs: `--help` is instant."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from click.shell_completion import get_completion_class
+from rich.console import Console
+
+from diptych.errors import RunError
+
+if TYPE_CHECKING:
+    from diptych.laptop.rundir import RunState
+
+DEFAULT_PORT = 8080
+SERVICE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+PORT_OPTION = click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="Port of 127.0.0.1 for the OpenAI API; all others are chosen freely.",
+)
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(package_name="diptych")
+def main() -> None:
+    """Serve an LLM in two pools, prefill and decode, joined by a KV cache that travels.
+
+    \b
+    Example:
+      diptych demo examples/smollm2.yaml      one question, and what the hand-off took
+      diptych up examples/smollm2.yaml        serve until Ctrl-C
+      diptych chat                            talk to it from another terminal
+
+    \b
+    Exit codes: 0 well, 1 something failed while running, 2 the input was wrong.
+    """
+
+
+@main.command()
+@click.argument("file", type=SERVICE_FILE)
+@PORT_OPTION
+def up(file: Path, port: int) -> None:
+    """Run the service of FILE on this machine until Ctrl-C.
+
+    Renders the same objects as a cluster would get and runs each pod's command as a process:
+    restarted with back-off if it ends, all of them ended with this command. The cores are shared
+    out equally among the engines, unless a CPU limit in the file says otherwise.
+
+    \b
+    Example:
+      diptych up examples/smollm2.yaml
+      diptych up examples/smollm2.yaml --port 9000
+    """
+    console = Console()
+
+    async def serve(state: RunState) -> None:
+        lines = (
+            "try:",
+            f"  curl {state.url}/chat/completions -H 'Content-Type: application/json' \\",
+            f"    -d '{_example_request(state.model)}'",
+            "  diptych chat",
+            "  diptych status",
+            "Ctrl-C ends it.",
+        )
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        await asyncio.Event().wait()
+
+    _run(file, port, console, serve)
+
+
+@main.command()
+@click.argument("file", type=SERVICE_FILE)
+@PORT_OPTION
+def demo(file: Path, port: int) -> None:
+    """Run the service of FILE, ask it one question, show what it took, and end it.
+
+    \b
+    Example:
+      diptych demo examples/smollm2.yaml
+    """
+    from diptych.demo import demonstrate
+
+    console = Console()
+    _run(file, port, console, lambda state: demonstrate(state, console))
+
+
+@main.command()
+@click.argument("file", type=SERVICE_FILE)
+@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml")
+def render(file: Path, output: str) -> None:
+    """Print the Kubernetes objects of FILE's service. They hold keys made for this call.
+
+    \b
+    Example:
+      diptych render examples/smollm2.yaml
+      diptych render examples/smollm2.yaml -o json | jq '.items[].kind'
+    """
+    from diptych.manifest import load, rendered, to_yaml
+
+    objects = rendered(file, load(file))
+    if output == "yaml":
+        click.echo(to_yaml(objects), nl=False)
+        return
+    listing = {"apiVersion": "v1", "kind": "List", "items": objects}
+    click.echo(msgspec.json.format(msgspec.json.encode(listing), indent=2))
+
+
+@main.command()
+@click.option("--url", help="The API to talk to; left out, the newest service on this machine.")
+@click.option("--model", help="Model name; left out, the first one the API lists.")
+@click.option("--once", metavar="TEXT", help="Say TEXT, print the answer, and end.")
+@click.option("--system", metavar="TEXT", help="A system message to begin with.")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=None)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
+def chat(
+    url: str | None,
+    model: str | None,
+    once: str | None,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int,
+) -> None:
+    """Talk to a running service; answers stream as they are made.
+
+    \b
+    Example:
+      diptych chat
+      diptych chat --once "What is the capital of France?" --temperature 0
+      diptych chat --url http://127.0.0.1:9000
+    """
+    from diptych.chat import ChatError, Conversation, converse, find_service, printer
+
+    base, name = find_service(url, model)
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
+    conversation = Conversation(base, name, options, system)
+    console = Console()
+    if once is None:
+        converse(conversation, console)
+        return
+    try:
+        asyncio.run(conversation.say(once, printer(console)))
+    except ChatError as exc:
+        raise RunError(str(exc)) from exc
+    console.print()
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="For programs: a list of services.")
+def status(as_json: bool) -> None:
+    """Show the services that run on this machine, their pods, ports and logs.
+
+    \b
+    Example:
+      diptych status
+      diptych status --json | jq -r '.[0].url'
+    """
+    from diptych import status as view
+    from diptych.laptop import rundir
+
+    states = rundir.running()
+    if as_json:
+        click.echo(view.as_json(states))
+    else:
+        view.show(states, Console())
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a script that teaches SHELL to complete this command.
+
+    \b
+    Example:
+      diptych completion bash > ~/.local/share/bash-completion/completions/diptych
+      diptych completion fish > ~/.config/fish/completions/diptych.fish
+      eval "$(diptych completion zsh)"
+    """
+    found = get_completion_class(shell)
+    if found is None:
+        raise click.UsageError(f"no completion for {shell}")
+    click.echo(found(main, {}, "diptych", "_DIPTYCH_COMPLETE").source())
+
+
+def _run(file: Path, port: int, console: Console, while_ready: Any) -> None:
+    from diptych.progress import Progress
+    from diptych.up import up as run_service
+
+    with Progress(console) as progress:
+        asyncio.run(run_service(file, port, progress, while_ready))
+
+
+def _example_request(model: str) -> str:
+    message = {"role": "user", "content": "What is the capital of France?"}
+    return msgspec.json.encode({"model": model, "messages": [message]}).decode()
+
+
+if __name__ == "__main__":
+    main()

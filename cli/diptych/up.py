@@ -1,0 +1,166 @@
+"""`diptych up`: the rendered objects as processes of this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from diptych.errors import BadInputError, RunError
+from diptych.laptop.pods import (
+    LOOPBACK,
+    LocalPod,
+    UnsupportedPodError,
+    count_ports,
+    files,
+    local_pods,
+)
+from diptych.laptop.ports import free_ports, is_free
+from diptych.laptop.rundir import PodState, RunDirectory, RunState
+from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
+from diptych.manifest import check_model, load, rendered
+from diptych.progress import Progress
+from diptych_operator.api_types import InferenceService
+
+READY_TIMEOUT_S = 900.0
+CRASH_LINES = 15
+
+WhileReady = Callable[[RunState], Awaitable[None]]
+"""What to do once the service is ready; it ends when this returns, and is told to by cancelling."""
+
+
+async def up(file: Path, port: int, progress: Progress, while_ready: WhileReady) -> None:
+    """Run the service of a file from start to end.
+
+    Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
+
+    Raises:
+        BadInputError: the file is wrong, or its model is not here.
+        RunError: the port is taken, a pod cannot start, or the service never became ready.
+    """
+    service = load(file)
+    objects = rendered(file, service)
+    check_model(file, service)
+    if not is_free(port):
+        raise RunError(f"port {port} is in use; stop what listens there, or choose another --port")
+    with RunDirectory(service.metadata.name) as run_dir:
+        try:
+            pods = [
+                RunningPod(pod, run_dir.log_path(pod.name))
+                for pod in _local_pods(objects, run_dir, port)
+            ]
+        except UnsupportedPodError as exc:
+            raise BadInputError(f"{file}: {exc}") from exc
+        for relative, content in files(objects, os.cpu_count() or 1).items():
+            run_dir.write(relative, content)
+        await _Run(service, port, pods, run_dir, progress).until_done(while_ready)
+
+
+def _local_pods(objects: list[dict[str, Any]], run_dir: RunDirectory, port: int) -> list[LocalPod]:
+    spare = [free for free in free_ports(count_ports(objects) + 1) if free != port]
+    return local_pods(objects, run_dir.path, spare, port)
+
+
+class _Run:
+    """One service between its start and its end."""
+
+    def __init__(
+        self,
+        service: InferenceService,
+        port: int,
+        pods: list[RunningPod],
+        run_dir: RunDirectory,
+        progress: Progress,
+    ) -> None:
+        self._service = service
+        self._url = f"http://{LOOPBACK}:{port}/v1"
+        self._pods = pods
+        self._run_dir = run_dir
+        self._progress = progress
+        self._started_at = time.time()
+        self._pid_created = psutil.Process().create_time()
+        self._supervisor = Supervisor(pods, changed=self._changed, crashed=progress.crashed)
+
+    async def until_done(self, while_ready: WhileReady) -> None:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self._interrupted)
+        self._progress.begin(self._pods)
+        running = asyncio.create_task(self._supervisor.run())
+        work = asyncio.create_task(self._work(while_ready))
+        try:
+            await asyncio.wait({running, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            self._supervisor.stop()
+            await asyncio.wait({running, work})
+            self._progress.settle()
+            for number in signals:
+                loop.remove_signal_handler(number)
+        try:
+            running.result()
+        except CrashLoopError as exc:
+            raise RunError(_last_words(exc.pod)) from exc
+        except OSError as exc:
+            raise RunError(f"cannot start processes: {exc}") from exc
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, while_ready: WhileReady) -> None:
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await self._supervisor.ready.wait()
+        except TimeoutError as exc:
+            waiting = [pod.spec.name for pod in self._pods if not pod.life.ever_ready]
+            raise RunError(f"not ready within {READY_TIMEOUT_S:g} s: {', '.join(waiting)}") from exc
+        self._progress.settle()
+        self._progress.say(f"ready in {time.monotonic() - begun:.1f} s: {self._url}")
+        await while_ready(self._state())
+
+    def _interrupted(self) -> None:
+        self._progress.settle()
+        if self._supervisor.stopping:
+            self._supervisor.kill()
+            return
+        self._progress.say("stopping (Ctrl-C again kills at once)")
+        self._supervisor.stop()
+
+    def _changed(self) -> None:
+        self._progress.changed()
+        self._run_dir.save(self._state())
+
+    def _state(self) -> RunState:
+        return RunState(
+            service=self._service.metadata.name,
+            model=self._service.served_name,
+            url=self._url,
+            ready=self._supervisor.ready.is_set(),
+            started_at=self._started_at,
+            pid=os.getpid(),
+            pid_created=self._pid_created,
+            pods=[
+                PodState(
+                    name=pod.spec.name,
+                    role=pod.spec.role,
+                    phase=pod.life.phase.value,
+                    pid=pod.pid,
+                    restarts=pod.life.restarts,
+                    ports=pod.spec.ports,
+                    log=str(pod.log),
+                )
+                for pod in self._pods
+            ],
+        )
+
+
+def _last_words(pod: RunningPod) -> str:
+    lines = "\n".join(f"  {line}" for line in pod.last_lines(CRASH_LINES)) or "  (empty)"
+    return f"{pod.spec.name} cannot start: {pod.last_error()}\nthe end of its log:\n{lines}"

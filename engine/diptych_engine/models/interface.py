@@ -1,0 +1,55 @@
+"""What the runner and the loader expect of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from diptych_kernels.paged_attention import AttentionMetadata
+
+
+@dataclass(slots=True, frozen=True)
+class StepInputs:
+    """The new tokens of one step, sequence after sequence, decodes first."""
+
+    token_ids: Tensor
+    """[tokens] int64."""
+    positions: Tensor
+    """[tokens] int64, each token's place in its own sequence."""
+    slot_blocks: Tensor
+    """[tokens] int64: the KV block that each token's keys and values go to."""
+    slot_offsets: Tensor
+    """[tokens] int64: its place inside that block."""
+    attention: AttentionMetadata
+
+
+@dataclass(slots=True, frozen=True)
+class WeightSlot:
+    """Where one published tensor goes: a view into the model's own, possibly fused, memory."""
+
+    target: Tensor
+    """Has the published tensor's shape."""
+    rotary_dim: int = 0
+    """Not 0: the rows are query or key dimensions in groups of this size, stored with the two
+    members of each rotated pair side by side. A source in the half-split order is reordered."""
+
+
+class CausalLM(Protocol):
+    """A decoder whose KV cache is given to it."""
+
+    @property
+    def slots(self) -> dict[str, WeightSlot]:
+        """Every tensor that must be loaded, by its Hugging Face name."""
+
+    def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
+        """Run all layers and store the new tokens' keys and values.
+
+        kv_layers: per layer a view [num_blocks, 2, block_size, kv_heads, head_dim].
+        Returns [tokens, hidden] before the final norm.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] of the rows that sample -> [rows, vocabulary]."""

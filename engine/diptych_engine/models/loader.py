@@ -1,0 +1,195 @@
+"""Fills a model's weights from a GGUF file, from safetensors, or with random numbers.
+
+Each tensor is read through a memory map, de-quantised, and copied straight into its place in the
+model's fused tensors: besides the model, only the tensors in flight are in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from gguf.quants import dequantize
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diptych_engine.models.interface import WeightSlot
+from diptych_frontend.model_source import GGUFTensor, ModelSource
+from diptych_protocol import InvalidRequestError
+
+Progress = Callable[[int, int], None]
+"""Called with bytes read so far and bytes in all."""
+
+LOADER_THREADS: Final = 2
+DUMMY_SCALE: Final = 0.02
+"""Standard deviation of random weights; norms are 1."""
+
+GGUF_TENSORS: Final = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+GGUF_LAYER_PARTS: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GGUF_LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+GGUF_INTERLEAVED: Final = frozenset({"llama", "mistral"})
+"""Architectures whose GGUF files hold query and key rows with rotated pairs side by side."""
+
+
+def load_weights(
+    slots: Mapping[str, WeightSlot],
+    source: ModelSource,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> None:
+    """Fill every slot. `seed` determines dummy weights.
+
+    Raises `InvalidRequestError`, naming the tensor, if one is missing, superfluous, misshapen or
+    of a type that cannot be read.
+    """
+    progress = on_progress or _ignore_progress
+    match source.format:
+        case "gguf":
+            _load_gguf(slots, source, progress)
+        case "safetensors":
+            _load_safetensors(slots, source, progress)
+        case "dummy":
+            _fill_randomly(slots, seed, progress)
+
+
+def _ignore_progress(done: int, total: int) -> None:
+    """Nobody asked."""
+
+
+def _load_gguf(slots: Mapping[str, WeightSlot], source: ModelSource, progress: Progress) -> None:
+    if source.path is None:
+        raise ValueError(f"{source.uri} has no path")
+    table = {_published_name(name): tensor for name, tensor in source.tensors().items()}
+    _require_same_names(slots, table.keys())
+    total = sum(tensor.nbytes for tensor in table.values())
+    file = np.memmap(source.path, dtype=np.uint8, mode="r")
+    reorder = source.config.architecture not in GGUF_INTERLEAVED
+
+    def load(name: str) -> int:
+        _fill(slots[name], _dequantize(file, table[name]), name, reorder=reorder)
+        return table[name].nbytes
+
+    done = 0
+    # NumPy lets go of the interpreter while it de-quantises, so threads help.
+    with ThreadPoolExecutor(LOADER_THREADS) as pool:
+        for nbytes in pool.map(load, table):
+            done += nbytes
+            progress(done, total)
+
+
+def _published_name(name: str) -> str:
+    """GGUF's name -> Hugging Face's; an unknown one stays as it is."""
+    layer = GGUF_LAYER_TENSOR.fullmatch(name)
+    if layer and layer[2] in GGUF_LAYER_PARTS:
+        return f"model.layers.{layer[1]}.{GGUF_LAYER_PARTS[layer[2]]}.{layer[3]}"
+    return GGUF_TENSORS.get(name, name)
+
+
+def _dequantize(file: np.memmap[Any, np.dtype[np.uint8]], tensor: GGUFTensor) -> Tensor:
+    """[rows, columns] float32, whatever type the file holds."""
+    raw = file[tensor.offset : tensor.offset + tensor.nbytes]
+    rows = raw.reshape(*tensor.shape[:-1], -1)
+    try:
+        values = dequantize(rows, tensor.type)
+    except NotImplementedError:
+        raise _unusable(f"tensor {tensor.name} has the type {tensor.type.name}") from None
+    # Unquantised values still lie in the read-only map; torch wants memory it may write to.
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+
+
+def _load_safetensors(
+    slots: Mapping[str, WeightSlot], source: ModelSource, progress: Progress
+) -> None:
+    if source.path is None:
+        raise ValueError(f"{source.uri} has no path")
+    with ExitStack() as stack:
+        readers = _open_safetensors(source.path, stack)
+        names = set(readers)
+        if source.config.tie_word_embeddings:
+            names.discard("lm_head.weight")  # some files repeat the embedding under this name
+        _require_same_names(slots, names)
+        total = sum(slot.target.nbytes for slot in slots.values())
+        done = 0
+        for name, slot in slots.items():
+            _fill(slot, readers[name](), name, reorder=True)
+            done += slot.target.nbytes
+            progress(done, total)
+
+
+def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Tensor]]:
+    """A reader for every tensor of every shard; the names in the files are the index."""
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            shard: Any = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as exc:
+            raise _unusable(f"{path} cannot be read: {exc}") from exc
+        for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+            if not name.endswith("rotary_emb.inv_freq"):  # a constant that old files carry
+                readers[name] = partial(shard.get_tensor, name)
+    return readers
+
+
+def _fill_randomly(slots: Mapping[str, WeightSlot], seed: int, progress: Progress) -> None:
+    total = sum(slot.target.nbytes for slot in slots.values())
+    generator = torch.Generator().manual_seed(seed)
+    done = 0
+    for name, slot in slots.items():
+        if "norm" in name:
+            slot.target.fill_(1.0)
+        else:
+            values = torch.randn(slot.target.shape, generator=generator)
+            slot.target.copy_(values.mul_(DUMMY_SCALE))
+        done += slot.target.nbytes
+        progress(done, total)
+
+
+def _fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
+    """Copy a tensor to its place. `reorder`: rotated pairs are half a head apart in `values`."""
+    if values.shape != slot.target.shape:
+        raise _unusable(
+            f"tensor {name} has the shape {list(values.shape)}, "
+            f"not {list(slot.target.shape)} as the configuration says"
+        )
+    if slot.rotary_dim and reorder:
+        halves = values.view(-1, 2, slot.rotary_dim // 2, *values.shape[1:])
+        values = halves.transpose(1, 2).reshape(values.shape)
+    slot.target.copy_(values)
+
+
+def _require_same_names(slots: Mapping[str, WeightSlot], names: Iterable[str]) -> None:
+    found = set(names)
+    missing, superfluous = sorted(slots.keys() - found), sorted(found - slots.keys())
+    if missing:
+        raise _unusable(f"tensor {missing[0]} is missing ({len(missing)} in all)")
+    if superfluous:
+        raise _unusable(
+            f"tensor {superfluous[0]} has no place in this architecture ({len(superfluous)} in all)"
+        )
+
+
+def _unusable(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"model weights: {what}", param="model")

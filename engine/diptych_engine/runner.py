@@ -1,0 +1,277 @@
+"""Runs the model: a step's plan in, sampled tokens out. All device work of a step happens here."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diptych_engine.batch_rows import BatchRows
+from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
+from diptych_engine.sampler import Sampler
+from diptych_frontend.model_source import ModelConfig, ModelSource
+from diptych_kernels.paged_attention import AttentionMetadata
+from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROGRESS_INTERVAL_S = 5.0
+WARM_UP_TOKENS = 8
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""From glibc's malloc.h."""
+
+
+class ModelRunner:
+    """Owns the weights, the KV cache and the rows of the batch.
+
+    A request keeps its row from the first plan that schedules it until a plan that removes it, so
+    that a step copies only what changed.
+    """
+
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, num_blocks: int | None = None
+    ) -> None:
+        """Load the model. `num_blocks` overrides what the configuration asks for.
+
+        Raises `InvalidRequestError` for a device or model that cannot work.
+        """
+        self._device = choose_device(config)
+        self._dtype = choose_dtype(config, self._device)
+        self._block_size = config.block_size
+        self._window = source.config.sliding_window
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        _keep_freed_memory()
+        max_tokens = config.max_model_len or source.config.max_position_embeddings
+        self._max_tokens = max_tokens
+        started = time.monotonic()
+        self.model = build_model(source.config, max_tokens, self._dtype, self._device)
+        with torch.inference_mode():
+            load_weights(self.model.slots, source, config.seed, _log_progress(source.uri))
+        log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
+
+        self.block_bytes = block_bytes(source.config, config.block_size, self._dtype)
+        self.num_blocks = (
+            num_blocks or config.num_blocks or config.kv_cache_bytes // self.block_bytes
+        )
+        if self.num_blocks < 2:
+            raise InvalidRequestError(
+                f"kv_cache_bytes must hold two blocks of {self.block_bytes} bytes",
+                param="kv_cache_bytes",
+            )
+        memory = _zeros(self.num_blocks * self.block_bytes, self._dtype, self._device)
+        self.kv_cache = memory.view(-1, *block_shape(source.config, config.block_size))
+        """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
+        self._kv_layers = self.kv_cache.unbind(1)
+        self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
+        self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size)
+
+    @property
+    def dtype_name(self) -> str:
+        """`float32` or `bfloat16`."""
+        return str(self._dtype).removeprefix("torch.")
+
+    def kv_memory(self) -> NDArray[np.uint8]:
+        """The cache's own memory as bytes, [num_blocks, block_bytes]; on a CPU only."""
+        memory: NDArray[np.uint8] = self.kv_cache.flatten(1).view(torch.uint8).numpy()
+        return memory
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens and sample where it says so.
+
+        Appends nothing to the requests. Blocks that are new to a request are cleared first: what a
+        previous owner left there must not reach this one, not even through a masked NaN.
+        """
+        for request_id in plan.removed:
+            self._free(request_id)
+        if not plan.scheduled:
+            return StepResult([], None, None)
+        shares = plan.scheduled
+        num_decodes = sum([share.num_tokens == 1 for share in shares])
+        if num_decodes not in (0, len(shares)):
+            shares = sorted(shares, key=_is_chunk)
+        rows = self._place(shares)
+        inputs = self._inputs(shares, rows, num_decodes)
+        hidden = self.model.forward(inputs, self._kv_layers)
+        return self._sample(plan, shares, rows, inputs, hidden)
+
+    def _place(self, shares: Sequence[ScheduledRequest]) -> list[int]:
+        """The rows of the scheduled requests, their block tables brought up to date."""
+        rows: list[int] = []
+        fresh_blocks: list[int] = []
+        table = self._rows
+        for share in shares:
+            request = share.request
+            row = table.row_of.get(request.request_id)
+            if row is None:
+                row = table.admit(request.request_id)
+                self._sampler.admit(row, request)
+            if table.num_blocks[row] < len(request.block_ids):
+                first_fresh = -(-share.start // self._block_size)
+                fresh_blocks += table.extend(row, request.block_ids, first_fresh)
+            rows.append(row)
+        if fresh_blocks:
+            self.kv_cache[fresh_blocks] = 0
+        return rows
+
+    def _inputs(
+        self, shares: Sequence[ScheduledRequest], rows: list[int], num_decodes: int
+    ) -> StepInputs:
+        """The step's tokens and what the model must know of them."""
+        starts = np.array([share.start for share in shares])
+        if num_decodes == len(shares):
+            token_ids = np.array([share.request.token_ids[share.start] for share in shares])
+            query_starts = np.arange(len(shares) + 1)
+            positions, row_of_token, context_lens = starts, np.array(rows), starts + 1
+        else:
+            counts = np.array([share.num_tokens for share in shares])
+            token_ids = np.array([token for share in shares for token in _new_tokens(share)])
+            query_starts = np.concatenate(([0], counts.cumsum()))
+            positions = np.arange(len(token_ids)) + np.repeat(starts - query_starts[:-1], counts)
+            row_of_token, context_lens = np.repeat(rows, counts), starts + counts
+        blocks = self._rows.block_tables
+        longest = -(-int(context_lens.max()) // self._block_size)
+        return StepInputs(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            slot_blocks=self._tensor(blocks[row_of_token, positions // self._block_size]),
+            slot_offsets=self._tensor(positions % self._block_size),
+            attention=AttentionMetadata(
+                query_starts=query_starts,
+                context_lens=context_lens,
+                block_tables=blocks[rows, :longest],
+                num_decodes=num_decodes,
+                block_size=self._block_size,
+                window=self._window,
+                device=self._device,
+            ),
+        )
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        shares: Sequence[ScheduledRequest],
+        rows: list[int],
+        inputs: StepInputs,
+        hidden: Tensor,
+    ) -> StepResult:
+        """Tokens for the sampling requests, in the plan's order."""
+        requests = [share.request for share in shares if share.samples]
+        if not requests:
+            return StepResult([], None, None)
+        if len(requests) < len(hidden) or shares is not plan.scheduled:
+            # Each sampling share's last token, in the order in which the plan names the requests.
+            place = {share.request.request_id: i for i, share in enumerate(shares)}
+            requests = [share.request for share in plan.scheduled if share.samples]
+            order = [place[request.request_id] for request in requests]
+            pass
+            last_tokens = inputs.attention.query_starts[1:][order] - 1
+            hidden = hidden.index_select(0, self._tensor(last_tokens))
+        return self._sampler.sample(self.model.logits(hidden), rows, requests)
+
+    def _free(self, request_id: str) -> None:
+        row = self._rows.release(request_id)
+        if row is not None:
+            self._sampler.release(row)
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def warm_up(self) -> None:
+        """Run a prefill and a decode, so that the first request does not pay for first calls."""
+        room = min(self._max_tokens, self.num_blocks * self._block_size)
+        num_prompt = min(WARM_UP_TOKENS, room - 1)
+        request = Request(
+            request_id="warm-up",
+            client=b"",
+            params=SamplingParams(temperature=1.0),
+            token_ids=[0] * (num_prompt + 1),
+            num_prompt_tokens=num_prompt,
+            eos_token_id=None,
+            max_total_tokens=num_prompt + 1,
+            seed=0,
+            block_ids=list(range(num_prompt // self._block_size + 1)),
+        )
+        prefill = ScheduledRequest(request, 0, num_prompt, samples=False)
+        decode = ScheduledRequest(request, num_prompt, 1, samples=True)
+        self.execute(StepPlan([prefill], num_prompt, removed=[]))
+        self.execute(StepPlan([decode], 1, removed=[]))
+        self.execute(StepPlan([], 0, removed=[request.request_id]))
+        self.kv_cache[request.block_ids] = 0
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Raises `InvalidRequestError` if the configuration asks for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise InvalidRequestError("device is cuda, but torch finds no GPU", param="device")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Of weights, activations and KV."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[config.dtype]
+
+
+def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int, int]:
+    """[num_layers, 2, block_size, kv_heads, head_dim]: what one KV block holds."""
+    return (
+        model.num_hidden_layers, 2, block_size, model.num_key_value_heads, model.head_dim,
+    )  # fmt: skip
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block, all layers."""
+    return math.prod(block_shape(model, block_size)) * dtype.itemsize
+
+
+def _keep_freed_memory() -> None:
+    """Ask glibc not to hand a step's temporaries back to the kernel: the page faults of getting
+    them again cost more than the step of a small model. Other C libraries are left as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc accepts no more
+        mallopt(M_TRIM_THRESHOLD, 512 << 20)
+
+
+def _zeros(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed memory, one-dimensional. On a CPU its pages are aligned and taken on first use, so an
+    engine starts at once and an idle one stays small."""
+    if device.type == "cpu":
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
+    return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+
+
+def _is_chunk(share: ScheduledRequest) -> bool:
+    return share.num_tokens > 1
+
+
+def _new_tokens(share: ScheduledRequest) -> list[int]:
+    return share.request.token_ids[share.start : share.start + share.num_tokens]
+
+
+def _log_progress(uri: str) -> Callable[[int, int], None]:
+    """Says every few seconds how far the loading of a model is."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PROGRESS_INTERVAL_S:
+            last = now
+            log.info("loading %s: %d of %d MB", uri, done // 1_000_000, total // 1_000_000)
+
+    return report

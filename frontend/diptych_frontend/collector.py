@@ -1,0 +1,81 @@
+"""The mailbox between the output processor and one consumer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from diptych_protocol import CompletionOutput, RequestOutput
+
+
+class Collector:
+    """Holds at most one output, or the error that ended the request.
+
+    A consumer that lags finds deltas merged and cumulative outputs replaced, so the memory of a
+    slow client is bounded by the text itself. One producer and one consumer, on one event loop;
+    `take` needs no loop.
+    """
+
+    __slots__ = ("_error", "_pending", "_ready")
+
+    def __init__(self) -> None:
+        self._pending: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: RequestOutput, *, delta: bool) -> None:
+        """Hand over an output, which then belongs to the collector. Ignored after `fail`."""
+        if self._error is not None:
+            return
+        if self._pending is None:
+            self._pending = output
+        else:
+            _merge(self._pending, output, delta=delta)
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Let every later `get` and `take` raise; the first error stays."""
+        if self._error is None:
+            self._pending, self._error = None, error
+        self._ready.set()
+
+    def take(self) -> RequestOutput | None:
+        """What is there now. Raises the error of `fail`."""
+        if self._error is not None:
+            # Many consumers may share one error: none of them should see the others' frames.
+            raise self._error.with_traceback(None)
+        output, self._pending = self._pending, None
+        return output
+
+    async def get(self) -> RequestOutput:
+        """The next output, as soon as there is one. Raises the error of `fail`."""
+        while (output := self.take()) is None:
+            self._ready.clear()
+            await self._ready.wait()
+        return output
+
+
+def _merge(old: RequestOutput, new: RequestOutput, *, delta: bool) -> None:
+    """Bring `old` up to date with `new`; answers with different indices stay apart."""
+    place = {completion.index: at for at, completion in enumerate(old.outputs)}
+    for completion in new.outputs:
+        at = place.get(completion.index)
+        if at is None:
+            old.outputs.append(completion)
+        elif delta:
+            _append(old.outputs[at], completion)
+        else:
+            old.outputs[at] = completion
+    old.finished = old.finished or new.finished
+    old.num_cached_tokens = max(old.num_cached_tokens, new.num_cached_tokens)
+    if new.kv_transfer_params is not None:
+        old.kv_transfer_params = new.kv_transfer_params
+
+
+def _append(old: CompletionOutput, new: CompletionOutput) -> None:
+    old.text += new.text
+    old.token_ids += new.token_ids
+    old.cumulative_logprob = new.cumulative_logprob
+    if new.logprobs is not None:
+        old.logprobs = (old.logprobs or []) + new.logprobs
+    old.finish_reason = new.finish_reason
+    old.stop_reason = new.stop_reason

@@ -1,0 +1,154 @@
+"""From what a caller asks for to the `EngineCoreRequest` that an engine core gets."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from diptych_frontend.renderer import TextRenderer
+from diptych_protocol import (
+    EngineCoreRequest,
+    InvalidRequestError,
+    KVTransferParams,
+    PromptType,
+    SamplingParams,
+)
+
+
+class InputProcessor:
+    """Validates, tokenises and completes requests. Everything an engine core may rely on is
+    checked here, so a request that leaves cannot fail for its form."""
+
+    def __init__(
+        self,
+        renderer: TextRenderer,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.renderer = renderer
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def process(
+        self,
+        request_id: str,
+        prompt: EngineCoreRequest | PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
+    ) -> EngineCoreRequest:
+        """Build the request for the core; the caller's objects stay as they are.
+
+        The prompt may be an `EngineCoreRequest` made elsewhere: its prompt, salt, parameters and
+        routing then count, its id is taken for the caller's.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter can never succeed; names the field.
+            TypeError: the id is not a string.
+            ValueError: the request already has an internal id.
+        """
+        if isinstance(prompt, EngineCoreRequest):
+            return self._finish(self._adopt(prompt, params))
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+        rendered = self.renderer.render_prompt(prompt)
+        return self._finish(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=rendered["prompt_token_ids"],
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                eos_token_id=None,
+                arrival_time=time.time() if arrival_time is None else arrival_time,
+                lora_request=None,
+                cache_salt=rendered.get("cache_salt"),
+                data_parallel_rank=data_parallel_rank,
+                priority=priority,
+                trace_headers=trace_headers,
+            )
+        )
+
+    def _adopt(self, request: EngineCoreRequest, params: SamplingParams) -> EngineCoreRequest:
+        if request.external_req_id is not None:
+            raise ValueError(
+                f"external_req_id of request {request.request_id} is set already; "
+                "it is given together with the internal id"
+            )
+        rendered = self.renderer.render_prompt(request.prompt_token_ids or [])
+        return msgspec.structs.replace(
+            request,
+            prompt_token_ids=rendered["prompt_token_ids"],
+            sampling_params=request.sampling_params or params,
+        )
+
+    def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        num_prompt_tokens = len(request.prompt_token_ids or ())
+        request.sampling_params = self._complete(request.params, num_prompt_tokens)
+        request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+        request.external_req_id = request.request_id
+        request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
+        return request
+
+    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """A checked copy of the parameters in which nothing is left open."""
+        params.check()
+        self._check_stops(params)
+        _check_kv_transfer(params)
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens, but this model's limit is "
+                f"{self.max_model_len} for prompt and output together",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        max_tokens = min(params.max_tokens or room, room)
+        return msgspec.structs.replace(
+            params,
+            max_tokens=max_tokens,
+            min_tokens=min(params.min_tokens, max_tokens),
+            stop=list(params.stop),
+            stop_token_ids=self._stop_token_ids(params),
+            extra_args=None if params.extra_args is None else dict(params.extra_args),
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> list[int]:
+        """The core knows one EOS; a model's other ones become stop tokens."""
+        others = () if params.ignore_eos else self.eos_token_ids[1:]
+        return list(dict.fromkeys((*params.stop_token_ids, *others)))
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        outside = [t for t in params.stop_token_ids if not 0 <= t < self.vocab_size]
+        if outside:
+            raise InvalidRequestError(
+                f"stop_token_ids: {outside[0]} is outside the vocabulary of {self.vocab_size}",
+                param="stop_token_ids",
+            )
+        if params.stop and (self.renderer.tokenizer is None or not params.detokenize):
+            raise InvalidRequestError(
+                "stop strings are found in the text, and this request makes none; "
+                "use stop_token_ids",
+                param="stop",
+            )
+
+
+def _check_kv_transfer(params: SamplingParams) -> None:
+    raw: Any = (params.extra_args or {}).get("kv_transfer_params")
+    if raw is None:
+        return
+    KVTransferParams.parse(raw)
+    if params.n > 1:
+        raise InvalidRequestError(
+            "a hand-off belongs to one sequence: n must be 1 with kv_transfer_params", param="n"
+        )

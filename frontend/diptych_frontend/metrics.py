@@ -1,0 +1,297 @@
+"""Prometheus metrics of one server, under vLLM's names with our prefix where vLLM has them.
+
+Two sources: what the HTTP server sees of its own requests (`ServerMetrics.track`), and the
+snapshots that engines send, read when somebody scrapes (`EngineStatsCollector`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from diptych_protocol import (
+    EngineOverloadedError,
+    InvalidRequestError,
+    KVTransferStats,
+    RequestOutput,
+    SchedulerStats,
+)
+
+PREFIX = "diptych:"
+StatsByEngine = Callable[[], Mapping[str, SchedulerStats]]
+"""The newest snapshot of each engine, by the engine's name."""
+
+_TTFT_BUCKETS_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+_ITL_BUCKETS_S = (
+    0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0,
+)  # fmt: skip
+_E2E_BUCKETS_S = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+
+class ServerMetrics:
+    """The registry of one server. Nothing is registered globally, so servers do not mix."""
+
+    def __init__(self, model_name: str, stats_by_engine: StatsByEngine | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        ProcessCollector(registry=self.registry)
+        if stats_by_engine is not None:
+            self.registry.register(EngineStatsCollector(model_name, stats_by_engine))
+        self._http_requests = Counter(
+            f"{PREFIX}http_requests",
+            "HTTP requests by route and status; 499: the client left first.",
+            ("model_name", "route", "status"),
+            registry=self.registry,
+        )
+        self._finished = Counter(
+            f"{PREFIX}request_success",
+            "Sequences that ended, by reason: stop, length, abort or error.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests.")
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens that needed no prefill where they were decoded."
+        )
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Streams: arrival to first token.", _TTFT_BUCKETS_S
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Streams: between two deliveries.", _ITL_BUCKETS_S
+        )
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS_S
+        )
+
+    def _counter(self, name: str, meaning: str) -> Counter:
+        family = Counter(PREFIX + name, meaning, ("model_name",), registry=self.registry)
+        return family.labels(self._model_name)
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(
+            PREFIX + name, meaning, ("model_name",), registry=self.registry, buckets=buckets
+        )
+        return family.labels(self._model_name)
+
+    def count_answer(self, route: str, status: int) -> None:
+        """Count one HTTP answer; `route` is the route's pattern, so that labels stay few."""
+        self._http_requests.labels(self._model_name, route, str(status)).inc()
+
+    def count_end(self, reason: str) -> None:
+        self._finished.labels(self._model_name, reason).inc()
+
+    def track(self, num_prompt_tokens: int) -> RequestProgress:
+        """Follow one prompt through the engine; see `RequestProgress`."""
+        return RequestProgress(self, num_prompt_tokens)
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """All metrics, in the text format that the scraper's Accept header prefers, and its type.
+
+        Raises whatever a collector raises.
+        """
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+
+class RequestProgress:
+    """Times one prompt: enter when it goes to the engine, call `saw` for each output.
+
+    On exit the way it ended is counted; requests refused before they ran are not.
+    """
+
+    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._num_prompt_tokens = num_prompt_tokens
+        self._last_delivery: dict[int, float] = {}
+        self._seen_any = False
+
+    def __enter__(self) -> Self:
+        self._started_at = time.perf_counter()
+        return self
+
+    def saw(self, output: RequestOutput) -> None:
+        metrics = self._metrics
+        now = time.perf_counter()
+        if not self._seen_any:
+            self._seen_any = True
+            metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            metrics.cached_tokens.inc(output.num_cached_tokens)
+            if not output.finished:
+                metrics.ttft.observe(now - self._started_at)
+        for choice in output.outputs:
+            if choice.token_ids:
+                metrics.generation_tokens.inc(len(choice.token_ids))
+                previous = self._last_delivery.get(choice.index)
+                if previous is not None:
+                    metrics.itl.observe(now - previous)
+                self._last_delivery[choice.index] = now
+            if choice.finish_reason is not None:
+                metrics.count_end(choice.finish_reason)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            self._metrics.e2e.observe(time.perf_counter() - self._started_at)
+        elif issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):
+            self._metrics.count_end("abort")
+        elif not issubclass(exc_type, (InvalidRequestError, EngineOverloadedError)):
+            self._metrics.count_end("error")
+
+
+_Engine = Callable[[SchedulerStats], float]
+_Transfer = Callable[[KVTransferStats], float]
+
+
+def _usage(stats: SchedulerStats) -> float:
+    return 1.0 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0
+
+
+_ENGINE_GAUGES: tuple[tuple[str, str, _Engine], ...] = (
+    ("num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
+    ("num_requests_waiting", "Requests waiting to run.", lambda s: s.num_waiting),
+    ("num_requests_waiting_for_remote_kv", "Requests waiting for blocks from another engine.",
+     lambda s: s.num_waiting_for_remote_kv),
+    ("kv_cache_usage_perc", "Share of KV blocks in use; 1 means all.", _usage),
+    ("kv_cache_blocks", "KV blocks of the engine.", lambda s: s.blocks_total),
+    ("kv_cache_blocks_free", "KV blocks that no request and no lease holds.",
+     lambda s: s.blocks_free),
+    ("queued_prompt_tokens", "Prompt tokens not computed yet.", lambda s: s.queued_prompt_tokens),
+)  # fmt: skip
+
+_ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (
+    ("engine_prompt_tokens_computed", "Prompt tokens computed.",
+     lambda s: s.prompt_tokens_computed),
+    ("engine_tokens_generated", "Tokens sampled.", lambda s: s.tokens_generated),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+     lambda s: s.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.",
+     lambda s: s.prefix_cache_hits),
+    ("external_prefix_cache_hits", "Prompt tokens whose KV came from another engine.",
+     lambda s: s.remote_kv_tokens),
+    ("num_preemptions", "Requests that lost their blocks to another.",
+     lambda s: s.num_preemptions),
+    ("engine_steps", "Steps of the engine; stands still when it does.", lambda s: s.steps),
+)  # fmt: skip
+
+_TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (
+    ("kv_transfer_leases_held", "Leases now granted or being read.", lambda k: k.leases_held),
+    ("kv_transfer_blocks_held", "KV blocks pinned by leases.", lambda k: k.blocks_held),
+    ("kv_transfer_loads_in_flight", "Requests whose blocks are on their way.",
+     lambda k: k.loads_in_flight),
+)  # fmt: skip
+
+_TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
+    ("kv_transfer_blocks_received", "KV blocks received.", lambda k: k.blocks_received),
+    ("kv_transfer_blocks_sent", "KV blocks sent.", lambda k: k.blocks_sent),
+    ("kv_transfer_bytes_received", "Bytes of KV received.", lambda k: k.bytes_received),
+    ("kv_transfer_bytes_sent", "Bytes of KV sent.", lambda k: k.bytes_sent),
+    ("kv_transfer_receive_seconds", "Sum over loads, from the open to the validated close.",
+     lambda k: k.seconds_receiving),
+    ("kv_transfer_stale_reads_refused", "Reads that were not validated, so not used.",
+     lambda k: k.stale_reads_refused),
+)  # fmt: skip
+
+_LEASE_STATES: tuple[tuple[str, _Transfer], ...] = (
+    ("granted", lambda k: k.leases_granted),
+    ("released", lambda k: k.leases_released),
+    ("revoked", lambda k: k.leases_revoked),
+    ("expired", lambda k: k.leases_expired),
+)
+_LOAD_OUTCOMES: tuple[tuple[str, _Transfer], ...] = (
+    ("completed", lambda k: k.loads_completed),
+    ("failed", lambda k: k.loads_failed),
+)
+
+
+class EngineStatsCollector(Collector):
+    """Gauges and totals of each engine, from its newest snapshot at the time of the scrape.
+
+    Totals start again at zero with the engine, as Prometheus expects of counters.
+    """
+
+    def __init__(self, model_name: str, stats_by_engine: StatsByEngine) -> None:
+        self._model_name = model_name
+        self._stats_by_engine = stats_by_engine
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        snapshots = dict(self._stats_by_engine())
+        transfers = {
+            engine: stats.kv_transfer
+            for engine, stats in snapshots.items()
+            if stats.kv_transfer is not None
+        }
+        for name, meaning, read in _ENGINE_GAUGES:
+            yield self._gauge(name, meaning, {e: read(s) for e, s in snapshots.items()})
+        for name, meaning, read in _ENGINE_COUNTERS:
+            yield self._counter(name, meaning, {e: read(s) for e, s in snapshots.items()})
+        if not transfers:
+            return
+        for name, meaning, of in _TRANSFER_GAUGES:
+            yield self._gauge(name, meaning, {e: of(k) for e, k in transfers.items()})
+        for name, meaning, of in _TRANSFER_COUNTERS:
+            yield self._counter(name, meaning, {e: of(k) for e, k in transfers.items()})
+        yield self._split(
+            "kv_transfer_leases", "Leases by the states they reached.", "state",
+            _LEASE_STATES, transfers,
+        )  # fmt: skip
+        yield self._split(
+            "kv_transfer_loads", "Loads by outcome.", "outcome", _LOAD_OUTCOMES, transfers
+        )
+        yield self._transports(transfers)
+
+    def _gauge(self, name: str, meaning: str, by_engine: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine"))
+        for engine, value in by_engine.items():
+            family.add_metric((self._model_name, engine), value)
+        return family
+
+    def _counter(self, name: str, meaning: str, by_engine: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine"))
+        for engine, value in by_engine.items():
+            family.add_metric((self._model_name, engine), value)
+        return family
+
+    def _split(
+        self,
+        name: str,
+        meaning: str,
+        label: str,
+        parts: tuple[tuple[str, _Transfer], ...],
+        transfers: Mapping[str, KVTransferStats],
+    ) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine", label))
+        for engine, stats in transfers.items():
+            for part, read in parts:
+                family.add_metric((self._model_name, engine, part), read(stats))
+        return family
+
+    def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Metric:
+        family = GaugeMetricFamily(
+            f"{PREFIX}kv_transfer_transport_info",
+            "What the newest connection between two engines uses.",
+            labels=("model_name", "engine", "transport"),
+        )
+        for engine, stats in transfers.items():
+            if stats.transport:
+                family.add_metric((self._model_name, engine, stats.transport), 1.0)
+        return family

@@ -1,0 +1,301 @@
+"""The ASGI layers around the routes: identity of a request, errors, key, body, disconnects.
+
+From the outside in: `RejectionCleanup` (its own module), `Boundary`, `ApiKey`, `BodyReader`, and
+the routes. All of them share one `Exchange` per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diptych_frontend.openai.errors import error_answer
+from diptych_protocol import ClientClosedError, InvalidRequestError
+
+logger = logging.getLogger("diptych.openai")
+access_logger = logging.getLogger("diptych.access")
+
+WRITE_TIMEOUT_S = 60.0
+"""A client that reads nothing for this long is given up."""
+BODY_TIMEOUT_S = 30.0
+"""A request's body must arrive within this time."""
+EXCHANGE_KEY = "diptych.exchange"
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+"""Served without the API key: probes and scrapers have none."""
+
+AccessLogStyle = Literal["off", "plain", "json"]
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ClientStalledError(Exception):
+    """The client stopped reading its answer."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and what became of it; every layer and the route see the same object."""
+
+    request_id: str
+    started_at: float = field(default_factory=time.perf_counter)
+    body: bytes = b""
+    status: int | None = None
+    """Set when the answer's headers go out."""
+    is_event_stream: bool = False
+    completed: bool = False
+    """The last byte of the answer was handed over."""
+    admitted: bool = False
+    """An engine took the request: what it holds for it is the engine's to clean up."""
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    exchange: Exchange = scope[EXCHANGE_KEY]
+    return exchange
+
+
+class Boundary:
+    """Gives each request its id, answers every error in the API's form, and counts the answer."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        on_answer: Callable[[str, int], None],
+        access_log: AccessLogStyle,
+    ) -> None:
+        """`on_answer(route path, status)` is called once for each answered request."""
+        self._app = app
+        self._on_answer = on_answer
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        offered_id = Headers(scope=scope).get("x-request-id")
+        usable = offered_id is not None and _REQUEST_ID.fullmatch(offered_id)
+        exchange = Exchange(offered_id if offered_id and usable else uuid.uuid4().hex)
+        scope[EXCHANGE_KEY] = exchange
+        # Starlette's routes raise on a wrong method, instead of answering, if they have an app.
+        scope["app"] = self
+        send = _recording(send, exchange)
+        try:
+            if offered_id is not None and not usable:
+                raise InvalidRequestError(
+                    "X-Request-Id must be 1 to 128 visible ASCII characters", param="X-Request-Id"
+                )
+            await self._app(scope, receive, send)
+        except ClientStalledError:
+            logger.warning("%s: the client stopped reading its answer", exchange.request_id)
+        except asyncio.CancelledError:
+            # A client that left is dealt with inside; this is the end of the drain timeout.
+            await _answer_error(send, exchange, ClientClosedError("the server is shutting down"))
+        except Exception as exc:
+            await _answer_error(send, exchange, exc)
+        finally:
+            self._record(scope, exchange)
+
+    def _record(self, scope: Scope, exchange: Exchange) -> None:
+        status = exchange.status or 499  # the client left before there was an answer
+        route = getattr(scope.get("route"), "path", "other")
+        self._on_answer(route, status)
+        if self._access_log == "off":
+            return
+        seconds = time.perf_counter() - exchange.started_at
+        method, path, request_id = scope["method"], scope["path"], exchange.request_id
+        if self._access_log == "plain":
+            access_logger.info(
+                "%s %s %s %d %.3fs", request_id, method, path.encode(), status, seconds
+            )
+            return
+        entry = {
+            "request_id": request_id,
+            "method": method,
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 6),
+        }
+        access_logger.info("%s", json.dumps(entry))
+
+
+def _recording(send: Send, exchange: Exchange) -> Send:
+    """`send` with a deadline, that stamps the request id on the answer and notes how far it is."""
+    id_header = (b"x-request-id", exchange.request_id.encode())
+
+    async def recording_send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            exchange.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), id_header]
+        elif not message.get("more_body", False):
+            exchange.completed = True
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await send(message)
+        except TimeoutError as exc:
+            raise ClientStalledError from exc
+
+    return recording_send
+
+
+async def _answer_error(send: Send, exchange: Exchange, exc: Exception) -> None:
+    answer = error_answer(exc, exchange.request_id)
+    if answer.status >= 500:
+        # Overload and draining are business as usual; one line each would drown the log.
+        level = logging.DEBUG if answer.status == 503 else logging.ERROR
+        trace = exc if answer.detail.code == "internal_error" else None
+        logger.log(level, "%s: %s", exchange.request_id, exc or type(exc), exc_info=trace)
+    try:
+        if exchange.status is None:
+            await send_bytes(send, answer.status, answer.body, [*answer.headers])
+        elif exchange.is_event_stream and not exchange.completed:
+            event = b"data: " + answer.body + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+    except ClientStalledError:
+        logger.warning("%s: the client stopped reading its answer", exchange.request_id)
+
+
+async def send_bytes(
+    send: Send,
+    status: int,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]],
+    content_type: bytes = b"application/json",
+) -> None:
+    """A whole answer in one go."""
+    headers = [
+        (b"content-type", content_type),
+        (b"content-length", str(len(body)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class ApiKey:
+    """Lets nobody past without the key, except to the paths of probes and scrapers."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._credentials = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            offered = Headers(scope=scope).get("authorization", "").encode("latin-1", "replace")
+            if not hmac.compare_digest(offered, self._credentials):
+                raise InvalidRequestError(
+                    "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                    status=401,
+                    code="invalid_api_key",
+                )
+        await self._app(scope, receive, send)
+
+
+class BodyReader:
+    """Reads the body of a POST before its route runs, within bounds of size and time."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await self._read(receive)
+        except TimeoutError as exc:
+            raise InvalidRequestError("the body did not arrive in time", status=408) from exc
+        if body is None:
+            return
+        exchange_of(scope).body = body
+        await self._app(scope, _replaying(body, receive), send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body; None if the client left while sending it."""
+        pieces = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > self._max_bytes:
+                raise self._too_large()
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                return b"".join(pieces)
+
+    def _too_large(self) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"the body is larger than {self._max_bytes} bytes", status=413, code="body_too_large"
+        )
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """`receive` for a route that reads the body itself: the body again, then what follows."""
+    replayed = False
+
+    async def replaying_receive() -> Message:
+        nonlocal replayed
+        if replayed:
+            return await receive()
+        replayed = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replaying_receive
+
+
+class UntilDisconnect:
+    """An async context that cancels its body when the client goes away, and then ends quietly.
+
+    `gone` tells afterwards whether that happened.
+    """
+
+    def __init__(self, receive: Receive, exchange: Exchange) -> None:
+        self.gone = False
+        self._receive = receive
+        self._exchange = exchange
+
+    async def __aenter__(self) -> Self:
+        body_task = asyncio.current_task()
+        if body_task is None:
+            raise RuntimeError("UntilDisconnect needs a task to cancel")
+        self._body_task = body_task
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._watcher.cancel()
+        if not self.gone:
+            return False
+        self._body_task.uncancel()
+        return exc_type is asyncio.CancelledError
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        # Servers also say "disconnect" once an answer is complete.
+        if not self._exchange.completed:
+            self.gone = True
+            self._body_task.cancel()

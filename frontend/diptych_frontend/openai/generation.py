@@ -1,0 +1,281 @@
+"""From a sound request to its answer: render, run on the engine, stream or collect.
+
+Both routes share this; what differs between them is an `Api`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.openai.api_types import GenerationRequest
+from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, send_bytes
+from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.responses import ResponseWriter, Tally
+from diptych_protocol import (
+    EngineClient,
+    EngineGenerateError,
+    InvalidRequestError,
+    Renderer,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
+
+logger = logging.getLogger("diptych.openai")
+
+INLINE_RENDER_BYTES = 16 << 10
+"""Bodies up to this size are tokenised on the event loop: quicker than a hop to a thread. Larger
+ones would hold up everybody's stream."""
+
+ABORT_TIMEOUT_S = 10.0
+"""How long the other prompts of a failed request may take to end."""
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+class Api(Protocol[R]):
+    """What distinguishes one generation route from the other."""
+
+    request_type: type[R]
+    prompt_field: str
+
+    def params(self, request: R) -> SamplingParams:
+        """Checked parameters. Raises `InvalidRequestError` naming the field."""
+
+    def render(self, request: R, renderer: Renderer) -> list[TokensPrompt]:
+        """The prompts as tokens; may run in a worker thread."""
+
+    def writer(self, request: R, request_id: str, created: int) -> ResponseWriter: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is known to be sound."""
+
+    request_id: str
+    prompts: list[TokensPrompt]
+    params: SamplingParams
+    priority: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
+
+    def engine_id(self, prompt_index: int) -> str:
+        """The engine's request id for one of the prompts."""
+        return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
+
+
+class GenerationRoute(Generic[R]):
+    """The ASGI endpoint of one `Api`."""
+
+    def __init__(
+        self,
+        api: Api[R],
+        engine: EngineClient,
+        served_names: frozenset[str],
+        metrics: ServerMetrics,
+    ) -> None:
+        self._api = api
+        self._engine = engine
+        self._served_names = served_names
+        self._metrics = metrics
+        self._decoder = msgspec.json.Decoder(api.request_type)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        request = self._parse(scope, exchange.body)
+        params = self._api.params(request)
+        prompts = await self._render(request, len(exchange.body))
+        job = Job(exchange.request_id, prompts, params, request.priority or 0)
+        writer = self._api.writer(request, exchange.request_id, int(time.time()))
+        deliver = self._stream if request.stream else self._answer
+        async with UntilDisconnect(receive, exchange) as client:
+            await deliver(job, writer, exchange, send)
+        if client.gone:
+            logger.info("%s: the client left; request aborted", exchange.request_id)
+
+    def _parse(self, scope: Scope, body: bytes) -> R:
+        content_type = Headers(scope=scope).get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            raise InvalidRequestError(
+                f"send the body as 'Content-Type: application/json', not {content_type[:100]!r}",
+                param="Content-Type",
+                status=415,
+            )
+        try:
+            request = self._decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise from_decode_error(exc) from exc
+        if request.model not in self._served_names:
+            raise unknown_model(request.model, self._served_names)
+        return request
+
+    async def _render(self, request: R, body_size: int) -> list[TokensPrompt]:
+        """Tokenise, and refuse a prompt that leaves no room for an answer."""
+        field = self._api.prompt_field
+        renderer = self._engine.renderer
+        try:
+            if body_size <= INLINE_RENDER_BYTES:
+                prompts = self._api.render(request, renderer)
+            else:
+                prompts = await asyncio.to_thread(self._api.render, request, renderer)
+        except InvalidRequestError as exc:
+            exc.param = exc.param or field
+            raise
+        limit = self._engine.max_model_len
+        for prompt in prompts:
+            length = len(prompt["prompt_token_ids"])
+            if length >= limit:
+                raise InvalidRequestError(
+                    f"the prompt has {length} tokens, but prompt and answer together may have at "
+                    f"most {limit}",
+                    param=field,
+                    code="context_length_exceeded",
+                )
+            if request.cache_salt is not None:
+                prompt["cache_salt"] = request.cache_salt
+        return prompts
+
+    async def _stream(
+        self, job: Job, writer: ResponseWriter, exchange: Exchange, send: Send
+    ) -> None:
+        tally = Tally(job.num_prompt_tokens)
+        async with aclosing(run(self._engine, job, exchange, self._metrics)) as outputs:
+            async for prompt_index, output in outputs:
+                if exchange.status is None:
+                    exchange.is_event_stream = True
+                    headers = [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),
+                        *decision_headers(output.metrics),
+                    ]
+                    start = {"type": "http.response.start", "status": 200, "headers": headers}
+                    await send(start)
+                tally.add(prompt_index, output)
+                events = writer.events(prompt_index, output, tally)
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+        ending = writer.ending(tally)
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _answer(
+        self, job: Job, writer: ResponseWriter, exchange: Exchange, send: Send
+    ) -> None:
+        tally = Tally(job.num_prompt_tokens)
+        collected: list[list[RequestOutput]] = [[] for _ in job.prompts]
+        async with aclosing(run(self._engine, job, exchange, self._metrics)) as outputs:
+            async for prompt_index, output in outputs:
+                tally.add(prompt_index, output)
+                collected[prompt_index].append(output)
+        headers = decision_headers(collected[0][-1].metrics)
+        await send_bytes(send, 200, writer.answer(collected, tally), headers)
+
+
+def unknown_model(name: str, served_names: frozenset[str]) -> InvalidRequestError:
+    served = ", ".join(sorted(served_names))
+    return InvalidRequestError(
+        f"the model {name[:200]!r} does not exist; served here: {served}",
+        param="model",
+        status=404,
+        code="model_not_found",
+    )
+
+
+Item = tuple[int, RequestOutput]
+
+
+async def run(
+    engine: EngineClient, job: Job, exchange: Exchange, metrics: ServerMetrics
+) -> AsyncGenerator[Item, None]:
+    """Every output of the job with the index of its prompt; leaving early aborts all prompts.
+
+    Raises what `EngineClient.generate` raises. An output that reports a failure, and an engine that
+    stops without finishing, are failures too: never an answer.
+    """
+    streams = [_run_prompt(engine, job, i, exchange, metrics) for i in range(len(job.prompts))]
+    async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as items:
+        async for item in items:
+            yield item
+
+
+async def _run_prompt(
+    engine: EngineClient, job: Job, index: int, exchange: Exchange, metrics: ServerMetrics
+) -> AsyncGenerator[Item, None]:
+    prompt = job.prompts[index]
+    finished = False
+    outputs = engine.generate(prompt, job.params, job.engine_id(index), priority=job.priority)
+    with metrics.track(len(prompt["prompt_token_ids"])) as progress:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    exchange.admitted = True
+                    if any(choice.finish_reason == "error" for choice in output.outputs):
+                        raise EngineGenerateError("the engine could not finish this request")
+                    progress.saw(output)
+                    finished = output.finished
+                    yield index, output
+        except EngineGenerateError:
+            exchange.admitted = True
+            raise
+        if not finished:
+            raise EngineGenerateError("the engine ended this request without finishing it")
+
+
+async def _merge(streams: list[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """The items of all streams as they come; the first failure ends all of them."""
+    queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(stream: AsyncGenerator[Item, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+            await queue.put(None)
+        except Exception as exc:
+            await queue.put(exc)
+
+    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+    unfinished = len(pumps)
+    try:
+        while unfinished:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                unfinished -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.wait(pumps, timeout=ABORT_TIMEOUT_S)
+
+
+_HEADER_NAME = re.compile(r"[a-z0-9-]{1,64}")
+
+
+def decision_headers(facts: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    """The router's facts about a request as `x-diptych-*` headers.
+
+    A fact whose name cannot be a header's is left out; other than visible ASCII becomes `?`.
+    """
+    headers = []
+    for name, value in facts.items():
+        header = name.lower().replace("_", "-")
+        if isinstance(value, str) and _HEADER_NAME.fullmatch(header):
+            text = re.sub(r"[^\x20-\x7e]", "?", value[:512]).strip()
+            headers.append((f"x-diptych-{header}".encode(), text.encode()))
+    return headers

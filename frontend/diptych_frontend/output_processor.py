@@ -1,0 +1,324 @@
+"""From the tokens that engine cores send to the outputs that consumers read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from diptych_frontend.collector import Collector
+from diptych_frontend.detokenizer import Detokenizer
+from diptych_frontend.tokenizer import Tokenizer
+from diptych_protocol import (
+    CompletionOutput,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineGenerateError,
+    FinishReason,
+    Logprob,
+    LogprobsLists,
+    RequestOutput,
+    RequestOutputKind,
+)
+
+__all__ = ["Collector", "OutputProcessor", "ParentRequest"]
+
+log = logging.getLogger(__name__)
+
+
+class ParentRequest:
+    """A request for n > 1 answers: makes its children, and knows when all of them are done."""
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.request = request
+        self.open_children: set[str] = set()
+        self._unfinished = request.params.n
+        self._answers: list[CompletionOutput] = []
+
+    def child(self, index: int) -> EngineCoreRequest:
+        """The request for one answer; with a seed, answer i is that of seed + i."""
+        params = self.request.params
+        seed = None if params.seed is None else _wrap_int64(params.seed + index)
+        return msgspec.structs.replace(
+            self.request,
+            request_id=f"{index}_{self.request.request_id}",
+            sampling_params=msgspec.structs.replace(params, n=1, seed=seed),
+        )
+
+    def finish_child(self) -> bool:
+        """Count a finished child; True for the last one."""
+        self._unfinished -= 1
+        return self._unfinished == 0
+
+    def gather(self, answer: CompletionOutput) -> list[CompletionOutput]:
+        """Keep a final answer; returns all that are known, in the order of their indices."""
+        self._answers.append(answer)
+        return sorted(self._answers, key=lambda known: known.index)
+
+
+class OutputProcessor:
+    """The open requests of one client. Belongs to one thread."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer, answers are token ids and their text stays empty."""
+        self._tokenizer = tokenizer
+        self._answers: dict[str, _Answer] = {}
+        self._by_external_id: dict[str, set[str]] = {}
+        self._parents: dict[str, ParentRequest] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that an engine still works on; a request with n answers counts n times."""
+        return len(self._answers)
+
+    def add(
+        self,
+        request: EngineCoreRequest,
+        prompt_text: str | None,
+        collector: Collector,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+    ) -> None:
+        """Expect outputs for a request. Raises `ValueError` if its internal id is in use."""
+        request_id = request.request_id
+        if request_id in self._answers:
+            raise ValueError(f"request {request_id} is running already")
+        answer = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
+        self._answers[request_id] = answer
+        self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
+        if parent is not None:
+            self._parents[parent.request.request_id] = parent
+            parent.open_children.add(request_id)
+
+    def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Hand the outputs of a step to their consumers; unknown ids are dropped.
+
+        Returns the requests that have ended here but still run in the core: abort them there.
+        """
+        still_running: list[str] = []
+        for output in outputs:
+            answer = self._answers.get(output.request_id)
+            if answer is None:
+                continue
+            if output.finish_reason is FinishReason.ERROR:
+                reason = output.error or "the engine gave no reason"
+                self.fail(output.request_id, EngineGenerateError(reason))
+                continue
+            try:
+                ended = answer.advance(output)
+            except Exception as exc:
+                # One request's bad tokens must not take the others of the step with it.
+                log.exception("request %s: its output cannot be processed", output.request_id)
+                error = EngineGenerateError(f"the engine's output cannot be processed: {exc}")
+                self.fail(output.request_id, error)
+                ended = True
+            else:
+                if ended:
+                    self._forget(answer)
+            if ended and not output.finished:
+                still_running.append(output.request_id)
+        return still_running
+
+    def abort(self, request_ids: Iterable[str], internal: bool = False) -> list[str]:
+        """End requests: their consumers get what is left and the finish reason "abort".
+
+        The ids are the users', or with `internal` our own, of which a parent's stands for its
+        children. Unknown ids are ignored. Returns the internal ids to abort in the core.
+        """
+        aborted: list[str] = []
+        for request_id in request_ids:
+            for internal_id in self._resolve(request_id, internal):
+                answer = self._answers[internal_id]
+                answer.advance(EngineCoreOutput(internal_id, [], finish_reason=FinishReason.ABORT))
+                self._forget(answer)
+                aborted.append(internal_id)
+        return aborted
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End one request (internal id) with an error; an unknown id is ignored.
+
+        Other answers to the same prompt run on until their consumer, which gets the error, aborts
+        the parent.
+        """
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            self._forget(answer)
+            answer.collector.fail(error)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every request with an error."""
+        for request_id in list(self._answers):
+            self.fail(request_id, error)
+
+    def _resolve(self, request_id: str, internal: bool) -> list[str]:
+        if not internal:
+            return sorted(self._by_external_id.get(request_id, ()))
+        if request_id in self._parents:
+            return sorted(self._parents[request_id].open_children)
+        return [request_id] if request_id in self._answers else []
+
+    def _forget(self, answer: _Answer) -> None:
+        del self._answers[answer.request_id]
+        same_user_id = self._by_external_id[answer.external_id]
+        same_user_id.discard(answer.request_id)
+        if not same_user_id:
+            del self._by_external_id[answer.external_id]
+        if answer.parent is not None:
+            answer.parent.open_children.discard(answer.request_id)
+            if not answer.parent.open_children:
+                del self._parents[answer.parent.request.request_id]
+
+
+class _Answer:
+    """One sequence between the core and its consumer."""
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_index",
+        "_kind",
+        "_kv_transfer_params",
+        "_logprobs",
+        "_num_cached_tokens",
+        "_prompt_text",
+        "_prompt_token_ids",
+        "_text",
+        "_token_ids",
+        "_tokenizer",
+        "_wants_logprobs",
+        "collector",
+        "external_id",
+        "parent",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        prompt_text: str | None,
+        collector: Collector,
+        parent: ParentRequest | None,
+        index: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        params = request.params
+        prompt = request.prompt_token_ids or []
+        self.request_id = request.request_id
+        self.external_id = request.external_req_id or request.request_id
+        self.collector = collector
+        self.parent = parent
+        self._index = index
+        self._prompt_text = prompt_text
+        self._prompt_token_ids = prompt
+        self._kind = params.output_kind
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            made_elsewhere = request.generated_token_ids or []
+            self._detokenizer = Detokenizer(tokenizer, params, [*prompt, *made_elsewhere])
+            self._detokenizer.num_tokens = len(made_elsewhere)
+        self._wants_logprobs = params.logprobs is not None
+        self._cumulative_logprob = 0.0
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._num_cached_tokens = 0
+        self._kv_transfer_params: dict[str, Any] | None = None
+
+    def advance(self, output: EngineCoreOutput) -> bool:
+        """Take a step's output and emit what the consumer asked for; True if the answer ended."""
+        token_ids = output.new_token_ids
+        finish, stop_reason = output.finish_reason, output.stop_reason
+        text = ""
+        if self._detokenizer is not None:
+            text, num_kept, stop = self._detokenizer.push(
+                token_ids, finished=finish is not None, stop_token=finish is FinishReason.STOP
+            )
+            if stop is not None:
+                token_ids = token_ids[:num_kept]
+                finish, stop_reason = FinishReason.STOP, stop
+        logprobs = None
+        if self._wants_logprobs and output.new_logprobs is not None:
+            logprobs = self._read_logprobs(output.new_logprobs, len(token_ids))
+        if output.num_cached_tokens:
+            self._num_cached_tokens = output.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self._kv_transfer_params = output.kv_transfer_params
+        reason = None if finish is None else str(finish)
+        if self._kind is RequestOutputKind.DELTA:
+            self._emit(text, list(token_ids), logprobs, reason, stop_reason)
+            return reason is not None
+        self._text += text
+        self._token_ids += token_ids
+        if logprobs is not None:
+            self._logprobs += logprobs
+        if reason is not None or self._kind is RequestOutputKind.CUMULATIVE:
+            so_far = list(self._logprobs) if self._wants_logprobs else None
+            self._emit(self._text, list(self._token_ids), so_far, reason, stop_reason)
+        return reason is not None
+
+    def _emit(
+        self,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[dict[int, Logprob]] | None,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+    ) -> None:
+        answer = CompletionOutput(
+            self._index,
+            text,
+            token_ids,
+            self._cumulative_logprob if self._wants_logprobs else None,
+            logprobs,
+            finish_reason,
+            stop_reason,
+        )
+        answers = [answer]
+        all_finished = finish_reason is not None
+        if self.parent is not None and all_finished:
+            all_finished = self.parent.finish_child()
+            if self._kind is RequestOutputKind.FINAL_ONLY:
+                answers = self.parent.gather(answer)
+                if not all_finished:
+                    return
+        self.collector.put(
+            RequestOutput(
+                self.external_id,
+                self._prompt_text,
+                self._prompt_token_ids,
+                answers,
+                all_finished,
+                self._num_cached_tokens,
+                self._kv_transfer_params,
+            ),
+            delta=self._kind is RequestOutputKind.DELTA,
+        )
+
+    def _read_logprobs(self, lists: LogprobsLists, count: int) -> list[dict[int, Logprob]]:
+        """One row a token: the sampled token first, then the likeliest ones by rank."""
+        rows: list[dict[int, Logprob]] = []
+        for token_ids, values, sampled_rank in zip(
+            lists.logprob_token_ids[:count],
+            lists.logprobs,
+            lists.sampled_token_ranks,
+            strict=False,  # `count` may cut the first of them
+        ):
+            row: dict[int, Logprob] = {}
+            for position, (token_id, value) in enumerate(zip(token_ids, values, strict=True)):
+                if token_id not in row:
+                    rank = position if position else sampled_rank
+                    row[token_id] = Logprob(value, rank, self._token_text(token_id))
+            self._cumulative_logprob += values[0]
+            rows.append(row)
+        return rows
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+
+def _wrap_int64(value: int) -> int:
+    """Seeds are 64-bit integers: after the largest comes the smallest."""
+    return (value + 2**63) % 2**64 - 2**63

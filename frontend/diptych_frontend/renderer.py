@@ -1,0 +1,142 @@
+"""Turns prompts and conversations into token ids: the `Renderer` of every client here."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from diptych_frontend.model_source import ModelSource
+from diptych_frontend.tokenizer import Tokenizer
+from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+class TextRenderer:
+    """Renders with the model's own tokenizer and chat template.
+
+    A model without a tokenizer (`dummy://`) takes prompts of token ids only. Safe to use from
+    several threads.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self.tokenizer: Tokenizer | None = source.load_tokenizer()
+        self.vocab_size = source.config.vocab_size
+
+    def render_prompt(self, prompt: PromptType) -> TokensPrompt:
+        """Tokenise a completion prompt; token ids pass through, range-checked.
+
+        Raises `InvalidRequestError` for an empty prompt or an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            return self._tokenize(prompt, add_special_tokens=True)
+        if isinstance(prompt, list):
+            return TokensPrompt(prompt_token_ids=self._checked(prompt))
+        if not isinstance(prompt, dict):
+            raise InvalidRequestError(
+                "prompt must be a string or a list of token ids", param="prompt"
+            )
+        rendered = self._render_dict(dict(prompt))
+        if "cache_salt" in prompt:
+            rendered["cache_salt"] = _text(prompt["cache_salt"], "cache_salt")
+        return rendered
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> TokensPrompt:
+        """Apply the model's chat template. Raises `InvalidRequestError` if it refuses."""
+        tokenizer = self._require_tokenizer("messages")
+        if not messages:
+            raise InvalidRequestError("messages must not be empty", param="messages")
+        text = tokenizer.render_chat(
+            [_plain_message(message, index) for index, message in enumerate(messages)],
+            add_generation_prompt=add_generation_prompt,
+        )
+        # The template writes BOS itself where the model wants one.
+        return self._tokenize(text, add_special_tokens=False)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a sequence of tokens; the empty text if the model has no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _render_dict(self, prompt: dict[str, Any]) -> TokensPrompt:
+        if "prompt_token_ids" in prompt:
+            rendered = TokensPrompt(prompt_token_ids=self._checked(prompt["prompt_token_ids"]))
+            if prompt.get("prompt") is not None:
+                rendered["prompt"] = _text(prompt["prompt"], "prompt")
+            return rendered
+        if "prompt" in prompt:
+            return self._tokenize(_text(prompt["prompt"], "prompt"), add_special_tokens=True)
+        raise InvalidRequestError("prompt holds neither text nor token ids", param="prompt")
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> TokensPrompt:
+        tokenizer = self._require_tokenizer("prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the text holds a lone surrogate, which is not a character", param="prompt"
+            ) from None
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return TokensPrompt(prompt_token_ids=self._checked(token_ids), prompt=text)
+
+    def _require_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "this model has no tokenizer; send the prompt as token ids", param=param
+            )
+        return self.tokenizer
+
+    def _checked(self, token_ids: Any) -> list[int]:
+        try:
+            ids = msgspec.convert(token_ids, list[int])
+        except msgspec.ValidationError as exc:
+            raise InvalidRequestError(f"prompt token ids: {exc}", param="prompt") from exc
+        if not ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise InvalidRequestError(
+                f"token id {bad} is outside the vocabulary of {self.vocab_size}", param="prompt"
+            )
+        return ids
+
+
+def _plain_message(message: Any, index: int) -> dict[str, Any]:
+    """A message with its content as one string, which is what chat templates expect."""
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"{where} must be an object", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}",
+            param=f"{where}.role",
+        )
+    return {**message, "content": _content_text(message.get("content"), f"{where}.content")}
+
+
+def _content_text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return _text(content, where)
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequestError(
+                f"{where}[{index}] is of type {kind!r}; this model takes only text parts",
+                param=f"{where}[{index}]",
+            )
+        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
+    return "\n".join(texts)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where} must be a string", param=where)
+    return value

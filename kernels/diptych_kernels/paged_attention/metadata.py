@@ -1,0 +1,138 @@
+"""What paged attention needs to know of a batch, besides the tensors it computes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+CPU = torch.device("cpu")
+MAX_PADDING_RATIO = 2
+"""Decodes are gathered together while padding at most doubles the keys that are read."""
+MAX_GROUP_TOKENS = 8192
+"""...and while what is gathered still fits a processor's cache (one sequence may exceed it)."""
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """The sequences of one step. The first `num_decodes` have one new token each.
+
+    One object serves all layers of a step, so what the reference derives from it is derived once.
+    """
+
+    query_starts: NDArray[np.int64]
+    """[sequences + 1]: where each sequence's new tokens begin in the batch; the last is the end."""
+    context_lens: NDArray[np.int64]
+    """[sequences]: tokens each sequence has in the cache, the new ones included."""
+    block_tables: NDArray[np.int64]
+    """[sequences, >= blocks of the longest]; entries past a sequence's end are valid block ids."""
+    num_decodes: int
+    block_size: int
+    window: int | None = None
+    """A token sees itself and the `window` - 1 tokens before it; None: everything before it."""
+    device: torch.device = CPU
+
+    @cached_property
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The decodes, in groups of similar length."""
+        lengths = self.context_lens[: self.num_decodes]
+        if not len(lengths):
+            return []
+        longest = int(lengths.max())
+        limit = min(MAX_PADDING_RATIO * int(lengths.sum()), MAX_GROUP_TOKENS)
+        if longest * len(lengths) <= limit or len(lengths) == 1:
+            return [self._decode_group(slice(0, self.num_decodes), lengths, longest)]
+        order = np.argsort(-lengths, kind="stable")
+        descending = lengths[order]
+        groups = []
+        begin = 0
+        while begin < len(order):
+            longest = int(descending[begin])
+            # Members are longer than half of the group's longest.
+            end = int(np.searchsorted(-descending, -(longest // MAX_PADDING_RATIO)))
+            end = max(min(end, begin + MAX_GROUP_TOKENS // longest), begin + 1)
+            members = order[begin:end]
+            groups.append(self._decode_group(members, descending[begin:end], longest))
+            begin = end
+        return groups
+
+    @cached_property
+    def prefill_chunks(self) -> list[PrefillChunk]:
+        """The sequences with several new tokens, one by one."""
+        return [
+            self._prefill_chunk(index) for index in range(self.num_decodes, len(self.context_lens))
+        ]
+
+    def _decode_group(
+        self, members: slice | NDArray[np.int64], lengths: NDArray[np.int64], longest: int
+    ) -> DecodeGroup:
+        num_blocks = -(-longest // self.block_size)
+        blocks = self.block_tables[members, :num_blocks].reshape(-1)
+        mask = None
+        positions = np.arange(longest)
+        if len(lengths) > 1 and int(lengths.min()) < longest:
+            mask = positions < lengths[:, None]
+        if self.window is not None and longest > self.window:
+            recent = positions >= (lengths - self.window)[:, None]
+            mask = recent if mask is None else mask & recent
+        return DecodeGroup(
+            rows=members if isinstance(members, slice) else self._tensor(members),
+            size=len(lengths),
+            blocks=self._tensor(blocks),
+            longest=longest,
+            mask=None if mask is None else self._tensor(mask)[:, None, None, :],
+        )
+
+    def _prefill_chunk(self, index: int) -> PrefillChunk:
+        begin, end = int(self.query_starts[index]), int(self.query_starts[index + 1])
+        length = int(self.context_lens[index])
+        num_blocks = -(-length // self.block_size)
+        mask = None
+        if end - begin < length or (self.window is not None and length > self.window):
+            keys = np.arange(length)
+            queries = np.arange(length - (end - begin), length)[:, None]
+            seen = keys <= queries
+            if self.window is not None:
+                seen &= keys > queries - self.window
+            mask = self._tensor(seen)
+        return PrefillChunk(
+            rows=slice(begin, end),
+            blocks=self._tensor(self.block_tables[index, :num_blocks]),
+            length=length,
+            mask=mask,
+        )
+
+    def _tensor(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeGroup:
+    """Decodes whose keys are gathered into one padded tensor."""
+
+    rows: slice | Tensor
+    """Their tokens in the batch."""
+    size: int
+    blocks: Tensor
+    """[size * blocks of the longest] int64."""
+    longest: int
+    """Tokens of the longest context."""
+    mask: Tensor | None
+    """[size, 1, 1, longest], True where a key is seen; None if all are."""
+
+
+@dataclass(slots=True, frozen=True)
+class PrefillChunk:
+    """The new tokens of one sequence."""
+
+    rows: slice
+    blocks: Tensor
+    """[blocks] int64."""
+    length: int
+    """Tokens of its context, the new ones included."""
+    mask: Tensor | None
+    """[new tokens, length], True where a key is seen; None for a plain causal mask."""

@@ -1,0 +1,74 @@
+"""softmax(q k^T / sqrt(head_dim)) v, each query over the keys of its own sequence up to itself.
+
+Keys and values are gathered block by block into dense tensors (about 2 x 2 x context bytes moved),
+decodes of similar length together, and given to torch's fused attention. Slots past a sequence's
+end are masked, so they need only be finite.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diptych_kernels.paged_attention.metadata import AttentionMetadata
+
+
+def paged_attention(queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Attend from the step's new tokens, whose own keys and values stand in the cache already.
+
+    queries: [tokens, heads, head_dim]; any strides with a contiguous last dimension.
+    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view.
+    Returns [tokens, heads, head_dim]; heads is a multiple of kv_heads.
+    """
+    groups, chunks = metadata.decode_groups, metadata.prefill_chunks
+    if len(groups) == 1 and not chunks:
+        return _decode(queries, kv_layer, groups[0].blocks, groups[0].longest, groups[0].mask)
+    attended = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    for group in groups:
+        attended[group.rows] = _decode(
+            queries[group.rows], kv_layer, group.blocks, group.longest, group.mask
+        )
+    for chunk in chunks:
+        attended[chunk.rows] = _prefill(
+            queries[chunk.rows], kv_layer, chunk.blocks, chunk.length, chunk.mask
+        )
+    return attended
+
+
+def _decode(
+    queries: Tensor, kv_layer: Tensor, blocks: Tensor, longest: int, mask: Tensor | None
+) -> Tensor:
+    """One query per sequence: [sequences, heads, head_dim] -> the same."""
+    keys, values = _gather(kv_layer, blocks, queries.shape[0], longest)
+    attended = F.scaled_dot_product_attention(
+        queries.unsqueeze(2), keys, values, attn_mask=mask, enable_gqa=True
+    )
+    return attended.squeeze(2)
+
+
+def _prefill(
+    queries: Tensor, kv_layer: Tensor, blocks: Tensor, length: int, mask: Tensor | None
+) -> Tensor:
+    """Several queries of one sequence: [tokens, heads, head_dim] -> the same."""
+    keys, values = _gather(kv_layer, blocks, 1, length)
+    attended = F.scaled_dot_product_attention(
+        queries.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
+    )
+    return attended.squeeze(0).transpose(0, 1)
+
+
+def _gather(kv_layer: Tensor, blocks: Tensor, size: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of `size` sequences, each [size, kv_heads, longest, head_dim]."""
+    kv_heads, head_dim = kv_layer.shape[3:]
+    dense = (
+        half.index_select(0, blocks).view(size, -1, kv_heads, head_dim)[:, :longest].transpose(1, 2)
+        for half in kv_layer.unbind(1)
+    )
+    keys, values = dense
+    return keys, values

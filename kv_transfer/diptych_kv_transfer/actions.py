@@ -1,0 +1,75 @@
+"""What the pure tables ask of the world; the connector carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych_kv_transfer.messages import AnyMessage
+
+Peer = int
+"""A connection, named by the transport; never used again for another one."""
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: Peer
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """Send runs of our blocks, run i under tag + i; report the end to `sends_ended`."""
+
+    peer: Peer
+    lease_id: str
+    tag: int
+    runs: list[range]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveBlocks:
+    """Receive runs into our blocks, run i under tag + i; report to `receives_ended`."""
+
+    peer: Peer
+    request_id: str
+    tag: int
+    runs: list[range]
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect to an address; report to `connected` or `connect_failed`."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Cut a connection. `peer_lost` follows when nothing touches memory on its behalf any more."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The blocks of a finished prefill are free again."""
+
+    request_id: str
+    block_ids: list[int]
+    outcome: str
+    """`released`, `revoked` or `expired`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """The hinge no longer touches the destination blocks; they hold valid KV only if `ok`."""
+
+    request_id: str
+    ok: bool
+    reason: str = ""
+    num_blocks: int = 0
+    seconds: float = 0.0
+
+
+Action = Send | SendBlocks | ReceiveBlocks | Connect | Fence | LeaseEnded | LoadEnded

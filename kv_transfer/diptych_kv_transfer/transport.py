@@ -1,0 +1,94 @@
+"""What the connector needs of a transport, whatever moves the bytes.
+
+One thread owns a transport and calls everything but `wake`. Nothing here waits, except `poll`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_kv_transfer.actions import Address, Peer
+
+Buffer = NDArray[np.uint8]
+"""One run of bytes in the KV memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A connection exists: to `address` if we asked for it, else from somebody (None)."""
+
+    peer: Peer
+    address: Address | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    address: Address
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A control message."""
+
+    peer: Peer
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """A `send_blocks` or `receive_blocks` has ended, and touches its buffers no more."""
+
+    key: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A connection ended; every transfer on it has ended before."""
+
+    peer: Peer
+
+
+Event = Connected | ConnectFailed | Received | TransferEnded | PeerLost
+
+
+class Transport(Protocol):
+    """Connections that carry control messages and blocks."""
+
+    @property
+    def port(self) -> int:
+        """Where we listen."""
+
+    @property
+    def name(self) -> str:
+        """What moves the bytes of the newest connection, for example `tcp`; empty before."""
+
+    def connect(self, address: Address) -> None:
+        """Begin to connect; ends in Connected or ConnectFailed."""
+
+    def send(self, peer: Peer, data: bytes) -> None:
+        """Send a control message; one to a lost peer is dropped."""
+
+    def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+        """Send buffer i under tag + i; ends in TransferEnded(key)."""
+
+    def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+        """Receive what the peer sends under tag + i into buffer i; ends in TransferEnded(key)."""
+
+    def fence(self, peer: Peer) -> None:
+        """Cut a connection; ends in PeerLost, after which none of its transfers touches memory."""
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        """What happened; waits for something at most this long. `wake` ends the wait."""
+
+    def wake(self) -> None:
+        """End a `poll` that waits. The one method for other threads."""
+
+    def close(self) -> None:
+        """Cut every connection and stop listening. Safe to call twice."""

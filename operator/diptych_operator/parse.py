@@ -1,0 +1,173 @@
+"""YAML text to an InferenceService, or a `SpecError` that names the field and the remedy.
+
+The remedy is read off the same schema that the CRD carries, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import msgspec
+import yaml
+
+from diptych_operator.api_types import API_VERSION, KIND, InferenceService
+from diptych_operator.crd import object_schema
+from diptych_operator.errors import SpecError
+from diptych_operator.render.config import check_engine
+
+MAX_TEXT_BYTES = 1 << 20
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]+)`")
+_WHERE = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_JSON_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    type(None): "null",
+}
+_TYPE_PHRASES = {
+    "object": "an object",
+    "array": "a list",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+}
+
+_schema = cache(object_schema)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as JSON knows it: string keys, no key twice, no dates."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the shape PyYAML declares
+        first: [rule for rule in rules if rule[0] != "tag:yaml.org,2002:timestamp"]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise SpecError(f"line {line}", f'key {key!r} must be text; write "{key}"')
+            if key in seen:
+                raise SpecError(f"line {line}", f"{key!r} stands here twice; keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse(text: str) -> InferenceService:
+    """One InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line."""
+    raw = _load(text)
+    if not isinstance(raw, dict):
+        raise SpecError("file", f"must hold one {KIND} object, not {_JSON_NAMES.get(type(raw))}")
+    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if raw.get(field) != wanted:
+            found = repr(raw[field]) if field in raw else "nothing"
+            raise SpecError(field, f"must be {wanted}, not {found}")
+    try:
+        service = msgspec.convert(raw, InferenceService)
+    except msgspec.ValidationError as exc:
+        raise _explain(str(exc), raw) from exc
+    check_engine(service)
+    return service
+
+
+def _load(text: str) -> Any:
+    if len(text) > MAX_TEXT_BYTES:
+        raise SpecError("file", f"is larger than {MAX_TEXT_BYTES} bytes; is it the right file?")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as exc:
+        line = exc.problem_mark.line + 1 if exc.problem_mark else 1
+        problem = " ".join(part for part in (exc.problem, exc.context) if part)
+        raise SpecError(f"line {line}", f"not YAML: {problem}") from exc
+    except (yaml.YAMLError, RecursionError, ValueError) as exc:
+        if isinstance(exc, SpecError):
+            raise
+        raise SpecError("file", f"not YAML: {' '.join(str(exc).split())}") from exc
+
+
+def _explain(complaint: str, raw: dict[str, Any]) -> SpecError:
+    """Turn msgspec's message into `field: what is wanted, not what was found`."""
+    found = _WHERE.match(complaint)
+    problem, path = (found["problem"], found["path"]) if found else (complaint, None)
+    steps = [name or index for name, index in _STEP.findall((path or "$").removeprefix("$"))]
+    schema, value, steps = _walk(steps, raw)
+    if missing := _MISSING.match(problem):
+        child = schema.get("properties", {}).get(missing["name"], {})
+        return SpecError(
+            ".".join([*steps, missing["name"]]), f"is missing; it must be {_wanted(child)}"
+        )
+    if unknown := _UNKNOWN.match(problem):
+        known = sorted(schema.get("properties", {}))
+        return SpecError(".".join([*steps, unknown["name"]]), _no_such(unknown["name"], known))
+    field = ".".join(steps) or "file"
+    return SpecError(field, f"must be {_wanted(schema)}, not {_shown(value)}")
+
+
+def _walk(steps: list[str], raw: Any) -> tuple[dict[str, Any], Any, list[str]]:
+    """Follow a path through schema and value; `...` becomes the first key whose value is wrong."""
+    schema, value, named = _schema(), raw, list[str]()
+    for step in steps:
+        if step == "..." and isinstance(value, dict):
+            schema = schema.get("additionalProperties", {})
+            step = next((key for key, item in value.items() if not _fits(item, schema)), step)
+        else:
+            schema = schema.get("properties", {}).get(step) or schema.get("items", {})
+        named.append(step)
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdigit():
+            value = value[int(step)]
+    return schema, value, named
+
+
+def _fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether one value of a map of quantities is right; maps hold nothing else."""
+    if isinstance(value, str):
+        return re.search(schema.get("pattern", ""), value) is not None
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _no_such(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
+    return f"unknown field; {hint}"
+
+
+def _wanted(schema: dict[str, Any]) -> str:
+    """What a schema node allows, in words."""
+    if "enum" in schema:
+        *rest, last = map(str, schema["enum"])
+        return f"{', '.join(rest)} or {last}" if rest else last
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if "anyOf" in schema:
+        phrase = "a quantity"
+    elif schema.get("type") == "string":
+        phrase = schema.get("title", "text")
+        if "maxLength" in schema:
+            phrase += f" (at most {schema['maxLength']} characters)"
+    else:
+        phrase = _TYPE_PHRASES.get(schema.get("type", ""), "valid")
+        if low is not None and high is not None:
+            phrase += f" from {low} to {high}"
+    if "examples" in schema:
+        phrase += f" such as {' or '.join(schema['examples'])}"
+    return phrase
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)) or value is None:
+        return _JSON_NAMES[type(value)]
+    shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

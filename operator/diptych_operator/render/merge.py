@@ -1,0 +1,63 @@
+"""Merging a user's `podTemplate` over the rendered pod template.
+
+A small part of Kubernetes' strategic merge, with rules that fit in one breath: objects merge field
+by field; containers and init containers merge by name, new ones are appended; `env`, `volumes`,
+`volumeMounts`, `ports` and `imagePullSecrets` replace the entry with the same name (for mounts the
+same path, for ports the same number) and append the others; every other list is replaced; null
+deletes a field.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from diptych_operator.errors import SpecError
+
+_MERGED_BY = {"containers": "name", "initContainers": "name"}
+_REPLACED_BY = {
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "imagePullSecrets": "name",
+}
+
+
+def merge(base: dict[str, Any], overlay: dict[str, Any], field: str) -> dict[str, Any]:
+    """`base` with `overlay` laid over it; neither is changed.
+
+    `field` is the overlay's path in the object. Raises `SpecError` where the shapes do not match.
+    """
+    result = copy.deepcopy(base)
+    for key, value in overlay.items():
+        here = f"{field}.{key}"
+        present = result.get(key)
+        if value is None:
+            result.pop(key, None)
+        elif key in _MERGED_BY or key in _REPLACED_BY:
+            result[key] = _merge_named(present or [], value, key, here)
+        elif isinstance(value, dict) and (present is None or isinstance(present, dict)):
+            result[key] = merge(present or {}, value, here)
+        elif isinstance(present, dict):
+            raise SpecError(here, f"must be an object, not {value!r}")
+        elif isinstance(present, list) and not isinstance(value, list):
+            raise SpecError(here, f"must be a list, not {value!r}")
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def _merge_named(base: list[Any], overlay: Any, kind: str, field: str) -> list[Any]:
+    key = _MERGED_BY.get(kind) or _REPLACED_BY[kind]
+    if not isinstance(overlay, list):
+        raise SpecError(field, f"must be a list of objects with {key}")
+    result = {entry[key]: entry for entry in base}
+    for index, entry in enumerate(overlay):
+        here = f"{field}[{index}]"
+        if not isinstance(entry, dict) or not isinstance(entry.get(key), (str, int)):
+            raise SpecError(f"{here}.{key}", "is missing; entries are merged by it")
+        identity = entry[key]
+        present = result.get(identity, {}) if kind in _MERGED_BY else {}
+        result[identity] = merge(present, entry, here)
+    return list(result.values())

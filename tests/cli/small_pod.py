@@ -1,0 +1,104 @@
+"""A real, small pod program for the tests of the laptop runtime; options say how it misbehaves.
+
+Serves /health, /metrics and a streaming /v1/chat/completions on the port of its environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ANSWER = ["The capital", " of France", " is Paris."]
+METRICS = """\
+# TYPE diptych:kv_transfer_blocks_received_total counter
+diptych:kv_transfer_blocks_received_total{engine="decode-0"} 3
+# TYPE diptych:kv_transfer_bytes_received_total counter
+diptych:kv_transfer_bytes_received_total{engine="decode-0"} 2.2118e+06
+# TYPE diptych:kv_transfer_receive_seconds_total counter
+diptych:kv_transfer_receive_seconds_total{engine="decode-0"} 0.004
+# TYPE diptych:kv_transfer_loads_total counter
+diptych:kv_transfer_loads_total{engine="decode-0",outcome="completed"} 2
+diptych:kv_transfer_loads_total{engine="decode-0",outcome="failed"} 1
+# TYPE diptych:kv_transfer_transport_info gauge
+diptych:kv_transfer_transport_info{engine="decode-0",transport="tcp"} 1
+"""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    sick = False
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.answer(503 if Handler.sick else 200, b"")
+        elif self.path == "/metrics":
+            self.answer(200, METRICS.encode())
+        elif self.path == "/v1/models":
+            self.answer(200, b'{"data": [{"id": "small"}]}')
+        else:
+            self.answer(404, b"")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["messages"][-1]["content"] == "refuse":
+            self.answer(400, b'{"error": {"message": "too long"}}')
+            return
+        self.send_response(200)
+        self.end_headers()
+        count = [f"{len(body['messages'])} messages"]
+        for text in count if body["messages"][-1]["content"] == "count" else ANSWER:
+            self.event(json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}))
+        if body["messages"][-1]["content"] == "break":
+            return
+        usage = {"completion_tokens": 7, "prompt_tokens": len(body["messages"])}
+        self.event(json.dumps({"choices": [], "usage": usage}))
+        self.event("[DONE]")
+
+    def event(self, data: str) -> None:
+        self.wfile.write(f"data: {data}\n\n".encode())
+        self.wfile.flush()
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def fall_sick(*_: object) -> None:
+    Handler.sick = not Handler.sick
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--crash", action="store_true", help="end at once, in words")
+    parser.add_argument("--crash-once", type=Path, help="end at once if this file is not there")
+    parser.add_argument("--child", action="store_true", help="have a child that never ends")
+    parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
+    options = parser.parse_args()
+    if options.crash:
+        sys.exit("error: no such model\n1 thread was busy")
+    if options.crash_once is not None and not options.crash_once.exists():
+        options.crash_once.touch()
+        sys.exit("came too early")
+    if options.child:
+        subprocess.Popen([sys.executable, "-c", "import signal\nwhile True: signal.pause()"])
+    if options.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, fall_sick)
+    address = (os.environ["DIPTYCH_BIND_HOST"], int(os.environ["DIPTYCH_HTTP_PORT"]))
+    server = http.server.ThreadingHTTPServer(address, Handler)
+    print(f"pod {os.environ['POD_NAME']} listens at {address}")
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

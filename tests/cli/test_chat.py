@@ -1,0 +1,157 @@
+"""The chat client against a real, small server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from diptych.chat import ChatError, Conversation, Piece, find_service, read_event
+from diptych.demo import HandOff, Timing, read_hand_off
+from diptych.errors import RunError
+from diptych.main import main
+from diptych_frontend.metrics import ServerMetrics
+from diptych_protocol import KVTransferStats, SchedulerStats
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Base URL of a running `small_pod.py`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "DIPTYCH_BIND_HOST": "127.0.0.1",
+        "DIPTYCH_HTTP_PORT": str(port),
+        "POD_NAME": "small",
+    }
+    command = [sys.executable, str(Path(__file__).parent / "small_pod.py")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as server:
+        base = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 10
+        while not answers(f"{base}/health"):
+            assert time.monotonic() < deadline
+        yield f"{base}/v1"
+        server.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+async def said(conversation: Conversation, text: str) -> str:
+    pieces: list[str] = []
+    await conversation.say(text, pieces.append)
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("data", "piece"),
+    [
+        ('{"choices": [{"delta": {"content": "hi"}}]}', Piece("hi")),
+        ('{"choices": [{"delta": {"role": "assistant", "content": null}}]}', Piece()),
+        ('{"choices": [], "usage": {"completion_tokens": 3}}', Piece("", 3)),
+        ('{"choices": [{"index": 0, "finish_reason": "stop"}], "usage": null}', Piece()),
+    ],
+)
+def test_events_of_a_stream_are_read(data: str, piece: Piece) -> None:
+    assert read_event(data) == piece
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ('{"error": {"message": "engine lost", "code": 500}}', "engine lost"),
+        ("{nonsense", "no chat chunk"),
+        ('{"choices": 3}', "no chat chunk"),
+        ("\xff", "no chat chunk"),
+    ],
+)
+def test_errors_and_nonsense_in_a_stream_are_told(data: str, message: str) -> None:
+    with pytest.raises(ChatError, match=message):
+        read_event(data)
+
+
+async def test_a_conversation_is_sent_whole_and_can_be_reset(url: str) -> None:
+    conversation = Conversation(url, "small", {}, "be brief")
+    assert await said(conversation, "count") == "2 messages"
+    assert await said(conversation, "count") == "4 messages"
+    conversation.reset()
+    assert await said(conversation, "count") == "2 messages"
+
+
+@pytest.mark.parametrize("text", ["refuse", "break"])
+async def test_a_turn_that_fails_leaves_no_trace(url: str, text: str) -> None:
+    conversation = Conversation(url, "small", {}, None)
+    with pytest.raises(ChatError):
+        await said(conversation, text)
+    assert await said(conversation, "count") == "1 messages"
+
+
+def test_the_prompt_reads_lines_until_the_end_of_input(url: str) -> None:
+    lines = "count\n\nrefuse\ncount\n/reset\ncount\n"
+    result = CliRunner().invoke(main, ["chat", "--url", url], input=lines)
+    assert result.exit_code == 0
+    said = [line for line in result.stdout.replace("you> ", "\n").splitlines() if line]
+    assert said[1:] == ["1 messages", "error: HTTP 400: too long", "3 messages", "1 messages"]
+
+
+def test_the_model_is_the_first_that_the_service_lists(url: str) -> None:
+    assert find_service(url, None) == (url, "small")
+    assert find_service(url.removesuffix("/v1"), "other") == (url, "other")
+
+
+@pytest.mark.parametrize(
+    "nowhere", ["http://127.0.0.1:1", "no-scheme", "http://", "http://[", "ftp://x"]
+)
+def test_a_service_out_of_reach_is_told_in_one_line(nowhere: str) -> None:
+    with pytest.raises(RunError, match="out of reach"):
+        find_service(nowhere, None)
+
+
+def test_without_a_service_chat_says_how_to_start_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    result = CliRunner().invoke(main, ["chat", "--once", "hi"])
+    assert result.exit_code == 1
+    assert "start one with `diptych up FILE`, or give --url" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("timing", "speed"),
+    [(Timing(0.1, 1.1, 11), 10.0), (Timing(0.1, 0.1, 1), None), (Timing(0.1, 0.1, 5), None)],
+)
+def test_the_speed_is_that_of_the_tokens_after_the_first(
+    timing: Timing, speed: float | None
+) -> None:
+    assert timing.tokens_per_s == (pytest.approx(speed) if speed else None)
+
+
+def test_without_a_hand_off_every_figure_is_zero() -> None:
+    assert read_hand_off("") == HandOff(0, 0, 0.0, 0, ())
+
+
+def test_the_figures_are_read_from_what_servers_export() -> None:
+    transfer = KVTransferStats(
+        loads_completed=2,
+        loads_failed=1,
+        blocks_received=3,
+        bytes_received=4096,
+        seconds_receiving=0.5,
+        transport="tcp",
+    )
+    stats = {"decode-0": SchedulerStats(kv_transfer=transfer)}
+    exposition, _ = ServerMetrics("small", lambda: stats).exposition("text/plain")
+    assert read_hand_off(exposition.decode()) == HandOff(3, 4096, 0.5, 2, ("tcp",))

@@ -1,0 +1,88 @@
+"""Commands that start nothing: their output and their exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from diptych.main import main
+from diptych_operator.parse import parse
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.mark.parametrize("output", ["yaml", "json"])
+def test_render_prints_the_objects_of_a_cluster(output: str) -> None:
+    result = run("render", str(EXAMPLE), "-o", output)
+    assert result.exit_code == 0
+    if output == "yaml":
+        objects = list(yaml.safe_load_all(result.stdout))
+    else:
+        objects = msgspec.json.decode(result.stdout)["items"]
+    kinds = [item["kind"] for item in objects]
+    assert kinds.count("Deployment") == 3
+    assert kinds.count("Secret") == 1
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "render"])
+def test_wrong_yaml_is_one_line_that_names_the_field(
+    command: str,
+    service_file: Callable[[Any], Path],
+    small_service: Callable[..., Any],
+) -> None:
+    file = service_file(small_service(engine={"blocksize": 16}))
+    result = run(command, str(file))
+    assert result.exit_code == 2
+    message = "spec.engine.blocksize: unknown field; did you mean blockSize?"
+    assert result.stderr == f"Error: {file}: {message}\n"
+
+
+def test_a_pod_template_that_does_not_fit_is_named(
+    service_file: Callable[[Any], Path], small_service: Callable[..., Any]
+) -> None:
+    file = service_file(small_service(prefill={"spec": {"containers": {}}}))
+    result = run("render", str(file))
+    assert result.exit_code == 2
+    assert "spec.prefill.podTemplate.spec.containers: must be a list" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("up",), ("up", "/no/such/file"), ("up", str(EXAMPLE), "--port", "0"), ("x",)]
+)
+def test_wrong_usage_ends_with_two(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert run("--version").stdout.endswith("version 0.1.0\n")
+
+
+def test_every_help_teaches_by_example() -> None:
+    assert isinstance(main, click.Group)
+    for name in main.commands:
+        result = run(name, "--help")
+        assert result.exit_code == 0
+        assert f"Example:\n    diptych {name}" in result.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_the_shell(shell: str) -> None:
+    result = run("completion", shell)
+    assert result.exit_code == 0
+    assert "_DIPTYCH_COMPLETE" in result.stdout
+
+
+def test_the_example_is_the_one_that_the_help_names() -> None:
+    assert parse(EXAMPLE.read_text()).metadata.name == "smollm2"
+    assert "examples/smollm2.yaml" in run("--help").stdout

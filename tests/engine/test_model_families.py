@@ -1,0 +1,102 @@
+"""Tiny random models of each family give the logits of their Hugging Face class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from diptych_frontend.model_source import resolve_model
+
+NUM_TOKENS = 70
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama wide heads": LlamaConfig(**SIZES, head_dim=16),
+    "llama no sharing": LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
+    "llama3 rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral window": MistralConfig(**SIZES, sliding_window=20),
+    "qwen2": Qwen2Config(**SIZES, rms_norm_eps=1e-6),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+}
+
+
+def published(config: PretrainedConfig, folder: Path, **options: Any) -> Any:
+    """A random model whose norms and biases matter too, saved under `folder`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=str)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, token ids, expected logits) of one family."""
+    folder = tmp_path_factory.mktemp("model")
+    model = published(FAMILIES[request.param], folder)
+    token_ids = torch.randint(0, SIZES["vocab_size"], (NUM_TOKENS,))
+    with torch.inference_mode():
+        expected = model(token_ids[None]).logits[0]
+    return folder, token_ids.tolist(), expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([NUM_TOKENS], id="whole"),
+        pytest.param([1, 15, 30, 24], id="chunks"),
+        pytest.param([32] + [1] * (NUM_TOKENS - 32), id="prefill and decodes"),
+    ],
+)
+def test_logits_equal_transformers(
+    family: Any, sizes: list[int], lone_sequence: Callable[..., Any]
+) -> None:
+    folder, token_ids, expected = family
+    actual = lone_sequence(resolve_model(str(folder)), 96).logits_in_chunks(token_ids, sizes)
+    assert expected.std() > 0.5  # else the tolerance would prove nothing
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_weights_in_shards(tmp_path: Path, lone_sequence: Callable[..., Any]) -> None:
+    model = published(FAMILIES["qwen3"], tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with torch.inference_mode():
+        expected = model(torch.arange(10)[None]).logits[0]
+    actual = lone_sequence(resolve_model(str(tmp_path)), 16).logits(list(range(10)))
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,325 @@
+"""A small engine that really tokenises, generates, stops and aborts, and servers around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.openai import build_app, serve_http
+from diptych_protocol import (
+    CompletionOutput,
+    EngineClient,
+    InvalidRequestError,
+    Logprob,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    SchedulerStats,
+    TokensPrompt,
+)
+
+EOS = 256
+"""Ids 0 to 255 are bytes."""
+
+
+class ByteRenderer:
+    def render_prompt(self, prompt: Any) -> TokensPrompt:
+        ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequestError("the prompt is empty")
+        if not all(0 <= i <= EOS for i in ids):
+            raise InvalidRequestError("a token id is outside the vocabulary")
+        return {"prompt_token_ids": ids}
+
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> TokensPrompt:
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        return self.render_prompt(text + ("assistant: " if add_generation_prompt else ""))
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in token_ids if i < EOS).decode("utf-8", "replace")
+
+
+class EchoEngine(EngineClient):
+    """Answers with the prompt over and over, the n-th choice starting n tokens in.
+
+    `gate` holds every token back while it is cleared; `refusal` is raised at admission and
+    `failure` after the first token. What the server asks of it is kept for the test to see.
+    """
+
+    def __init__(self) -> None:
+        self.renderer = ByteRenderer()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refusal: Exception | None = None
+        self.failure: Exception | str | None = None
+        self.illness: Exception | None = None
+        self.facts: dict[str, Any] = {}
+        self.answer_kv_params: dict[str, Any] | None = None
+        self.seen: list[tuple[str, SamplingParams, int, Any]] = []
+        self.running: set[str] = set()
+        self.left_early: list[str] = []
+        self.rejected: list[tuple[str, dict[str, Any]]] = []
+
+    model_name = "echo"  # type: ignore[assignment]
+    max_model_len = 2048  # type: ignore[assignment]
+    is_running = True  # type: ignore[assignment]
+    errored = False  # type: ignore[assignment]
+    dead_error = RuntimeError("alive")  # type: ignore[assignment]
+
+    async def generate(  # type: ignore[override]
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        **_: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.seen.append((request_id, sampling_params, priority, prompt))
+        if self.refusal is not None:
+            raise self.refusal
+        self.running.add(request_id)
+        finished = False
+        try:
+            async for output in self._outputs(prompt["prompt_token_ids"], sampling_params):
+                finished = output.finished
+                output.request_id = request_id
+                yield output
+        except Exception:
+            finished = True
+            raise
+        finally:
+            self.running.discard(request_id)
+            if not finished:
+                self.left_early.append(request_id)
+
+    async def _outputs(
+        self, prompt: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        sequences = [Sequence(self.renderer, prompt, params, i) for i in range(params.n)]
+        delta = params.output_kind is RequestOutputKind.DELTA
+        steps = 0
+        while not all(s.finish_reason for s in sequences):
+            await self.gate.wait()
+            await asyncio.sleep(0)
+            if steps == 1 and isinstance(self.failure, Exception):
+                raise self.failure
+            live = [s for s in sequences if s.finish_reason is None]
+            for sequence in live:
+                sequence.step()
+                if steps == 1 and isinstance(self.failure, str):
+                    sequence.finish_reason = self.failure
+            steps += 1
+            finished = all(s.finish_reason for s in sequences)
+            if delta or finished:
+                shown = live if delta else sequences
+                yield RequestOutput(
+                    request_id="",
+                    prompt=None,
+                    prompt_token_ids=prompt,
+                    outputs=[s.output(delta) for s in shown],
+                    finished=finished,
+                    num_cached_tokens=len(prompt) // 2,
+                    kv_transfer_params=self.answer_kv_params if finished else None,
+                    metrics=self.facts,
+                )
+
+    async def abort(self, request_id: Any) -> None:
+        return None
+
+    async def notify_kv_transfer_request_rejected(
+        self,
+        request_id: str,
+        kv_transfer_params: dict[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        self.rejected.append((request_id, kv_transfer_params))
+
+    async def check_health(self) -> None:
+        if self.illness is not None:
+            raise self.illness
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        return None
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return True
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        return None
+
+    def stats_by_engine(self) -> dict[str, SchedulerStats]:
+        return {"engine-0": SchedulerStats(num_running=3, blocks_total=10, blocks_free=4, steps=7)}
+
+
+class Sequence:
+    """One choice of a request as it grows."""
+
+    def __init__(
+        self, renderer: ByteRenderer, prompt: list[int], params: SamplingParams, index: int
+    ) -> None:
+        self._renderer = renderer
+        self._source = prompt[index % len(prompt) :] + prompt[: index % len(prompt)]
+        self._params = params
+        self._index = index
+        self._ids: list[int] = []
+        self._shown_ids = 0
+        self._shown_chars = 0
+        self._text = ""
+        self.finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def step(self) -> None:
+        params = self._params
+        token = self._source[len(self._ids) % len(self._source)]
+        self._ids.append(token)
+        self._text = self._renderer.decode(self._ids)
+        if token in params.stop_token_ids:
+            self.finish_reason, self._stop_reason = "stop", token
+        for stop in params.stop:
+            at = self._text.find(stop)
+            if at >= 0:
+                end = at + len(stop) if params.include_stop_str_in_output else at
+                self._text = self._text[:end]
+                self.finish_reason, self._stop_reason = "stop", stop
+        if token == EOS and not params.ignore_eos:
+            self.finish_reason = "stop"
+        elif self.finish_reason is None and len(self._ids) == (params.max_tokens or 100):
+            self.finish_reason = "length"
+
+    def output(self, delta: bool) -> CompletionOutput:
+        ids, text = self._ids, self._text
+        if delta:
+            # What may still turn out to be the beginning of a stop string is held back.
+            held = (
+                0 if self.finish_reason else max((len(s) - 1 for s in self._params.stop), default=0)
+            )
+            end = max(self._shown_chars, len(text) - held)
+            ids, text = ids[self._shown_ids :], text[self._shown_chars : end]
+            self._shown_ids, self._shown_chars = len(self._ids), end
+        return CompletionOutput(
+            index=self._index,
+            text=text,
+            token_ids=ids,
+            logprobs=None if self._params.logprobs is None else [self._logprobs(i) for i in ids],
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _logprobs(self, token: int) -> dict[int, Logprob]:
+        """The sampled token, said to be the second likeliest, and the likeliest others."""
+        found = {token: Logprob(-1.0, 2, self._renderer.decode([token]))}
+        for rank in range(1, (self._params.logprobs or 0) + 1):
+            other = (token + rank) % 128
+            if rank == 2:
+                continue
+            value = -0.5 if rank == 1 else float("-inf")
+            found[other] = Logprob(value, rank, self._renderer.decode([other]))
+        return found
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
+    """Serve the app on a free port of this test's loop; yields the base URL."""
+    address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        serve_http(app, "127.0.0.1", 0, on_ready=lambda *a: address.set_result(a), **options)
+    )
+    await asyncio.wait((task, address), return_when=asyncio.FIRST_COMPLETED)
+    try:
+        host, port = address.result()
+        yield f"http://{host}:{port}"
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+@pytest.fixture
+async def engine() -> EchoEngine:
+    return EchoEngine()
+
+
+@pytest.fixture(scope="module")
+def echo_app() -> Any:
+    return build_app(EchoEngine())
+
+
+@pytest.fixture
+def serve() -> Any:
+    """`serve(app, **options)`: an async context that yields the base URL."""
+    return serving
+
+
+@pytest.fixture
+def app(engine: EchoEngine) -> Any:
+    metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
+    return build_app(engine, metrics=metrics, max_body_bytes=64 << 10)
+
+
+@pytest.fixture
+async def http(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client straight into the app: quick, for all that needs no socket."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@pytest.fixture
+async def http_socket(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a real server."""
+    async with (
+        serving(app, drain_timeout_s=2.0) as url,
+        httpx.AsyncClient(base_url=url, timeout=10) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def base_url() -> Iterator[str]:
+    """A server in a thread of its own, so that blocking clients can talk to it."""
+    loop = asyncio.new_event_loop()
+    started: list[str] = []
+    ready = threading.Event()
+    stop = asyncio.Event()
+
+    async def main() -> None:
+        async with serving(build_app(EchoEngine())) as url:
+            started.append(url)
+            ready.set()
+            await stop.wait()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(main())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        if not ready.wait(10):
+            raise TimeoutError("the server did not start")
+        yield started[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    """The name of the model behind `base_url`."""
+    return "echo"

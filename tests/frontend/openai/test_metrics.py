@@ -1,0 +1,90 @@
+"""What Prometheus scrapes after some requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych_frontend.metrics import ServerMetrics
+from diptych_protocol import KVTransferStats, SchedulerStats
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """(name, labels other than model_name) -> value."""
+    return {
+        (s.name, tuple(sorted((k, v) for k, v in s.labels.items() if k != "model_name"))): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+async def test_requests_are_counted_and_timed(http: httpx.AsyncClient, engine: Any) -> None:
+    body = {"model": "echo", "prompt": "abcd", "max_tokens": 5}
+    await http.post("/v1/completions", json=body)
+    await http.post("/v1/completions", json=body | {"stream": True, "n": 2})
+    await http.post("/v1/completions", json=body | {"stop": "c"})
+    await http.post("/v1/completions", json=body | {"n": 0})
+    await http.get("/nowhere/at/all")
+    engine.failure = "error"
+    await http.post("/v1/completions", json=body)
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = samples(answer.text)
+
+    def value(name: str, **labels: str) -> float | None:
+        return found.get((f"diptych:{name}", tuple(sorted(labels.items()))))
+
+    assert value("request_success_total", finished_reason="length") == 3
+    assert value("request_success_total", finished_reason="stop") == 1
+    assert value("request_success_total", finished_reason="error") == 1
+    assert value("http_requests_total", route="/v1/completions", status="200") == 3
+    assert value("http_requests_total", route="/v1/completions", status="400") == 1
+    assert value("http_requests_total", route="/v1/completions", status="500") == 1
+    assert value("http_requests_total", route="other", status="404") == 1
+    assert value("prompt_tokens_total") == 3 * 4
+    assert value("prompt_tokens_cached_total") == 3 * 2
+    assert value("generation_tokens_total") == 5 + 2 * 5 + 3
+    assert value("time_to_first_token_seconds_count") == 1
+    assert value("inter_token_latency_seconds_count") == 2 * 4
+    assert value("e2e_request_latency_seconds_count") == 3
+    assert value("num_requests_running", engine="engine-0") == 3
+    assert value("kv_cache_usage_perc", engine="engine-0") == 0.6
+    assert value("engine_steps_total", engine="engine-0") == 7
+
+
+def test_the_hinge_of_each_engine_is_reported() -> None:
+    transfer = KVTransferStats(
+        leases_held=1,
+        leases_expired=2,
+        loads_failed=3,
+        blocks_received=4,
+        bytes_sent=5,
+        seconds_receiving=0.5,
+        stale_reads_refused=6,
+        transport="tcp",
+    )
+    snapshots = {"p": SchedulerStats(kv_transfer=transfer), "d": SchedulerStats()}
+    text = ServerMetrics("m", lambda: snapshots).exposition("")[0].decode()
+    found = samples(text)
+    for name, labels, value in (
+        ("leases_held", {}, 1),
+        ("leases_total", {"state": "expired"}, 2),
+        ("loads_total", {"outcome": "failed"}, 3),
+        ("blocks_received_total", {}, 4),
+        ("bytes_sent_total", {}, 5),
+        ("receive_seconds_total", {}, 0.5),
+        ("stale_reads_refused_total", {}, 6),
+        ("transport_info", {"transport": "tcp"}, 1),
+    ):
+        key = (f"diptych:kv_transfer_{name}", tuple(sorted({"engine": "p", **labels}.items())))
+        assert found[key] == value
+    assert not any("kv_transfer" in name and ("engine", "d") in labels for name, labels in found)
+    assert found[("diptych:kv_cache_usage_perc", (("engine", "d"),))] == 0
+
+
+def test_servers_do_not_share_a_registry() -> None:
+    first, second = ServerMetrics("a"), ServerMetrics("a")
+    first.count_end("stop")
+    assert b"request_success_total{" not in second.exposition("")[0]

@@ -1,0 +1,61 @@
+"""What published chat templates rely on, and what a hostile one cannot do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from diptych_frontend.chat_template import ChatTemplate
+from diptych_protocol import InvalidRequestError
+
+
+def render(source: str, messages: list[dict[str, Any]] | None = None) -> str:
+    template = ChatTemplate(source, "<s>", "</s>")
+    return template.render(messages or [], add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}|{{ eos_token }}|{{ add_generation_prompt }}", "<s>|</s>|True"),
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{% if true %}\nx\n{% endif %}\ny", "x\ny"),
+        ("  {% if true %}x{% endif %}", "x"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% generation %}kept{% endgeneration %}", "kept"),
+        ("{{ 'none' if tools is none and documents is none }}", "none"),
+        ("{{ messages[0]['content'] if messages else 'empty' }}", "empty"),
+    ],
+)
+def test_names_and_filters(source: str, expected: str) -> None:
+    assert render(source) == expected
+
+
+def test_the_date_can_be_had() -> None:
+    assert re.fullmatch(r"\d{4}-\d\d", render("{{ strftime_now('%Y-%m') }}"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.nothing.at_all }}", "no attribute 'nothing'"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_a_refusal_is_the_callers_error(source: str, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        render(source)
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_does_not_parse_is_an_error_of_the_model() -> None:
+    with pytest.raises(InvalidRequestError, match="not valid") as caught:
+        ChatTemplate("{% if %}", "", "")
+    assert caught.value.param == "model"

@@ -1,0 +1,129 @@
+"""Our header reader against the `gguf` package's writer and reader, and against damaged files."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diptych_frontend.gguf_header import GGUFError, read_header
+from diptych_frontend.model_source import ModelSource
+
+MATRIX = np.arange(64 * 3, dtype=np.float32).reshape(3, 64)
+QUANTIZED = gguf.quants.quantize(MATRIX, gguf.GGMLQuantizationType.Q8_0)
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("text", "naïve 😀")
+    writer.add_uint8("u8", 200)
+    writer.add_int8("i8", -100)
+    writer.add_uint16("u16", 60_000)
+    writer.add_int16("i16", -30_000)
+    writer.add_uint32("u32", 4_000_000_000)
+    writer.add_int32("i32", -2_000_000_000)
+    writer.add_uint64("u64", 2**63)
+    writer.add_int64("i64", -(2**62))
+    writer.add_float32("f32", 0.5)
+    writer.add_float64("f64", 1 / 3)
+    writer.add_bool("yes", True)
+    writer.add_array("strings", ["", "a", "ü"])
+    writer.add_array("ints", [3, -1, 2])
+    writer.add_array("floats", [0.25, 4.0])
+    writer.add_tensor("plain", MATRIX)
+    writer.add_tensor("half", MATRIX.astype(np.float16))
+    writer.add_tensor("quantized", QUANTIZED, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("vector", np.ones(5, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_and_tensor_table_agree_with_the_gguf_package(small_file: Path) -> None:
+    header = read_header(small_file)
+    reference = gguf.GGUFReader(small_file)
+    fields: dict[str, Any] = {
+        name: field.contents()
+        for name, field in reference.fields.items()
+        if not name.startswith("GGUF.")
+    }
+    assert header.metadata == fields
+    table = header.tensors()
+    assert list(table) == [tensor.name for tensor in reference.tensors]
+    for tensor in reference.tensors:
+        ours = table[tensor.name]
+        assert ours.type == tensor.tensor_type
+        assert ours.shape == tuple(int(size) for size in tensor.shape[::-1])
+        assert (ours.offset, ours.nbytes) == (tensor.data_offset, tensor.n_bytes)
+
+
+def test_the_table_leads_to_the_weights(small_file: Path) -> None:
+    tensor = read_header(small_file).tensors()["quantized"]
+    raw = np.memmap(small_file, np.uint8, "r", tensor.offset, (tensor.nbytes,))
+    rows = gguf.quants.dequantize(raw.reshape(tensor.shape[0], -1), tensor.type)
+    assert rows.shape == tensor.shape
+    np.testing.assert_allclose(rows, MATRIX, atol=1.0)
+
+
+def test_the_real_models_tensors_fill_the_file_without_overlap(model_source: ModelSource) -> None:
+    assert model_source.path is not None
+    tensors = sorted(model_source.tensors().values(), key=lambda t: t.offset)
+    assert len(tensors) == 272
+    for before, after in itertools.pairwise(tensors):
+        assert 0 <= after.offset - (before.offset + before.nbytes) < 32
+    end = tensors[-1].offset + tensors[-1].nbytes
+    assert 0 <= model_source.path.stat().st_size - end < 32
+    assert model_source.tensors()["token_embd.weight"].shape == (49152, 576)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "does not start"),
+        (b"GGML" + bytes(40), "does not start"),
+        (b"GGUF\x63\0\0\0" + bytes(16), "version 99"),
+        (b"GGUF\x03\0\0\0", "ends inside"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "ends inside"),
+    ],
+)
+def test_a_file_that_is_not_gguf_is_named_as_such(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(GGUFError, match=says):
+        read_header(path)
+
+
+def test_a_truncated_file_is_noticed_before_its_weights_are_read(
+    small_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(small_file.read_bytes()[:-200])
+    with pytest.raises(GGUFError, match="truncated"):
+        read_header(path).tensors()
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damage_gives_a_clear_error_or_other_values_but_nothing_else(
+    small_file: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    content = bytearray(small_file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(4, 900))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content[: data.draw(st.integers(4, len(content)))])
+    with contextlib.suppress(GGUFError):
+        read_header(path).tensors()

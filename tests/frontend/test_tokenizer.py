@@ -1,0 +1,326 @@
+"""The tokenizer against transformers, and against BPE written down from its definition."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from diptych_frontend.gguf_header import read_header
+from diptych_frontend.model_source import ModelSource
+from diptych_frontend.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from diptych_protocol import InvalidRequestError
+
+TEXTS = [
+    "Hello world",
+    "",
+    " ",
+    "   leading and trailing   ",
+    "It's 2024: we'll've 1234567890 things, don't they're I'm",
+    "digits12345in67words 3.14159 1e-9 0x7fff 一二三",
+    "naïve café Ünïcödé ǅ ﬁ ß İ",
+    "你好，世界。これは日本語です。안녕하세요 שלום مرحبا हिन्दी ภาษาไทย",
+    "😀 👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ \u200b\u200d\ufeff",
+    "tabs\tand\nnew\r\nlines\n\n\n   \n\t end",
+    "def f(x: int) -> int:\n    return x ** 2  # square\n\n\nif __name__ == '__main__':\n\tf(3)",
+    '{"key": [1, 2, {"nested": null}], "s": "\\u00e9"}',
+    "<div class='a'>&amp;</div> https://example.com/?q=a%20b&c=1#frag",
+    "combining e\u0301 o\u0308 and \u00a0 nbsp \u2003 em space",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "text<|endoftext|>more <|im_end|> <|im_end", "<repo_name>a/b<file_sep>c.py\n1",
+    "a" * 500,
+    "\x00\x01\x1f\x7f",
+]  # fmt: skip
+OTHER_DIGITS = "x²³ ½ Ⅷ a٣٤٥b १२३"
+"""transformers ignores GGUF's `pre`, so it does not set digits other than ASCII's apart; the model
+was trained with all of them apart."""
+
+
+@pytest.fixture(scope="module")
+def reference(model_source: ModelSource) -> PreTrainedTokenizerFast:
+    """transformers' own reading of the same GGUF file."""
+    assert model_source.path is not None
+    return AutoTokenizer.from_pretrained(
+        model_source.path.parent, gguf_file=model_source.path.name, local_files_only=True
+    )
+
+
+@pytest.fixture(scope="module")
+def naive(model_source: ModelSource) -> NaiveBPE:
+    assert model_source.path is not None
+    return NaiveBPE(read_header(model_source.path).metadata)
+
+
+class NaiveBPE:
+    """Cut at special tokens, digits and GPT-2's words; then merge the best pair until none is."""
+
+    WORDS = regex.compile(
+        r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    )
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        tokens = metadata["tokenizer.ggml.tokens"]
+        types = metadata["tokenizer.ggml.token_type"]
+        self.ids = {token: token_id for token_id, token in enumerate(tokens)}
+        merges = metadata["tokenizer.ggml.merges"]
+        self.ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
+        special = [token for token, kind in zip(tokens, types, strict=True) if kind == 3]
+        longest_first = sorted(special, key=len, reverse=True)
+        self.special = regex.compile("(" + "|".join(map(regex.escape, longest_first)) + ")")
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in visible]
+        self.letter = {byte: chr(byte) for byte in visible}
+        self.letter |= {byte: chr(256 + at) for at, byte in enumerate(hidden)}
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for at, part in enumerate(self.special.split(text)):
+            if at % 2:
+                ids.append(self.ids[part])
+                continue
+            # Digits are set apart first: the words are found between them.
+            for piece in regex.split(r"(\p{N})", part):
+                for word in self.WORDS.findall(piece):
+                    ids += [self.ids[token] for token in self.merge(word) if token in self.ids]
+        return ids
+
+    def knows_all_bytes_of(self, text: str) -> bool:
+        """The vocabulary lacks the bytes of planes without characters; those are lost."""
+        return all(self.letter[byte] in self.ids for byte in text.encode())
+
+    def merge(self, word: str) -> list[str]:
+        parts = [self.letter[byte] for byte in word.encode()]
+        while len(parts) > 1:
+            pairs = list(pairwise(parts))
+            best = min(pairs, key=lambda pair: self.ranks.get(pair, 1 << 30))
+            if best not in self.ranks:
+                break
+            merged, at = [], 0
+            while at < len(parts):
+                joined = at + 1 < len(parts) and (parts[at], parts[at + 1]) == best
+                merged.append(parts[at] + parts[at + 1] if joined else parts[at])
+                at += 2 if joined else 1
+            parts = merged
+        return parts
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_and_text_equal_those_of_transformers(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerFast, text: str
+) -> None:
+    ids = tokenizer.encode(text)
+    assert ids == reference.encode(text)
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+
+
+def test_facts_equal_those_of_transformers(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerFast
+) -> None:
+    assert tokenizer.vocab_size == len(reference) == 49152
+    assert tokenizer.eos_token_ids == (reference.eos_token_id,)
+    assert set(reference.all_special_ids) <= tokenizer.all_special_ids
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_the_chat_prompt_equals_that_of_transformers(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerFast, add_generation_prompt: bool
+) -> None:
+    conversations = [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "Be <brief> & \"kind\"."}, {"role": "user", "content": ""}],
+        [
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "😀\n"},
+            {"role": "user", "content": "<|im_end|>"},
+        ],
+    ]  # fmt: skip
+    for messages in conversations:
+        expected = reference.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        rendered = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        assert rendered == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.lists(
+        st.one_of(
+            st.text(max_size=12),
+            st.text(st.characters(max_codepoint=127), max_size=12),
+            st.sampled_from([*TEXTS, "  \n ", " 12", "'ll", "<|im_end|>"]),
+        ),
+        max_size=4,
+    ).map("".join)
+)
+def test_any_text_is_cut_as_bpe_is_defined_and_comes_back(
+    tokenizer: Tokenizer, naive: NaiveBPE, text: str
+) -> None:
+    ids = tokenizer.encode(text)
+    assert ids == naive.encode(text)
+    if naive.knows_all_bytes_of(text):
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_text_of_one_token_keeps_its_space(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" Hello world 42😀<|im_end|>")
+    whole = [tokenizer.token_text(token_id) for token_id in ids]
+    assert whole[:4] == [" Hello", " world", " ", "4"]
+    assert whole[-1] == "<|im_end|>"
+    assert "\ufffd" in whole[-2]
+
+
+# --- tokenizers from a directory in Hugging Face's layout -----------------------------------------
+
+
+def save_hf(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> None:
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_directory_gives_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    save_hf(
+        tokenizer,
+        tmp_path,
+        {
+            "bos_token": {"content": "<|im_start|>", "special": True},
+            "eos_token": "<|im_end|>",
+            "chat_template": [
+                {"name": "tool_use", "template": "wrong"},
+                {
+                    "name": "default",
+                    "template": "{{ bos_token }}{% for m in messages %}"
+                    "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ eos_token }}",
+                },
+            ],
+        },
+    )
+    loaded = tokenizer_from_hf(tmp_path, (2,))
+    assert loaded is not None
+    for text in TEXTS:
+        assert loaded.encode(text) == tokenizer.encode(text)
+    rendered = loaded.render_chat([{"role": "user", "content": "x"}])
+    assert rendered == "<|im_start|>x<|im_end|>"
+    assert loaded.eos_token_ids == (2,)
+    (tmp_path / "chat_template.jinja").write_text("from a file")
+    newer = tokenizer_from_hf(tmp_path, ())
+    assert newer is not None
+    assert newer.render_chat([]) == "from a file"
+
+
+def test_truncation_and_padding_of_a_training_run_are_undone(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_hf(tokenizer, tmp_path, {})
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    raw["padding"] = {
+        "strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    loaded = tokenizer_from_hf(tmp_path, ())
+    assert loaded is not None
+    assert loaded.encode("Hi") == tokenizer.encode("Hi")
+    assert loaded.encode("one two three four five six") == tokenizer.encode(
+        "one two three four five six"
+    )
+
+
+def test_no_tokenizer_json_means_no_tokenizer(tmp_path: Path) -> None:
+    assert tokenizer_from_hf(tmp_path, ()) is None
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_tokenizer_file_is_named(tokenizer: Tokenizer, tmp_path: Path, file: str) -> None:
+    save_hf(tokenizer, tmp_path, {})
+    (tmp_path / file).write_text("{")
+    with pytest.raises(InvalidRequestError, match=file):
+        tokenizer_from_hf(tmp_path, ())
+
+
+# --- tokenizers from GGUF metadata ----------------------------------------------------------------
+
+LETTERS = [chr(33 + at) for at in range(94)] + ["Ġ", "Ċ"]
+
+
+def metadata(**changes: Any) -> dict[str, Any]:
+    tokens = ["<s>", "</s>", "<tool>", *LETTERS, "12", "23", "123"]
+    values = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3, 3, 4] + [1] * (len(tokens) - 3),
+        "merges": ["1 2", "2 3", "12 3"],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+def tokens_of(text: str, **changes: Any) -> list[str]:
+    values = metadata(**changes)
+    tokenizer = tokenizer_from_gguf(values)
+    assert tokenizer is not None
+    return [values["tokenizer.ggml.tokens"][token_id] for token_id in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["a", "123"]),
+        ("smollm", ["a", "1", "2", "3"]),
+        ("qwen2", ["a", "1", "2", "3"]),
+        ("llama-bpe", ["<s>", "a", "123"]),
+    ],
+)
+def test_how_digits_are_grouped_depends_on_the_family(pre: str, expected: list[str]) -> None:
+    assert tokens_of("a123", pre=pre) == expected
+
+
+def test_bos_and_eos_stand_where_the_file_says() -> None:
+    assert tokens_of("a", add_bos_token=True) == ["<s>", "a"]
+    assert tokens_of("a", add_bos_token=True, add_eos_token=True) == ["<s>", "a", "</s>"]
+    assert tokens_of("a", pre="llama-bpe", add_bos_token=False) == ["a"]
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
+    tokenizer = tokenizer_from_gguf(metadata(eot_token_id=2))
+    assert tokenizer is not None
+    ids = tokenizer.encode("a<tool></s>")
+    assert tokenizer.decode(ids) == "a<tool>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<tool></s>"
+    assert tokenizer.all_special_ids == {0, 1}
+    assert tokenizer.eos_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": "llama"}, "not byte-level BPE"),
+        ({"pre": "mystery"}, "'mystery'"),
+        ({"merges": ["x1 y2"]}, "merges"),
+        ({"merges": "x"}, "merges"),
+        ({"tokens": 3}, "tokens"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_built_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        tokenizer_from_gguf(metadata(**changes))
+
+
+def test_a_file_without_vocabulary_has_no_tokenizer() -> None:
+    assert tokenizer_from_gguf({}) is None

@@ -1,0 +1,65 @@
+"""Norm, rotation, gate and cache write against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diptych_kernels.kv_write import kv_write
+from diptych_kernels.rms_norm import rms_norm
+from diptych_kernels.rope import rotate_
+from diptych_kernels.silu_mul import silu_mul
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 5, 64)], ids=str)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    mean_square = x.double().square().mean(-1, keepdim=True)
+    expected = x.double() / (mean_square + 1e-5).sqrt() * weight.double()
+    actual = rms_norm(x, weight, 1e-5).double()
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@dtypes
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_rotation_turns_each_pair_by_its_angle_in_place(tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    fused = torch.randn(tokens, 5, 6).to(dtype)
+    before = fused.double().clone()
+    angles = torch.randn(tokens, 1, 3)
+    rotate_(fused[:, :3], torch.stack((angles.cos(), angles.sin()), -1))
+    even, odd = before[:, :3, 0::2], before[:, :3, 1::2]
+    turned = even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos()
+    expected = torch.stack(turned, -1).flatten(2)
+    torch.testing.assert_close(
+        fused[:, :3].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+    assert torch.equal(fused[:, 3:].double(), before[:, 3:])
+
+
+@dtypes
+def test_silu_mul(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(3, 14).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = gate / (1 + (-gate).exp()) * up
+    actual = silu_mul(gate_up).double()
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_kv_write_touches_only_its_slots_of_its_layer() -> None:
+    torch.manual_seed(0)
+    cache = torch.zeros(5, 3, 2, 4, 2, 8)
+    fused = torch.randn(3, 10, 8)
+    keys_values = fused[:, 6:].view(3, 2, 2, 8)
+    blocks, offsets = torch.tensor([4, 0, 4]), torch.tensor([3, 0, 1])
+    kv_write(keys_values, cache[:, 1], blocks, offsets)
+    expected = torch.zeros_like(cache)
+    for token in range(3):
+        expected[blocks[token], 1, :, offsets[token]] = keys_values[token]
+    assert torch.equal(cache, expected)

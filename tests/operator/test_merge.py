@@ -1,0 +1,99 @@
+"""Each rule of the podTemplate merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych_operator.errors import SpecError
+from diptych_operator.render.merge import merge
+
+BASE: dict[str, Any] = {
+    "metadata": {"labels": {"a": "1"}},
+    "spec": {
+        "containers": [
+            {
+                "name": "engine",
+                "command": ["python"],
+                "env": [{"name": "IP", "valueFrom": {"fieldRef": {}}}, {"name": "B", "value": "2"}],
+                "ports": [{"name": "http", "containerPort": 8000}],
+            }
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "grace": 30,
+    },
+}
+
+
+def container(**fields: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "engine", **fields}]}}
+
+
+@pytest.mark.parametrize(
+    ("overlay", "path", "expected"),
+    [
+        ({"metadata": {"labels": {"b": "2"}}}, ("metadata", "labels"), {"a": "1", "b": "2"}),
+        ({"spec": {"grace": None}}, ("spec", "grace"), None),
+        (container(command=["x", "y"]), ("spec", "containers", 0, "command"), ["x", "y"]),
+        (container(image="i"), ("spec", "containers", 0, "command"), ["python"]),
+        ({"spec": {"containers": [{"name": "side"}]}}, ("spec", "containers", 1),
+         {"name": "side"}),
+        (container(env=[{"name": "IP", "value": "::1"}]), ("spec", "containers", 0, "env"),
+         [{"name": "IP", "value": "::1"}, {"name": "B", "value": "2"}]),
+        (container(ports=[{"containerPort": 1}]), ("spec", "containers", 0, "ports"),
+         [{"name": "http", "containerPort": 8000}, {"containerPort": 1}]),
+        ({"spec": {"volumes": [{"name": "tmp", "hostPath": {"path": "/x"}}]}},
+         ("spec", "volumes"), [{"name": "tmp", "hostPath": {"path": "/x"}}]),
+        ({"spec": {"nodeSelector": {"gpu": "yes"}}}, ("spec", "nodeSelector"), {"gpu": "yes"}),
+    ],
+)  # fmt: skip
+def test_the_overlay_wins_by_the_rules(
+    overlay: dict[str, Any], path: tuple[str | int, ...], expected: Any
+) -> None:
+    node: Any = merge(BASE, overlay, "t")
+    for step in path:
+        node = node.get(step) if isinstance(step, str) else node[step]
+    assert node == expected
+
+
+@pytest.mark.parametrize(
+    ("overlay", "field"),
+    [
+        ({"metadata": 1}, "t.metadata"),
+        ({"spec": {"containers": {}}}, "t.spec.containers"),
+        ({"spec": {"containers": [{"image": "x"}]}}, "t.spec.containers[0].name"),
+        (container(command="python"), "t.spec.containers[0].command"),
+        (container(env=[{"value": "x"}]), "t.spec.containers[0].env[0].name"),
+    ],
+)
+def test_an_overlay_of_another_shape_is_named(overlay: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        merge(BASE, overlay, "t")
+    assert caught.value.field == field
+
+
+def test_an_empty_overlay_changes_nothing_and_shares_nothing() -> None:
+    merged = merge(BASE, {}, "t")
+    assert merged == BASE
+    merged["spec"]["containers"][0]["env"].clear()
+    assert BASE["spec"]["containers"][0]["env"]
+
+
+keys = st.sampled_from(["metadata", "spec", "containers", "env", "name", "volumes", "x"])
+trees = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: st.dictionaries(keys, inner, max_size=3) | st.lists(inner, max_size=2),
+    max_leaves=8,
+)
+
+
+@given(overlay=st.dictionaries(keys, trees, max_size=3))
+def test_any_overlay_merges_the_same_twice_or_is_refused(overlay: dict[str, Any]) -> None:
+    try:
+        once = merge(BASE, overlay, "t")
+    except SpecError:
+        return
+    assert merge(once, overlay, "t") == once

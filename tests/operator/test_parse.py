@@ -1,0 +1,151 @@
+"""Wrong YAML is answered with one line that names the field and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych_operator.errors import SpecError
+from diptych_operator.parse import parse
+
+GOOD = """\
+apiVersion: diptych.dev/v1alpha1
+kind: InferenceService
+metadata: {name: smollm2}
+spec:
+  model: {uri: "dummy://"}
+  prefill: {replicas: 1}
+  decode: {replicas: 2}
+"""
+
+
+def test_the_example_is_the_smallest_service_and_takes_every_default() -> None:
+    example = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
+    service = parse(example.read_text())
+    assert service.served_name == "smollm2"
+    assert service.metadata.namespace == "default"
+    assert service.spec.engine.block_size == 16
+    assert service.spec.router.replicas == 1
+
+
+def test_status_and_unknown_metadata_of_a_real_cluster_are_accepted() -> None:
+    text = GOOD.replace("{name: smollm2}", "{name: a, uid: b, generation: 3}")
+    service = parse(text + "status: {observedGeneration: 3, prefill: 1/1}\n")
+    assert service.status.prefill == "1/1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("replicas: 1", "replicas: two",
+         "spec.prefill.replicas: must be an integer from 1 to 1000, not 'two'"),
+        ("replicas: 1", "replicas: 0",
+         "spec.prefill.replicas: must be an integer from 1 to 1000, not 0"),
+        ("replicas: 1", "replicas: true",
+         "spec.prefill.replicas: must be an integer from 1 to 1000, not true"),
+        ("replicas: 1", "replicas:",
+         "spec.prefill.replicas: must be an integer from 1 to 1000, not null"),
+        ("replicas: 1", "replica: 1",
+         "spec.prefill.replica: unknown field; did you mean replicas?"),
+        ("replicas: 1", "replicas: 1, zzz: 1",
+         "spec.prefill.zzz: unknown field; known here: podTemplate, replicas, resources"),
+        ("replicas: 1", "replicas: 1, replicas: 2",
+         "line 6: 'replicas' stands here twice; keep one"),
+        ("replicas: 1", "replicas: 1, resources: {limits: {memory: 1Gi, cpu: 0.5}}",
+         "spec.prefill.resources.limits.cpu: must be a quantity such as 500m or 4Gi, not 0.5"),
+        ("replicas: 1", "replicas: 1, resources: {limits: {cpu: -1}}",
+         "spec.prefill.resources.limits.cpu: must be a quantity such as 500m or 4Gi, not -1"),
+        ("replicas: 1", "replicas: 1, podTemplate: []",
+         "spec.prefill.podTemplate: must be an object, not a list"),
+        ("replicas: 1", "replicas: 1, podTemplate: {metadata: {labels: {1: a}}}",
+         'line 6: key 1 must be text; write "1"'),
+        ("  decode: {replicas: 2}\n", "",
+         "spec.decode: is missing; it must be an object such as {replicas: 1}"),
+        ('{uri: "dummy://"}', "{}",
+         "spec.model.uri: is missing; it must be a URI (at most 1024 characters) such as "
+         "package://PKG/FILE or file:///PATH or dummy://"),
+        ("dummy://", "hf://meta/llama",
+         "spec.model.uri: must be a URI (at most 1024 characters) such as package://PKG/FILE or "
+         "file:///PATH or dummy://, not 'hf://meta/llama'"),
+        ("{name: smollm2}", "{name: SmolLM2}",
+         "metadata.name: must be lower-case letters, digits and dashes (at most 40 characters) "
+         "such as smollm2, not 'SmolLM2'"),
+        ("v1alpha1", "v1", "apiVersion: must be diptych.dev/v1alpha1, not 'diptych.dev/v1'"),
+        ("kind: InferenceService\n", "", "kind: must be InferenceService, not nothing"),
+        ("spec:", "engine: {}\nspec:",
+         "engine: unknown field; known here: apiVersion, kind, metadata, spec, status"),
+        ("spec:", "spec:\n  engine: {blockSize: 3}",
+         "spec.engine.blockSize: must be 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 or 1024, not 3"),
+        ("spec:", "spec:\n  engine: {maxNumSeqs: 64, maxNumBatchedTokens: 8}",
+         "spec.engine.maxNumBatchedTokens: must be at least maxNumSeqs, not 8"),
+        ("spec:", "spec:\n  engine: {kvCacheMemory: 3GB}",
+         "spec.engine.kvCacheMemory: must be text such as 512Mi or 24Gi, not '3GB'"),
+        ("spec:", "spec:\n  transfer: {leaseSeconds: .nan}",
+         "spec.transfer.leaseSeconds: must be a number from 1 to 3600, not nan"),
+        ("spec:", "spec:\n  transfer: {transport: ucx}",
+         "spec.transfer.transport: must be auto, rdma, shm or tcp, not 'ucx'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named_with_its_remedy(old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    with pytest.raises(SpecError) as caught:
+        parse(GOOD.replace(old, new, 1))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("a: [", "line 1: not YAML: "),
+        ("- 1", "file: must hold one InferenceService object, not a list"),
+        ("", "file: must hold one InferenceService object, not null"),
+        (GOOD + "---\n" + GOOD, "line 8: not YAML: but found another document"),
+        ("a: !!python/name:os.system", "line 1: not YAML: could not determine a constructor"),
+        ("a: \x00", "file: not YAML: unacceptable character"),
+        ("a: " + "[" * 5000, "file: not YAML: "),
+        ("a: " + "b" * (2 << 20), "file: is larger than"),
+    ],
+)
+def test_what_is_no_service_at_all_is_refused(text: str, start: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(text)
+    assert str(caught.value).startswith(start)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["replicas", "uri", "cpu", "limits", "x"]), inner)
+    ),
+    max_leaves=4,
+)
+
+
+@given(
+    field=st.sampled_from(["model", "engine", "transfer", "prefill", "decode", "router", "x"]),
+    value=json_values,
+)
+def test_any_value_in_any_place_gives_a_service_or_one_line(field: str, value: object) -> None:
+    spec = {"model": {"uri": "dummy://"}, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+    raw = {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "a"},
+        "spec": spec | {field: value},
+    }
+    message = complaint(yaml.safe_dump(raw))
+    assert message is None or message.startswith((f"spec.{field}", "line "))
+    assert message is None or "\n" not in message
+
+
+def complaint(text: str) -> str | None:
+    try:
+        parse(text)
+    except SpecError as exc:
+        return str(exc)
+    return None

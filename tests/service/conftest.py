@@ -1,0 +1,40 @@
+"""Fixtures of running services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from service_kit import Pair, engine_config, healthy, make_pools, start_engine
+
+from diptych_frontend.curve import new_keys, read_keys
+
+
+@pytest.fixture(scope="session")
+def keys_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A service's CURVE keys, as a mounted Secret has them."""
+    folder = tmp_path_factory.mktemp("keys")
+    keys = new_keys()
+    (folder / "curve-public").write_text(keys.public)
+    (folder / "curve-secret").write_text(keys.secret)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(smollm2: str, keys_dir: Path) -> AsyncIterator[Pair]:
+    (prefill, at_p), (decode, at_d) = await asyncio.gather(
+        start_engine(engine_config("prefill-0", smollm2), keys_dir),
+        start_engine(engine_config("decode-0", smollm2), keys_dir),
+    )
+    pools = make_pools(smollm2, at_p, at_d, read_keys(keys_dir))
+    pools.start()
+    try:
+        await healthy(pools)
+        yield Pair(prefill, decode, pools)
+    finally:
+        pools.shutdown()
+        prefill.shutdown()
+        decode.shutdown()

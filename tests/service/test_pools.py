@@ -1,0 +1,194 @@
+"""A prefill and a decode engine behind the router's client: real processes, model and UCX."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from service_kit import Pair, generate
+
+from diptych_protocol import InvalidRequestError, RequestOutputKind, SamplingParams
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("pools")]
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time, in a village by the sea, there lived an old fisherman who " * 6,
+    "1 2 3 4 5 6 7",
+    "Water boils at",
+    "A list of colours: red, green,",
+]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+        {"temperature": 1.2, "seed": 1, "top_k": 20, "frequency_penalty": 0.5},
+    ],
+    ids=["greedy", "seeded top-p", "seeded top-k with penalty"],
+)
+async def test_the_pools_answer_like_one_engine_token_for_token(
+    pair: Pair, prompt: str, params: dict[str, Any]
+) -> None:
+    through_pools = await generate(pair.pools, prompt, **params)
+    alone = await generate(pair.decode, prompt, **params)
+    assert through_pools.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert through_pools.outputs[0].text == alone.outputs[0].text
+
+
+async def test_decode_computes_nothing_of_the_prompt(pair: Pair) -> None:
+    before = await pair.decode.refresh_stats()
+    prompt = "Every block of this prompt must come through the hinge and not be computed. " * 5
+    output = await generate(pair.pools, prompt)
+    after = await pair.decode.refresh_stats()
+    assert after.prompt_tokens_computed == before.prompt_tokens_computed
+    assert after.remote_kv_tokens - before.remote_kv_tokens == len(output.prompt_token_ids)
+    assert before.kv_transfer is not None
+    assert after.kv_transfer is not None
+    blocks = after.kv_transfer.blocks_received - before.kv_transfer.blocks_received
+    assert blocks == -(-len(output.prompt_token_ids) // 16)
+    assert after.kv_transfer.transport
+
+
+async def test_what_decode_remembers_does_not_travel_again(pair: Pair) -> None:
+    prompt = "A prefix that is sent twice travels once. " * 8
+    await generate(pair.pools, prompt)
+    before = await pair.decode.refresh_stats()
+    await generate(pair.pools, prompt)
+    after = await pair.decode.refresh_stats()
+    assert before.kv_transfer is not None
+    assert after.kv_transfer is not None
+    assert after.kv_transfer.blocks_received - before.kv_transfer.blocks_received <= 1
+
+
+async def test_many_requests_at_once_finish_and_leave_no_block(pair: Pair, eventually: Any) -> None:
+    outputs = await asyncio.gather(
+        *(generate(pair.pools, f"Story number {i}: " + "so " * i, max_tokens=12) for i in range(16))
+    )
+    assert all(len(o.outputs[0].token_ids) == 12 for o in outputs)
+    await eventually(pair.all_blocks_free)
+
+
+async def test_n_answers_with_their_own_seeds(pair: Pair) -> None:
+    output = await generate(pair.pools, "Tell me", n=3, temperature=1.0, seed=5)
+    assert [o.index for o in output.outputs] == [0, 1, 2]
+    second = await generate(pair.pools, "Tell me", temperature=1.0, seed=6)
+    assert output.outputs[1].token_ids == second.outputs[0].token_ids
+
+
+async def test_a_stop_string_ends_the_request_on_both_sides(pair: Pair, eventually: Any) -> None:
+    alone = await generate(pair.decode, "One, two, three,", max_tokens=32)
+    stop = alone.outputs[0].text[8:12]
+    stopped = await generate(pair.pools, "One, two, three,", max_tokens=32, stop=[stop])
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.outputs[0].stop_reason == stop
+    assert alone.outputs[0].text.startswith(stopped.outputs[0].text)
+    assert stop not in stopped.outputs[0].text
+    await eventually(pair.all_blocks_free)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_the_shortest_answers(pair: Pair, max_tokens: int, eventually: Any) -> None:
+    output = await generate(pair.pools, "Short", max_tokens=max_tokens)
+    assert len(output.outputs[0].token_ids) == max_tokens
+    assert output.outputs[0].finish_reason == "length"
+    await eventually(pair.all_blocks_free)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+async def test_a_user_who_leaves_frees_everything(pair: Pair, after: int, eventually: Any) -> None:
+    """Before the first token, right after it (during the hand-off), and while decoding."""
+    params = SamplingParams(
+        temperature=0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    stream = pair.pools.generate("A very long story about leaving. " * 20, params, "leaver")
+
+    async def read() -> None:
+        seen = 0
+        async for _ in stream:
+            seen += 1
+            if seen >= after > 0:
+                return
+
+    reader = asyncio.create_task(read())
+    if after == 0:
+        await asyncio.sleep(0.05)
+        reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    await stream.aclose()
+    assert pair.pools.output_processor.num_unfinished == 0
+    await eventually(pair.all_blocks_free)
+
+
+async def test_a_rejected_hand_off_frees_prefill_at_once(pair: Pair, eventually: Any) -> None:
+    """Another project's router prefilled, and its decode engine refused the request."""
+    params = await prefill_only(pair, "This prompt is prefilled and then refused. " * 4)
+    stats = await pair.prefill.refresh_stats()
+    assert stats.blocks_free < stats.blocks_total
+    await pair.decode.notify_kv_transfer_request_rejected("r", params)
+    await eventually(pair.all_blocks_free, timeout_s=1.0)
+    await pair.decode.notify_kv_transfer_request_rejected("r", params)  # harmless
+
+
+async def test_a_lease_that_nobody_opens_expires(pair: Pair, eventually: Any) -> None:
+    await prefill_only(pair, "Nobody will ever read this cache. " * 4)
+    assert not await pair.all_blocks_free()
+    await eventually(pair.all_blocks_free, timeout_s=10.0)
+    stats = await pair.prefill.refresh_stats()
+    assert stats.kv_transfer is not None
+    assert stats.kv_transfer.leases_expired >= 1
+
+
+async def test_another_router_may_drive_the_same_hand_off(pair: Pair) -> None:
+    """Only the public vocabulary: prefill with do_remote_decode, decode with what came back."""
+    prompt = "Any router may drive the two engines of a pair. " * 3
+    params = await prefill_only(pair, prompt)
+    before = await pair.decode.refresh_stats()
+    output = await generate(pair.decode, prompt, extra_args={"kv_transfer_params": params})
+    after = await pair.decode.refresh_stats()
+    assert after.prompt_tokens_computed == before.prompt_tokens_computed
+    alone = await generate(pair.prefill, prompt)
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+async def test_a_lease_serves_no_other_prompt(pair: Pair, eventually: Any) -> None:
+    victim = "The secret word of this conversation is swordfish, remember it. " * 3
+    params = await prefill_only(pair, victim)
+    other = [t + 1 for t in pair.pools.renderer.render_prompt(victim)["prompt_token_ids"]]
+    with pytest.raises(Exception, match="hand-off failed"):
+        await generate(pair.decode, other, extra_args={"kv_transfer_params": params})
+    await eventually(pair.all_blocks_free, timeout_s=10.0)
+
+
+async def test_a_forged_lease_is_an_error_not_an_answer(pair: Pair, eventually: Any) -> None:
+    prompt = "Forgers guess block numbers, but not leases. " * 3
+    params = await prefill_only(pair, prompt)
+    forged = {**params, "lease_id": "0" * 32}
+    with pytest.raises(Exception, match="hand-off failed"):
+        await generate(pair.decode, prompt, extra_args={"kv_transfer_params": forged})
+    await eventually(pair.all_blocks_free, timeout_s=10.0)
+
+
+async def test_a_prompt_longer_than_the_model_is_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await generate(pair.pools, "far too long " * 5000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def prefill_only(pair: Pair, prompt: str) -> dict[str, Any]:
+    """What a prefill engine answers to somebody else's router."""
+    output = await generate(
+        pair.prefill,
+        prompt,
+        max_tokens=1,
+        extra_args={"kv_transfer_params": {"do_remote_decode": True}},
+    )
+    params = output.kv_transfer_params
+    assert params is not None
+    assert params["do_remote_prefill"]
+    return params
