@@ -193,10 +193,9 @@ class EngineCore:
         outputs = self._outputs
         for made in self.scheduler.update(plan, result):
             request = made.request
-            if request.finish_reason is None:
-                outputs[request.client].append(self._output(made))
-            else:
-                outputs[request.client].append(self._finish(made))
+            reason = request.finish_reason
+            output = self._output(made) if reason is None else self._finish(made, reason)
+            outputs[request.client].append(output)
 
     def _output(self, made: TokenOutput) -> EngineCoreOutput:
         request = made.request
@@ -208,9 +207,8 @@ class EngineCore:
             num_nans_in_logits=made.num_nans,
         )
 
-    def _finish(self, made: TokenOutput) -> EngineCoreOutput:
+    def _finish(self, made: TokenOutput, reason: FinishReason) -> EngineCoreOutput:
         request = made.request
-        reason = request.finish_reason or FinishReason.LENGTH
         output = self._output(made)
         output.finish_reason = reason
         output.stop_reason = request.stop_reason

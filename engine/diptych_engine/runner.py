@@ -175,7 +175,7 @@ class ModelRunner:
             place = {share.request.request_id: i for i, share in enumerate(shares)}
             requests = [share.request for share in plan.scheduled if share.samples]
             order = [place[request.request_id] for request in requests]
-            pass
+            rows = [rows[i] for i in order]
             last_tokens = inputs.attention.query_starts[1:][order] - 1
             hidden = hidden.index_select(0, self._tensor(last_tokens))
         return self._sampler.sample(self.model.logits(hidden), rows, requests)

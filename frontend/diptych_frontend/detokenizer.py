@@ -57,7 +57,7 @@ class TextStream:
         """What is left at the end of the sequence, without the unfinished character."""
         if not self._undecoded:
             return ""
-        text = self._decode(self._undecoded).rstrip(REPLACEMENT)
+        text = self._decode(self._undecoded)
         self._undecoded.clear()
         return text
 
@@ -82,7 +82,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
         self._stops = tuple(stops)
         self._include = include_in_output
-        self._keep = max(map(len, stops), default=1)
+        self._keep = max(map(len, stops), default=1) - 1
         self._held = ""
 
     def push(self, piece: str, *, may_stop: bool) -> tuple[str, str | None]:
