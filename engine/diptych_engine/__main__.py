@@ -42,7 +42,11 @@ async def run(args: argparse.Namespace) -> None:
     listener = listen(args.host, args.port)
     public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
     engine = await AsyncLLM.start(pod_config(args), public_endpoint=public, keys_dir=args.keys)
-    app = build_app(engine, metrics=ServerMetrics(engine.model_name, engine.stats_by_engine))
+    app = build_app(
+        engine,
+        metrics=ServerMetrics(engine.model_name, engine.stats_by_engine),
+        refresh_stats=engine.refresh_stats,
+    )
     server = asyncio.create_task(serve_on(app, listener))
     death = asyncio.create_task(engine.died())
     try:

@@ -57,7 +57,7 @@ class TextStream:
         """What is left at the end of the sequence, without the unfinished character."""
         if not self._undecoded:
             return ""
-        text = self._decode(self._undecoded)
+        text = self._decode(self._undecoded).rstrip(REPLACEMENT)
         self._undecoded.clear()
         return text
 

@@ -48,7 +48,11 @@ async def run(args: argparse.Namespace) -> None:
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
     pools = build_pool_client(config, args)
     pools.start()
-    app = build_app(pools, metrics=ServerMetrics(pools.model_name, pools.stats_by_engine))
+    app = build_app(
+        pools,
+        metrics=ServerMetrics(pools.model_name, pools.stats_by_engine),
+        refresh_stats=pools.refresh_stats,
+    )
     try:
         await serve_on(app, listener)
     finally:

@@ -293,7 +293,7 @@ class PoolClient(AsyncEngine):
 
     async def refresh_stats(self) -> dict[str, SchedulerStats]:
         """Ask every engine for its statistics now."""
-        for link in self._links.values():
+        for link in list(self._links.values()):
             if link.description is not None:
                 link.stats = await link.client.fetch_stats()
         return self.stats_by_engine()

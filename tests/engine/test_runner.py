@@ -178,11 +178,18 @@ def test_preemption_and_return_with_other_blocks(runner: ModelRunner) -> None:
 
 
 def test_a_nan_left_in_a_block_does_not_reach_its_next_owner(runner: ModelRunner) -> None:
+    """Decodes of different length are padded: what lies past the shorter one must be clean."""
     feeder = Feeder(runner)
-    expected = feeder.generate(feeder.request(1, [1, 2, 3, 4, 5], temperature=0.0), 6)
+    prompts = [[1, 2, 3, 4, 5], list(range(11))]
+    expected = [feeder.generate(feeder.request(9, one, temperature=0.0), 6) for one in prompts]
     runner.kv_cache.fill_(torch.nan)
-    one = feeder.request(1, [1, 2, 3, 4, 5], temperature=0.0)
-    assert feeder.generate(one, 6) == expected
+    pair = [feeder.request(n, one, temperature=0.0) for n, one in enumerate(prompts)]
+    for _ in range(6):
+        known = [one.num_tokens - one.num_computed_tokens for one in pair]
+        feeder.step([feeder.share(one, size) for one, size in zip(pair, known, strict=True)])
+    feeder.step([], ["0", "1"])
+    runner.kv_cache.zero_()
+    assert [one.token_ids[one.num_prompt_tokens :] for one in pair] == expected
 
 
 def test_nans_of_one_request_are_reported_and_spare_the_others(runner: ModelRunner) -> None:

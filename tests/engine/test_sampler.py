@@ -246,7 +246,7 @@ def test_a_row_forgets_its_previous_owner() -> None:
     sampler = Sampler(1, 10)
     sampler.admit(0, request(logprobs=3, repetition_penalty=2.0))
     sampler.release(0)
-    later = request(**GREEDY)
+    later = request()
     sampler.admit(0, later)
     assert sampler.sample(random_logits(1, 10), [0], [later]).logprobs is None
 

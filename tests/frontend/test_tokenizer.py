@@ -88,15 +88,17 @@ class NaiveBPE:
             # Digits are set apart first: the words are found between them.
             for piece in regex.split(r"(\p{N})", part):
                 for word in self.WORDS.findall(piece):
-                    ids += [self.ids[token] for token in self.merge(word) if token in self.ids]
+                    ids += [self.ids[token] for token in self.merge(word)]
         return ids
 
     def knows_all_bytes_of(self, text: str) -> bool:
-        """The vocabulary lacks the bytes of planes without characters; those are lost."""
+        """The vocabulary lacks a few control characters and the first bytes of planes without
+        characters; those are lost."""
         return all(self.letter[byte] in self.ids for byte in text.encode())
 
     def merge(self, word: str) -> list[str]:
-        parts = [self.letter[byte] for byte in word.encode()]
+        letters = [self.letter[byte] for byte in word.encode()]
+        parts = [letter for letter in letters if letter in self.ids]
         while len(parts) > 1:
             pairs = list(pairwise(parts))
             best = min(pairs, key=lambda pair: self.ranks.get(pair, 1 << 30))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 
 from starlette.requests import Request
@@ -19,11 +20,14 @@ from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectionCleanup
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
-from diptych_protocol import EngineClient, InvalidRequestError
+from diptych_protocol import DiptychError, EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
 HEALTH_TIMEOUT_S = 5.0
 """A health check that takes longer is a failed one."""
+REFRESH_TIMEOUT_S = 1.0
+
+RefreshStats = Callable[[], Awaitable[object]]
 
 
 def build_app(
@@ -35,6 +39,7 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     access_log: AccessLogStyle = "off",
     extra_routes: Sequence[BaseRoute] = (),
+    refresh_stats: RefreshStats | None = None,
 ) -> ASGIApp:
     """The OpenAI-compatible server of one engine client.
 
@@ -47,11 +52,12 @@ def build_app(
         max_body_bytes: larger request bodies are refused with 413.
         access_log: one line a request on the logger `diptych.access`.
         extra_routes: further Starlette routes, behind the same layers.
+        refresh_stats: brings the engines' statistics up to date before metrics are written.
     """
     names = tuple(served_names) or (engine.model_name,)
     metrics = metrics or ServerMetrics(engine.model_name)
     known = frozenset(names)
-    probes = Probes(engine, metrics)
+    probes = Probes(engine, metrics, refresh_stats)
     models = Models(names, engine.max_model_len)
     completions = GenerationRoute(CompletionApi(), engine, known, metrics)
     chat = GenerationRoute(ChatApi(), engine, known, metrics)
@@ -84,9 +90,12 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
 class Probes:
     """What machines ask about this server."""
 
-    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, engine: EngineClient, metrics: ServerMetrics, refresh_stats: RefreshStats | None
+    ) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._refresh_stats = refresh_stats
 
     async def health(self, request: Request) -> Response:
         """200, or 503 with the reason."""
@@ -101,6 +110,11 @@ class Probes:
         return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
+        if self._refresh_stats is not None:
+            # An engine that is busy or gone leaves its last statistics standing.
+            with contextlib.suppress(TimeoutError, DiptychError):
+                async with asyncio.timeout(REFRESH_TIMEOUT_S):
+                    await self._refresh_stats()
         body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

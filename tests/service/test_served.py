@@ -1,0 +1,234 @@
+"""`diptych up` with the real model, as a user has it: the openai client, and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import psutil
+import pytest
+from service_kit import free_port
+
+pytestmark = pytest.mark.xdist_group("served")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+LONG = "Write a long story about a lighthouse keeper and the sea."
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Served:
+    """A running service, and the processes that it is made of."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    env: dict[str, str]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def status(self) -> dict[str, Any]:
+        program = Path(sys.executable).parent / "diptych"
+        answer = subprocess.run(
+            [program, "status", "--json"], env=self.env, capture_output=True, check=True
+        )
+        (state,) = msgspec.json.decode(answer.stdout)
+        return dict(state)
+
+    def core_of(self, role: str) -> psutil.Process:
+        """The EngineCore process of a pool's only pod."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                line = process.cmdline()
+                if "diptych_engine.core_process" in line and any(
+                    f"smollm2-{role}" in part for part in line
+                ):
+                    return process
+        pytest.fail(f"no core of the {role} pool runs")
+
+    def metric(self, name: str) -> dict[str, float]:
+        """The values of a metric of the router, by their labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(f"diptych:{name}{{")
+        }
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"still not so after {timeout_s} s")
+        time.sleep(0.05)
+    return value
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    return False
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("run")
+    folder.chmod(0o700)
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+    port = free_port()
+    program = Path(sys.executable).parent / "diptych"
+    process = subprocess.Popen(
+        [program, "up", EXAMPLE, "--port", str(port)], env=env, start_new_session=True
+    )
+    service = Served(f"http://127.0.0.1:{port}", process, env)
+    try:
+        wait_for(lambda: is_ready(service.url), START_TIMEOUT_S)
+        yield service
+    finally:
+        tree = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(30)
+        _, alive = psutil.wait_procs(tree, timeout=5)
+        left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert code == 0
+    assert left == [], "Ctrl-C leaves no process"
+    assert list(folder.glob("diptych-*")) == [], "and no files"
+
+
+def test_the_capital_of_france_through_the_official_client(served: Served) -> None:
+    answer = served.client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+def test_the_same_answer_as_a_stream_with_usage(served: Served) -> None:
+    chunks = list(
+        served.client.chat.completions.create(
+            model="smollm2", messages=FRANCE, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "The capital of France is Paris."
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens == 37
+
+
+def test_what_crossed_the_hinge_shows_in_the_metrics(served: Served) -> None:
+    name = "kv_transfer_blocks_received_total"
+    before = sum(served.metric(name).values())
+    served.client.completions.create(model="smollm2", prompt="Some new text " * 20, max_tokens=4)
+    assert sum(served.metric(name).values()) > before
+
+
+def test_completions_stop_n_and_logprobs(served: Served) -> None:
+    answer = served.client.completions.create(
+        model="smollm2", prompt="1, 2, 3, 4,", temperature=0, max_tokens=12, n=2,
+        stop=[" 7"], logprobs=2,
+    )  # fmt: skip
+    assert [c.text for c in answer.choices] == [" 5, 6,"] * 2
+    assert {c.finish_reason for c in answer.choices} == {"stop"}
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert all(value <= 0 for value in logprobs.token_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "param"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError, "model"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"prompt": "word " * 9000}, openai.BadRequestError, "prompt"),
+        ({"prompt": []}, openai.BadRequestError, "prompt"),
+        ({"prompt": [10**6]}, openai.BadRequestError, "prompt"),
+        ({"extra_body": {"no_such_field": 1}}, openai.BadRequestError, "no_such_field"),
+    ],
+)
+def test_bad_requests_name_their_field(
+    served: Served, change: dict[str, Any], error: type[openai.APIStatusError], param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        served.client.completions.create(**{"model": "smollm2", "prompt": "x", **change})
+    assert caught.value.param == param
+
+
+async def stream_text(served: Served, started: asyncio.Event | None = None) -> str:
+    """The text of a long greedy answer."""
+    client = openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=90
+    )
+    text = ""
+    async with client:
+        stream = await client.completions.create(
+            model="smollm2", prompt=LONG, temperature=0, max_tokens=80, stream=True
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if started is not None and len(text) > 40:
+                started.set()
+    return text
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_killed_engine_breaks_no_stream_and_comes_back(served: Served, role: str) -> None:
+    expected = await stream_text(served)
+    victim = served.core_of(role)
+    started = asyncio.Event()
+    stream = asyncio.create_task(stream_text(served, started))
+    await asyncio.wait_for(started.wait(), 30)
+    victim.kill()
+    if role == "decode":
+        # Its only engine is gone: the stream may end with an error, never with other text.
+        with contextlib.suppress(openai.APIError):
+            assert await stream == expected
+    else:
+        assert await stream == expected
+    await asyncio.to_thread(wait_for, lambda: is_ready(served.url), 60)
+    await asyncio.to_thread(wait_for, lambda: all_ready(served), 60)
+    assert await stream_text(served) == expected
+
+
+def all_ready(served: Served) -> bool:
+    """Every pod is ready, and one of them has been restarted."""
+    pods = served.status()["pods"]
+    return all(p["phase"] == "ready" for p in pods) and any(p["restarts"] for p in pods)
+
+
+def test_a_killed_prefill_engine_does_not_stop_new_requests(served: Served) -> None:
+    served.core_of("prefill").kill()
+    answer = served.client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    wait_for(lambda: all_ready(served), 60)
+
+
+def test_a_client_that_hangs_up_frees_its_blocks(served: Served) -> None:
+    body = {"model": "smollm2", "prompt": LONG, "max_tokens": 2000, "stream": True}
+    with httpx.stream(
+        "POST", f"{served.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
+    ) as response:
+        next(response.iter_lines())
+
+    def all_free() -> bool:
+        free, blocks = served.metric("kv_cache_blocks_free"), served.metric("kv_cache_blocks")
+        return len(free) == 2 and list(free.values()) == list(blocks.values())
+
+    wait_for(all_free)
