@@ -77,6 +77,9 @@ class CoreClient:
         # zmq.asyncio would cost a future for each message; its descriptors are all we need of it.
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
+        # A descriptor announces nothing before its socket was once found empty.
+        self._loop.call_soon(self._drain)
+        self._loop.call_soon(self._drain_monitor)
 
     async def describe(self, timeout_s: float = UTILITY_TIMEOUT_S) -> EngineDescription:
         """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`."""

@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from diptych_kv_transfer.actions import (
     Action,
     Connect,
@@ -19,8 +22,6 @@ from diptych_kv_transfer.actions import (
 from diptych_kv_transfer.leases import LeaseTable
 from diptych_kv_transfer.loads import LeaseRef, LoadTable
 from diptych_kv_transfer.messages import FromOwner, FromReader, Hello, decode, encode
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 ADDRESS = ("10.0.0.1", 5000)
 P_HELLO = Hello("prefill", "p1", {"dtype": "float32"})

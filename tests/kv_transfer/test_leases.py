@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from diptych_kv_transfer.actions import Action, Fence, LeaseEnded, Send, SendBlocks
 from diptych_kv_transfer.leases import LIVE, MAX_REMEMBERED, TRANSITIONS, LeaseState, LeaseTable
 from diptych_kv_transfer.messages import (
@@ -15,9 +19,6 @@ from diptych_kv_transfer.messages import (
     Reject,
     Renew,
 )
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 LEASE_SECONDS = 30.0
 D, STRANGER = 1, 2

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from diptych_kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
     AnyMessage,
@@ -19,8 +22,6 @@ from diptych_kv_transfer.messages import (
     decode,
     encode,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 LEASE = "0" * 32
 MESSAGES: list[AnyMessage] = [

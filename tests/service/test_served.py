@@ -179,7 +179,12 @@ async def stream_text(served: Served, started: asyncio.Event | None = None) -> s
     text = ""
     async with client:
         stream = await client.completions.create(
-            model="smollm2", prompt=LONG, temperature=0, max_tokens=80, stream=True
+            model="smollm2",
+            prompt=LONG,
+            temperature=0,
+            max_tokens=80,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         async for chunk in stream:
             text += chunk.choices[0].text

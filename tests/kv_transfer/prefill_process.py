@@ -1,0 +1,52 @@
+"""A prefill engine's end of the hinge in its own process, for tests: one JSON command a line.
+
+python prefill_process.py PORT NUM_BLOCKS BLOCK_BYTES LEASE_SECONDS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+
+import numpy as np
+
+from diptych_kv_transfer import KVConnector
+from diptych_protocol import KVTransferConfig
+
+SEED = 20
+
+
+def main() -> None:
+    port, num_blocks, block_bytes = map(int, sys.argv[1:4])
+    memory = np.random.default_rng(SEED).integers(0, 256, (num_blocks, block_bytes), np.uint8)
+    connector = KVConnector(
+        KVTransferConfig(listen_port=port, lease_seconds=float(sys.argv[4])),
+        engine_id="prefill",
+        epoch=str(os.getpid()),
+        compat={"dtype": "float32"},
+        kv_memory=memory,
+    )
+    print(json.dumps({"port": connector.port}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: object = None
+        match command["do"]:
+            case "grant":
+                answer = connector.grant(
+                    "request", command["blocks"], command["tokens"], [1], None
+                ).to_dict()
+            case "wait_lease_ended":
+                select.select([connector.wake_fd], [], [], command["timeout_s"])
+                events = connector.poll_events()
+                answer = {"outcomes": [e.outcome for e in events], "at": time.monotonic()}
+            case "cpu":
+                answer = time.process_time()
+        print(json.dumps(answer), flush=True)
+    connector.close()
+
+
+if __name__ == "__main__":
+    main()
