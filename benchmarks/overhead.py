@@ -20,13 +20,15 @@ from diptych_protocol import (
     wire,
 )
 
-STEPS = 400
-PROMPT_TOKENS = 32
+STEPS = 100
+PROMPT_TOKENS = 16
+"""Short, so that attention over the context stays small beside the overhead."""
 CONFIG = EngineConfig(
     model="dummy://?num_hidden_layers=2&hidden_size=64",
     num_blocks=4096,
     max_num_seqs=64,
     max_num_batched_tokens=4096,
+    num_threads=1,
 )
 
 

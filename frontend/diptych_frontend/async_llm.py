@@ -25,6 +25,7 @@ from diptych_protocol import (
 
 START_TIMEOUT_S = 600.0
 NOTIFY_TIMEOUT_S = 5.0
+CAUSE_GRACE_S = 0.2
 
 
 class AsyncLLM(AsyncEngine):
@@ -87,18 +88,24 @@ class AsyncLLM(AsyncEngine):
         """
         if self._client is None:
             self._client = CoreClient(
-                self._core.endpoint, None, on_outputs=self._on_outputs, on_lost=self._die
+                self._core.endpoint, None, on_outputs=self._on_outputs, on_lost=self._lose_core
             )
             self._watcher = asyncio.create_task(self._watch_core(), name="core watcher")
         self.description = await self._client.describe(timeout_s)
+        self._core.unlink()
         self.input_processor.max_model_len = self.description.max_model_len
 
     async def died(self) -> EngineDeadError:
         """Wait for the end of the core, and return its cause."""
         return await self._core.wait()
 
+    def _lose_core(self, cause: EngineDeadError) -> None:
+        """The connection ended; the process, if it ended too, knows better why."""
+        asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._die, cause)
+
     async def _watch_core(self) -> None:
         cause = await self._core.wait()
+        self._die(cause)
         if self._client is not None:
             self._client.lost(cause)
 

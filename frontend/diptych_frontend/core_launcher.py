@@ -56,6 +56,13 @@ class CoreProcess:
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return EngineDeadError(f"the engine core (pid {self.process.pid}) {how}")
 
+    def unlink(self) -> None:
+        """Remove the socket's directory: who is connected stays so, and nobody else can be.
+
+        Nothing is left behind then, however this process ends.
+        """
+        shutil.rmtree(self._directory, ignore_errors=True)
+
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
         """End the process: politely first, then not. Safe to call twice."""
         if self.process.poll() is None:
@@ -65,4 +72,4 @@ class CoreProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self.unlink()

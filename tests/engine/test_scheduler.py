@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from diptych_engine.block_pool import BlockPool
 from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult
 from diptych_engine.scheduler import Scheduler, stop_condition
 from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 BLOCK = 4
 
@@ -194,7 +196,7 @@ def remote(tokens: int) -> KVTransferParams:
 class TestHandOff:
     """The decode side: blocks are reserved, filled by the hinge, and only then used."""
 
-    prompt = list(range(10))
+    prompt: ClassVar[list[int]] = list(range(10))
 
     def start(self) -> tuple[Scheduler, Request]:
         scheduler = make_scheduler(16)

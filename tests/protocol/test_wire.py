@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 import pytest
+
 from diptych_protocol import (
     FINISH_REASON_STRINGS,
     EngineCoreOutput,
@@ -20,20 +21,49 @@ from diptych_protocol import (
     wire,
 )
 
-REQUEST_FIELDS = (
-    "request_id prompt_token_ids mm_features sampling_params pooling_params eos_token_id "
-    "arrival_time lora_request cache_salt data_parallel_rank prompt_embeds client_index "
-    "current_wave priority trace_headers external_req_id"
-).split()
-OUTPUT_FIELDS = (
-    "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors pooling_output "
-    "finish_reason stop_reason kv_transfer_params trace_headers num_cached_tokens "
-    "routed_experts num_nans_in_logits"
-).split()
-OUTPUTS_FIELDS = (
-    "engine_index outputs scheduler_stats timestamp utility_output finished_requests "
-    "journey_events wave_complete start_wave"
-).split()
+REQUEST_FIELDS = [
+    "request_id",
+    "prompt_token_ids",
+    "mm_features",
+    "sampling_params",
+    "pooling_params",
+    "eos_token_id",
+    "arrival_time",
+    "lora_request",
+    "cache_salt",
+    "data_parallel_rank",
+    "prompt_embeds",
+    "client_index",
+    "current_wave",
+    "priority",
+    "trace_headers",
+    "external_req_id",
+]
+OUTPUT_FIELDS = [
+    "request_id",
+    "new_token_ids",
+    "new_logprobs",
+    "new_prompt_logprobs_tensors",
+    "pooling_output",
+    "finish_reason",
+    "stop_reason",
+    "kv_transfer_params",
+    "trace_headers",
+    "num_cached_tokens",
+    "routed_experts",
+    "num_nans_in_logits",
+]
+OUTPUTS_FIELDS = [
+    "engine_index",
+    "outputs",
+    "scheduler_stats",
+    "timestamp",
+    "utility_output",
+    "finished_requests",
+    "journey_events",
+    "wave_complete",
+    "start_wave",
+]
 
 
 def make_request(**kwargs: object) -> EngineCoreRequest:

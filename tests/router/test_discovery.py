@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from diptych_protocol import InvalidRequestError
 from diptych_router.discovery import parse_targets, resolve
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from diptych_router.policy import EngineView, decide
 
 

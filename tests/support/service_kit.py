@@ -101,7 +101,9 @@ async def healthy(pools: PoolClient, timeout_s: float = 20.0) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def generate(client: AsyncLLM | PoolClient, prompt: PromptType, **params: object) -> RequestOutput:
+async def generate(
+    client: AsyncLLM | PoolClient, prompt: PromptType, **params: object
+) -> RequestOutput:
     """The final output of one request."""
     wanted = SamplingParams(
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -1,0 +1,267 @@
+"""An EngineCore process driven by hand-written bytes: what a stranger sends cannot harm it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SamplingParams,
+    SchedulerStats,
+    UtilityCall,
+    wire,
+)
+
+pytestmark = pytest.mark.xdist_group("core-server")
+
+ADD, ABORT, WAVE, UTILITY, FAILED = (bytes([i]) for i in range(5))
+TIMEOUT_MS = 20_000
+
+
+class Client:
+    """A DEALER socket, and nothing else."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+        self.call_id = 0
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def receive(self) -> EngineCoreOutputs:
+        assert self.socket.poll(TIMEOUT_MS), "the core does not answer"
+        return wire.outputs_decoder.decode(self.socket.recv())
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.call_id += 1
+        self.send(UTILITY, msgspec.msgpack.encode(UtilityCall(0, self.call_id, method, [*args])))
+        while True:
+            answer = self.receive().utility_output
+            if answer is not None and answer.call_id == self.call_id:
+                return answer.failure_message or answer.result
+
+    def add(self, request_id: str, **params: Any) -> None:
+        self.send(ADD, msgspec.msgpack.encode(request(request_id, **params)))
+
+    def read(self, request_id: str) -> tuple[list[int], FinishReason | None, str | None]:
+        """All tokens of a request, how it ended, and with which error."""
+        tokens: list[int] = []
+        while True:
+            for output in self.receive().outputs:
+                assert output.request_id == request_id
+                tokens += output.new_token_ids
+                if output.finished:
+                    return tokens, output.finish_reason, output.error
+
+    def stats(self) -> SchedulerStats:
+        return msgspec.convert(self.call("stats"), SchedulerStats)
+
+
+def request(request_id: str, prompt: list[int] | None = None, **params: Any) -> EngineCoreRequest:
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, **params})
+    ids = [1, 2, 3] if prompt is None else prompt
+    return EngineCoreRequest(
+        request_id, ids, None, sampling, None, None, time.time(), None, None, None
+    )
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A core with a 2-layer random model and room for 64 blocks."""
+    path = f"ipc://{tmp_path_factory.mktemp('core')}/core"
+    process = start(path)
+    yield path
+    process.terminate()
+    assert process.wait(20) == 0, "SIGTERM ends a core cleanly"
+
+
+def start(path: str) -> subprocess.Popen[bytes]:
+    config = EngineConfig(
+        model="dummy://?num_hidden_layers=2", num_blocks=64, num_threads=1, max_num_seqs=8,
+        max_num_batched_tokens=64, max_num_waiting=16,
+    )  # fmt: skip
+    command = [sys.executable, "-m", "diptych_engine.core_process", "--local", path]
+    config_json = msgspec.json.encode(config).decode()
+    return subprocess.Popen([*command, "--config", config_json, "--parent-pid", str(os.getpid())])
+
+
+@pytest.fixture
+def client(endpoint: str) -> Iterator[Client]:
+    client = Client(endpoint)
+    yield client
+    deadline = time.monotonic() + 10
+    while (stats := client.stats()).blocks_free < stats.blocks_total:
+        assert time.monotonic() < deadline, "blocks stay held"
+    client.socket.close()
+
+
+def test_a_request_in_bytes_is_answered_in_bytes(client: Client) -> None:
+    client.add("a")
+    tokens, reason, error = client.read("a")
+    assert (len(tokens), reason, error) == (5, FinishReason.LENGTH, None)
+    client.add("b")
+    assert client.read("b")[0] == tokens, "greedy is deterministic"
+
+
+def test_a_core_says_what_it_is(client: Client) -> None:
+    description = client.call("describe")
+    assert description["num_blocks"] == 64
+    assert description["max_model_len"] == 64 * 16
+    assert description["epoch"]
+
+
+def test_an_abort_ends_a_request_and_unknown_ids_are_ignored(client: Client) -> None:
+    client.add("long", max_tokens=900, ignore_eos=True)
+    client.receive()
+    client.send(ABORT, msgspec.msgpack.encode(["long", "never heard of"]))
+    assert client.read("long")[1] is FinishReason.ABORT
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"prompt": []}, "prompt_token_ids"),
+        ({"prompt": [10**6]}, "token ids"),
+        ({"prompt": [-1]}, "token ids"),
+        ({"prompt": [1] * 2000}, "no room"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}, "hand-offs"),
+        ({"extra_args": {"kv_transfer_params": 3}}, "kv_transfer_params"),
+    ],
+)
+def test_a_request_that_cannot_work_is_answered_with_its_reason(
+    client: Client, change: dict[str, Any], complaint: str
+) -> None:
+    client.add("bad", **change)
+    tokens, reason, error = client.read("bad")
+    assert (tokens, reason) == ([], FinishReason.ERROR)
+    assert error is not None
+    assert complaint in error
+
+
+@pytest.mark.parametrize("method", ["no_such", "close", "__class__", "runner"])
+def test_only_declared_methods_can_be_called(client: Client, method: str) -> None:
+    assert "no utility method" in client.call(method)
+
+
+def test_wrong_arguments_fail_the_call_only(client: Client) -> None:
+    assert "stats" in client.call("stats", 1, 2, 3)
+    assert client.call("describe")["num_blocks"] == 64
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"",), (b"\xff", b""), (ADD,), (ADD, b""), (ADD, b"\xc1"), (ADD, b"\x90"),
+        (ABORT, b"\x01"), (UTILITY, b"\x80"), (WAVE, b"\x90"), (FAILED, b""), (ADD, b"x", b"y"),
+        (b"\x00\x00", b""), tuple(b"" for _ in range(50)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_garbage_is_dropped_and_the_core_lives(client: Client, frames: tuple[bytes, ...]) -> None:
+    client.send(*frames)
+    client.add("canary")
+    assert client.read("canary")[1] is FinishReason.LENGTH
+
+
+def test_thousands_of_mutated_messages_do_not_kill_a_core(client: Client) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    stranger = Client(client.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    good = [
+        (ADD, msgspec.msgpack.encode(request("m", max_tokens=2))),
+        (ABORT, msgspec.msgpack.encode(["m"])),
+        (UTILITY, msgspec.msgpack.encode(UtilityCall(0, 1, "stats", []))),
+    ]
+    for _ in range(3000):
+        kind, payload = rng.choice(good)
+        mutated = bytearray(payload)
+        for _ in range(rng.randint(1, 4)):
+            mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+        stranger.send(rng.choice([kind, kind, rng.randbytes(1)]), bytes(mutated))
+    stranger.socket.close()
+    client.add("canary")
+    assert client.read("canary")[1] is FinishReason.LENGTH
+
+
+def test_a_client_that_vanishes_frees_its_blocks(endpoint: str, client: Client) -> None:
+    leaver = Client(endpoint)
+    leaver.add("left", max_tokens=1000, ignore_eos=True)
+    leaver.receive()
+    assert client.stats().num_running == 1
+    leaver.socket.close()  # the client fixture waits for the blocks
+
+
+def test_more_requests_than_the_queue_holds_are_refused_as_overload(client: Client) -> None:
+    for index in range(60):
+        client.add(f"q{index}", max_tokens=200, ignore_eos=True)
+    errors = []
+    client.send(ABORT, msgspec.msgpack.encode([f"q{i}" for i in range(60)]))
+    ended = 0
+    while ended < 60:
+        for output in client.receive().outputs:
+            ended += output.finished
+            errors += [output.error] if output.error else []
+    assert errors
+    assert all("overloaded" in error for error in errors)
+
+
+def test_a_dying_core_says_so(tmp_path: Path) -> None:
+    path = f"ipc://{tmp_path}/core"
+    process = start(path)
+    client = Client(path)
+    client.add("doomed", max_tokens=1000, ignore_eos=True)
+    client.receive()
+    process.send_signal(signal.SIGTERM)
+    last = b""
+    while last != wire.ENGINE_CORE_DEAD:
+        assert client.socket.poll(TIMEOUT_MS), "no word of its end"
+        last = client.socket.recv()
+    assert process.wait(20) == 0
+    client.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"model": "/no/such/file.gguf"}, "does not exist"),
+        ({"model": "dummy://", "block_size": 12}, "block_size"),
+        ({"model": "dummy://", "surprise": 1}, "surprise"),
+        ({"model": "dummy://?colour=red"}, "colour"),
+    ],
+)
+def test_a_core_that_cannot_start_says_why_in_one_line(
+    tmp_path: Path, config: dict[str, Any], complaint: str
+) -> None:
+    answer = subprocess.run(
+        [
+            *(sys.executable, "-m", "diptych_engine.core_process"),
+            *("--local", f"ipc://{tmp_path}/core", "--config", json.dumps(config)),
+            *("--parent-pid", str(os.getpid())),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert answer.returncode == 2
+    assert complaint in answer.stderr.splitlines()[-1]
