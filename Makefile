@@ -33,7 +33,7 @@ demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a strea
 	$(BIN)/diptych demo examples/smollm2.yaml
 
 test: $(VENV)/.test ## every test that needs no cluster and no GPU
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.test ## style, types, and the arrows between the rooms
 	$(BIN)/ruff check .

@@ -4,10 +4,10 @@
        │                  │ Refused             │ cut off             │ Closed(not held)
        └──────────────────┴────────────────────┴─────────────────────┴──▶ failed
 
-While a request queues its load is HOLDING: the peer is connected and its lease renewed. `LoadEnded`
-is reported exactly once for every started load, and only when nothing can write to its blocks any
-more: all receives have ended, or the connection was fenced. It says `ok` only after P confirmed
-that the lease was held throughout. Pure: time is passed in.
+While a request queues its load is HOLDING: the peer is connected, and the lease is renewed from
+then on. `LoadEnded` is reported exactly once for every started load, and only when nothing can
+write to its blocks any more: all receives have ended, or the connection was fenced. It says `ok`
+only after P confirmed that the lease was held throughout. Pure: time is passed in.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from diptych_kv_transfer.messages import (
     Renew,
     Run,
 )
+
+MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
+"""Leases outside are renewed as often as the shortest; their length comes from outside."""
 
 
 class LoadState(enum.Enum):
@@ -105,7 +108,7 @@ class LoadTable:
         self, request_id: str, lease: LeaseRef, lease_seconds: float, now: float
     ) -> list[Action]:
         """Connect, and keep the lease alive while the request queues."""
-        every = max(lease_seconds / 3, 0.05)
+        every = lease_seconds / 3 if MIN_LEASE_S <= lease_seconds <= MAX_LEASE_S else MIN_LEASE_S
         self.loads[request_id] = Load(request_id, lease, every, now + every)
         return self._reach(lease.address)
 
@@ -203,7 +206,7 @@ class LoadTable:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """Renew leases of requests that queue; give up what is overdue."""
+        """Renew the leases of all loads; give up what is overdue."""
         actions: list[Action] = []
         for load in list(self.loads.values()):
             remote = self.remotes.get(load.lease.address, Remote())
@@ -212,7 +215,7 @@ class LoadTable:
                 load.deadline = float("inf")
                 # A peer that is slow now may still write later: cut it off first.
                 actions += self._end(load) if remote.peer is None else [Fence(remote.peer)]
-            elif load.state is LoadState.HOLDING and load.renew_at <= now:
+            elif load.renew_at <= now:
                 load.renew_at = now + load.renew_every_s
                 if remote.peer is not None and remote.hello is not None:
                     actions.append(Send(remote.peer, Renew([load.lease.lease_id])))
@@ -248,7 +251,7 @@ class LoadTable:
             problem = mismatch(load.lease, remote.hello, self.me)
             if problem:
                 load.problem = problem
-                actions += self._end(load, now)
+                actions += [Send(remote.peer, Reject(load.lease.lease_id)), *self._end(load, now)]
             else:
                 claim = Open(load.lease.lease_id, load.digest, load.tag, load.runs)
                 actions.append(Send(remote.peer, claim))

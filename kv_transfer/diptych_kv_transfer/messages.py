@@ -23,7 +23,7 @@ VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-LeaseId = Annotated[str, msgspec.Meta(max_length=64)]
+LeaseId = Name
 Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Run = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """(first block of the lease, number of blocks); contiguous in P's memory and in D's."""

@@ -24,8 +24,8 @@ from typing import Any
 import libucx
 import numpy as np
 
+os.environ.setdefault("UCX_LOG_LEVEL", "error")  # read when the library is loaded
 libucx.load_library()
-os.environ.setdefault("UCX_LOG_LEVEL", "error")
 
 from ucxx._lib import libucxx  # noqa: E402  (it needs the library and the setting above)
 from ucxx._lib.arr import Array  # noqa: E402
@@ -73,7 +73,10 @@ class UcxTransport:
     """See `diptych_kv_transfer.transport.Transport`."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen. Raises `OSError` when the address cannot be had."""
+        """Listen on a port of every address: UCXX offers no choice, so `host` is only for errors.
+
+        Raises `OSError` when the port cannot be had.
+        """
         options = {k: v for k, v in OPTIONS.items() if f"UCX_{k}" not in os.environ}
         features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
         self._context = libucxx.UCXContext(options, feature_flags=features)
@@ -83,9 +86,10 @@ class UcxTransport:
         self._worker.init_blocking_progress_mode()
         self._accepted: list[Any] = []
         try:
-            self._listener = libucxx.UCXListener.create(self._worker, port, self._accept)
+            self._listener: Any = libucxx.UCXListener.create(self._worker, port, self._accept)
         except libucxx.UCXError as exc:
             raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
+        self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
         self._next_peer = 0
         self._events: list[Event] = []
@@ -98,7 +102,7 @@ class UcxTransport:
 
     @property
     def port(self) -> int:
-        return int(self._listener.port)
+        return self._port
 
     @property
     def name(self) -> str:
@@ -119,14 +123,17 @@ class UcxTransport:
         def on_close(*_: object) -> None:
             connection.lost = True
 
-        endpoint.set_close_callback(on_close)
+        try:
+            endpoint.set_close_callback(on_close)
+        except RuntimeError:  # it is closed already
+            connection.lost = True
         self._name = self._transports_of(endpoint) or self._name
         self._events.append(Connected(peer, address))
 
     def connect(self, address: Address) -> None:
         try:
             endpoint = self._worker.create_endpoint_from_hostname(*address, True)
-        except (libucxx.UCXError, OSError, ValueError) as exc:
+        except (libucxx.UCXError, OSError, ValueError, OverflowError) as exc:
             self._events.append(ConnectFailed(address, str(exc)))
             return
         self._adopt(endpoint, address)
@@ -247,6 +254,8 @@ class UcxTransport:
         self._closed = True
         for peer, connection in list(self._connections.items()):
             self._bury(peer, connection)
+        self._listener = None  # UCXX stops listening when nobody holds it
+        self._worker.progress()
         self._epoll.close()
         os.close(self._wake)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from diptych_protocol.errors import InvalidRequestError
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class KVTransferParams(msgspec.Struct, omit_defaults=True):
@@ -22,21 +25,21 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Router to P: keep the KV after prefill and answer with the fields below."""
     do_remote_prefill: bool = False
     """P to D (through the router): the KV of the prompt waits at the address below."""
-    remote_engine_id: str | None = None
-    remote_request_id: str | None = None
-    remote_block_ids: list[list[int]] | None = None
+    remote_engine_id: Name | None = None
+    remote_request_id: Name | None = None
+    remote_block_ids: list[list[BlockId]] | None = None
     """P's block ids, one list per KV-cache group; we have one group."""
-    remote_host: str | None = None
-    remote_port: int | None = None
-    remote_num_tokens: int | None = None
+    remote_host: Name | None = None
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Tokens whose KV the blocks hold."""
     tp_size: int = 1
-    lease_id: str | None = None
+    lease_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     """128 random bits in hex: the capability to read those blocks."""
-    lease_seconds: float | None = None
-    epoch: str | None = None
+    lease_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
+    epoch: Name | None = None
     """P's incarnation; a P restarted at the same address has another one."""
-    compat: str | None = None
+    compat: Name | None = None
     """Fingerprint of everything that must be equal for KV to be exchanged."""
     first_token_ids: list[int] | None = None
     """Tokens that P already sampled; D continues after them."""

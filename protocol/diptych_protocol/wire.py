@@ -9,8 +9,9 @@ A client owns one DEALER socket; the core owns one ROUTER socket that all its cl
     core -> client   [msgpack EngineCoreOutputs], or the one-frame sentinel ENGINE_CORE_DEAD
 
 Evolution rules: the structs are positional arrays, so a new field goes at the end and has a default
-(an older writer leaves it out, an older reader skips it); no field is ever moved, retyped or reused.
-The first fields and their order are vLLM V1's (`vllm.v1.engine`); those below "ours" were appended.
+(an older writer leaves it out, an older reader skips it); no field is ever moved, retyped or
+reused. The first fields and their order are vLLM V1's (`vllm.v1.engine`); those below "ours" were
+appended.
 """
 
 from __future__ import annotations

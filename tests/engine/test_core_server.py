@@ -28,8 +28,6 @@ from diptych_protocol import (
     wire,
 )
 
-pytestmark = pytest.mark.xdist_group("core-server")
-
 ADD, ABORT, WAVE, UTILITY, FAILED = (bytes([i]) for i in range(5))
 TIMEOUT_MS = 20_000
 

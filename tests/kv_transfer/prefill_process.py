@@ -20,6 +20,9 @@ SEED = 20
 
 
 def main() -> None:
+    # UCX logs to standard output: keep that for the answers alone.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     port, num_blocks, block_bytes = map(int, sys.argv[1:4])
     memory = np.random.default_rng(SEED).integers(0, 256, (num_blocks, block_bytes), np.uint8)
     connector = KVConnector(
@@ -29,7 +32,7 @@ def main() -> None:
         compat={"dtype": "float32"},
         kv_memory=memory,
     )
-    print(json.dumps({"port": connector.port}), flush=True)
+    print(json.dumps({"port": connector.port}), file=answers, flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         answer: object = None
@@ -44,7 +47,7 @@ def main() -> None:
                 answer = {"outcomes": [e.outcome for e in events], "at": time.monotonic()}
             case "cpu":
                 answer = time.process_time()
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
     connector.close()
 
 

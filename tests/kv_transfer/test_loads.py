@@ -158,9 +158,9 @@ def test_a_reject_waits_for_the_connection() -> None:
 @pytest.mark.parametrize("state", STARTED)
 def test_an_overdue_load_fences_its_peer_before_it_ends(state: LoadState) -> None:
     table = at(state)
-    assert table.tick(59.9) == []
+    assert Fence(PEER) not in table.tick(59.9)
     assert table.tick(60.0) == [Fence(PEER)]
-    assert table.tick(100.0) == []
+    assert Fence(PEER) not in table.tick(100.0)
     assert "60 s" in only_end(table.peer_lost(PEER)).reason
 
 
@@ -171,18 +171,15 @@ def test_a_queued_request_renews_its_lease() -> None:
     assert table.next_deadline() == 20.0
 
 
-@pytest.mark.xfail(strict=True, reason="only queued requests renew; a slow hand-off expires")
 def test_a_load_under_way_renews_its_lease() -> None:
     assert Send(PEER, Renew(["lease"])) in at(LoadState.RECEIVING).tick(20.0)
 
 
-@pytest.mark.xfail(strict=True, reason="P's blocks stay pinned until the lease expires")
 def test_an_incompatible_engine_is_told_that_its_lease_is_not_needed() -> None:
     table = greeted(Hello("prefill", "p1", {"dtype": "bfloat16"}))
     assert Send(PEER, Reject("lease")) in start(table)
 
 
-@pytest.mark.xfail(strict=True, reason="NaN poisons the minimum: no deadline ever fires again")
 def test_lease_seconds_from_outside_cannot_stop_the_clock() -> None:
     table = LoadTable(ME, 60.0)
     table.hold("nan", LEASE, math.nan, 0.0)

@@ -49,7 +49,7 @@ def test_a_message_survives_the_wire(message: AnyMessage) -> None:
         ["Open", LEASE, "digest", -1, []],
         ["Open", LEASE, "digest", 0, [[-1, 1]]],
         ["Open", LEASE, "digest", 0, [[0, 0]]],
-        ["Open", "x" * 65, "digest", 0, []],
+        ["Open", "x" * 257, "digest", 0, []],
         ["Close", LEASE, "yes"],
         ["Hello", "x" * 257, "epoch", {}],
         ["Hello", "p", "epoch", {"dtype": 1.5}],

@@ -10,7 +10,7 @@ from service_kit import Pair, generate
 
 from diptych_protocol import InvalidRequestError, RequestOutputKind, SamplingParams
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("pools")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = [
     "The capital of France is",

@@ -21,8 +21,6 @@ import psutil
 import pytest
 from service_kit import free_port
 
-pytestmark = pytest.mark.xdist_group("served")
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 LONG = "Write a long story about a lighthouse keeper and the sea."
