@@ -99,10 +99,16 @@ def test_no_two_pods_share_a_port() -> None:
     assert len(set(taken)) == len(taken)
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (8, 2), (12, 4)])
-def test_the_cores_are_shared_out_among_the_engines(cores: int, threads: int) -> None:
-    content = files(rendered(), cores)["configmaps/svc-decode/engine.json"]
-    assert msgspec.json.decode(content, type=EngineConfig).num_threads == threads
+@pytest.mark.parametrize(
+    ("cores", "prefill", "decode"), [(1, 1, 1), (2, 2, 1), (3, 3, 1), (8, 8, 2), (12, 12, 4)]
+)
+def test_prefill_may_use_all_cores_and_decode_its_share(
+    cores: int, prefill: int, decode: int
+) -> None:
+    made = files(rendered(), cores)
+    for pool, threads in (("prefill", prefill), ("decode", decode)):
+        content = made[f"configmaps/svc-{pool}/engine.json"]
+        assert msgspec.json.decode(content, type=EngineConfig).num_threads == threads
 
 
 def test_a_cpu_limit_overrules_the_sharing() -> None:

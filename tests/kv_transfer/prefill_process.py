@@ -33,18 +33,21 @@ def main() -> None:
         kv_memory=memory,
     )
     print(json.dumps({"port": connector.port}), file=answers, flush=True)
+    ended: dict[str, str] = {}
     for line in sys.stdin:
         command = json.loads(line)
         answer: object = None
         match command["do"]:
             case "grant":
                 answer = connector.grant(
-                    "request", command["blocks"], command["tokens"], [1], None
+                    command["request"], command["blocks"], command["tokens"], [1], None
                 ).to_dict()
             case "wait_lease_ended":
-                select.select([connector.wake_fd], [], [], command["timeout_s"])
-                events = connector.poll_events()
-                answer = {"outcomes": [e.outcome for e in events], "at": time.monotonic()}
+                deadline = time.monotonic() + command["timeout_s"]
+                while command["request"] not in ended and time.monotonic() < deadline:
+                    select.select([connector.wake_fd], [], [], deadline - time.monotonic())
+                    ended.update((e.request_id, e.outcome) for e in connector.poll_events())
+                answer = {"outcome": ended.get(command["request"]), "at": time.monotonic()}
             case "cpu":
                 answer = time.process_time()
         print(json.dumps(answer), file=answers, flush=True)

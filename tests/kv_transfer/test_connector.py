@@ -41,6 +41,7 @@ class Prefill:
              str(lease_seconds)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.granted = 0
         self.port: int = self._answer()["port"]
 
     def _answer(self) -> Any:
@@ -56,11 +57,16 @@ class Prefill:
         return self._answer()
 
     def grant(self, blocks: list[int]) -> KVTransferParams:
-        return KVTransferParams.parse(self.ask("grant", blocks=blocks, tokens=TOKENS))
+        self.granted += 1
+        request = f"request-{self.granted}"
+        answer = self.ask("grant", request=request, blocks=blocks, tokens=TOKENS)
+        return KVTransferParams.parse(answer)
 
-    def outcomes(self, timeout_s: float = 10.0) -> list[str]:
-        answer: list[str] = self.ask("wait_lease_ended", timeout_s=timeout_s)["outcomes"]
-        return answer
+    def ended(self, params: KVTransferParams, timeout_s: float = 10.0) -> tuple[str | None, float]:
+        """How that lease ended, None if it has not, and the monotonic time of knowing it."""
+        request = params.remote_request_id
+        answer = self.ask("wait_lease_ended", request=request, timeout_s=timeout_s)
+        return answer["outcome"], answer["at"]
 
     def kill(self) -> None:
         self.process.kill()
@@ -142,25 +148,28 @@ def kv() -> np.ndarray[Any, np.dtype[np.uint8]]:
 def test_blocks_arrive_bit_exact_and_nothing_else_is_touched(
     prefill: Prefill, decode: Decode, kv: Any, blocks: list[int], local: list[int]
 ) -> None:
-    ended = decode.load(prefill.grant(blocks), list(range(len(blocks))), local)
+    params = prefill.grant(blocks)
+    ended = decode.load(params, list(range(len(blocks))), local)
     assert ended.ok, ended.reason
     expected = np.zeros_like(decode.memory)
     expected[local] = kv[blocks]
     assert np.array_equal(decode.memory, expected)
-    assert prefill.outcomes() == ["released"]
+    assert prefill.ended(params)[0] == "released"
 
 
 def test_only_the_missing_blocks_travel(prefill: Prefill, decode: Decode, kv: Any) -> None:
-    ended = decode.load(prefill.grant([1, 2, 3, 4]), [2, 3], [10, 11])
+    params = prefill.grant([1, 2, 3, 4])
+    ended = decode.load(params, [2, 3], [10, 11])
     assert (ended.ok, ended.num_blocks) == (True, 2)
     assert np.array_equal(decode.memory[10:12], kv[3:5])
     assert decode.connector.stats().bytes_received == 2 * BLOCK_BYTES
-    assert prefill.outcomes() == ["released"]
+    assert prefill.ended(params)[0] == "released"
 
 
 def test_a_load_of_nothing_still_frees_the_prefill_engine(prefill: Prefill, decode: Decode) -> None:
-    assert decode.load(prefill.grant([1, 2]), [], []).ok
-    assert prefill.outcomes() == ["released"]
+    params = prefill.grant([1, 2])
+    assert decode.load(params, [], []).ok
+    assert prefill.ended(params)[0] == "released"
 
 
 @pytest.mark.parametrize("case", ["consumed", "forged", "other prompt", "other epoch"])
@@ -172,7 +181,7 @@ def test_a_reference_that_is_not_good_is_refused_and_moves_nothing(
     match case:
         case "consumed":
             assert decode.load(params, [0, 1], [0, 1]).ok
-            prefill.outcomes()
+            assert prefill.ended(params)[0] == "released"
             decode.memory[:] = 0
         case "forged":
             params = msgspec.structs.replace(params, lease_id="f" * 32)
@@ -188,30 +197,30 @@ def test_a_reference_that_is_not_good_is_refused_and_moves_nothing(
 
 def test_a_reject_frees_the_prefill_engine_within_100_ms(prefill: Prefill, decode: Decode) -> None:
     assert decode.load(prefill.grant([1]), [0], [0]).ok  # so there is a connection
-    prefill.outcomes()
     params = prefill.grant([1, 2, 3])
     start = time.monotonic()
     decode.connector.reject(params)
-    answer = prefill.ask("wait_lease_ended", timeout_s=5.0)
-    assert answer["outcomes"] == ["revoked"]
-    assert answer["at"] - start < 0.1
+    outcome, at = prefill.ended(params)
+    assert outcome == "revoked"
+    assert at - start < 0.1
 
 
 def test_a_cancelled_load_ends_once_and_frees_the_prefill_engine(
     prefill: Prefill, decode: Decode
 ) -> None:
-    decode.start(prefill.grant(list(range(32))), list(range(32)), list(range(32)))
+    params = prefill.grant(list(range(32)))
+    decode.start(params, list(range(32)), list(range(32)))
     decode.connector.cancel_load("request")
     assert not decode.wait().ok
-    assert prefill.outcomes() == ["revoked"]
+    assert prefill.ended(params)[0] == "revoked"
     assert decode.connector.poll_events() == []
 
 
 def test_an_idle_connection_costs_no_cpu(prefill: Prefill, decode: Decode) -> None:
     assert decode.load(prefill.grant([1]), [0], [0]).ok
-    prefill.outcomes()
+    unread = prefill.grant([2])
     theirs, ours = prefill.ask("cpu"), time.process_time()
-    prefill.ask("wait_lease_ended", timeout_s=1.5)
+    assert prefill.ended(unread, timeout_s=1.5)[0] is None
     assert time.process_time() - ours < 0.03
     assert prefill.ask("cpu") - theirs < 0.03
 
@@ -258,7 +267,7 @@ def test_a_stalled_prefill_engine_is_fenced_at_the_deadline_and_cannot_write_lat
         assert not decode.wait(5.0).ok
         before = decode.memory.copy()
         prefill.process.send_signal(signal.SIGCONT)
-        assert prefill.outcomes(5.0) in ([], ["revoked"])
+        assert prefill.ended(params, timeout_s=5.0)[0] in (None, "revoked")
         assert np.array_equal(decode.memory, before)
     finally:
         prefill.kill()
@@ -268,8 +277,7 @@ def test_a_stalled_prefill_engine_is_fenced_at_the_deadline_and_cannot_write_lat
 def test_a_lease_that_nobody_reads_expires() -> None:
     prefill = Prefill(lease_seconds=0.3)
     try:
-        prefill.grant([1])
-        assert prefill.outcomes(5.0) == ["expired"]
+        assert prefill.ended(prefill.grant([1]), timeout_s=5.0)[0] == "expired"
     finally:
         prefill.kill()
 
@@ -280,7 +288,7 @@ def test_a_queued_request_keeps_its_lease_alive() -> None:
     try:
         params = prefill.grant([1])
         decode.connector.hold("request", params)
-        assert prefill.outcomes(1.5) == []
+        assert prefill.ended(params, timeout_s=1.5)[0] is None
         decode.connector.start_load("request", params, [0], [0], TOKENS, None)
         assert decode.wait().ok
     finally:

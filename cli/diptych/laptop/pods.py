@@ -7,7 +7,9 @@ What differs from a cluster, and nothing else does:
 - mounted ConfigMaps and Secrets are folders of the run directory; other volumes are left out;
 - the first container of a pod runs as a process of the user, with the user's environment below its
   own; init containers, sidecars, resources, security contexts and liveness probes are left out;
-- an engine without a CPU limit takes its equal share of the cores: max(1, cores // engines).
+- an engine without a CPU limit gets threads by what it does: the prefill engines share all cores
+  between them, because computing a prompt is arithmetic; a decode engine gets its share of all
+  engines, because decoding waits for memory and gains little from a second core.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import msgspec
 
 from diptych_operator.render.names import (
     BIND_HOST_VARIABLE,
+    COMPONENT_LABEL,
     ENGINE_FILE,
     PORT_VARIABLES,
     ROLE_LABEL,
@@ -114,17 +117,21 @@ def local_pods(
 
 def files(objects: Sequence[Object], cores: int) -> dict[str, bytes]:
     """Contents of all ConfigMaps and Secrets by their path below the run directory."""
-    roles = [
-        (deployment["spec"]["template"]["metadata"]["labels"].get(ROLE_LABEL), deployment)
+    replicas = {
+        deployment["spec"]["template"]["metadata"]["labels"].get(ROLE_LABEL): deployment["spec"][
+            "replicas"
+        ]
         for deployment in _of_kind(objects, "Deployment")
-    ]
-    engines = sum(item["spec"]["replicas"] for role, item in roles if role != "router")
+    }
+    prefill, decode = replicas.get("prefill", 0), replicas.get("decode", 0)
     result: dict[str, bytes] = {}
     for config in _of_kind(objects, "ConfigMap"):
+        role = config["metadata"]["labels"][COMPONENT_LABEL]
+        sharers = prefill if role == "prefill" else prefill + decode
         for file, text in config["data"].items():
             content = text.encode()
             if file == ENGINE_FILE:
-                content = _with_threads(content, max(1, cores // max(1, engines)))
+                content = _with_threads(content, max(1, cores // max(1, sharers)))
             result[f"configmaps/{config['metadata']['name']}/{file}"] = content
     for secret in _of_kind(objects, "Secret"):
         for file, encoded in secret["data"].items():

@@ -53,7 +53,10 @@ class RunningPod:
         ours.setblocking(False)
         # The running interpreter's programs come first, so that `python` is this Python.
         path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-        environment = os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"} | self.spec.env
+        # Engines share the cores here: an OpenMP thread that waits must not spin on one.
+        sharing = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+        own = {"PATH": path, "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | own | sharing | self.spec.env
         with theirs, self.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(

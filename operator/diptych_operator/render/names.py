@@ -10,6 +10,7 @@ Role = Literal["prefill", "decode", "router"]
 
 SERVICE_LABEL = "diptych.dev/service"
 ROLE_LABEL = "diptych.dev/role"
+COMPONENT_LABEL = "app.kubernetes.io/component"
 CONFIG_HASH_ANNOTATION = "diptych.dev/config-hash"
 """On pod templates, so that a change of configuration rolls the pods."""
 
@@ -48,7 +49,7 @@ def labels(service: InferenceService, component: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "diptych",
         "app.kubernetes.io/instance": service.metadata.name,
-        "app.kubernetes.io/component": component,
+        COMPONENT_LABEL: component,
         "app.kubernetes.io/managed-by": "diptych",
         SERVICE_LABEL: service.metadata.name,
     }
