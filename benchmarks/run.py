@@ -61,7 +61,7 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--waves", type=int, default=2, help="requests for each concurrent user")
+    parser.add_argument("--waves", type=int, default=1, help="requests for each concurrent user")
     args = parser.parse_args()
     results = {
         "machine": machine(),

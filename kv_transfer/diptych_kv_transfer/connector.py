@@ -94,6 +94,9 @@ class KVConnector:
         self._events: deque[LeaseEnded | LoadEnded] = deque()
         self._totals = KVTransferStats()
         self._stopping = False
+        self._failure: Exception | None = None
+        self._greeted: set[int] = set()
+        """Peers that have said who they are."""
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
@@ -168,7 +171,12 @@ class KVConnector:
         self._tell(lambda now: self._leases.revoke(lease_id))
 
     def poll_events(self) -> list[LeaseEnded | LoadEnded]:
-        """What has ended since the last call."""
+        """What has ended since the last call.
+
+        Raises `RuntimeError` when the thread has failed: the engine cannot go on without it.
+        """
+        if self._failure is not None:
+            raise RuntimeError("the KV transfer thread failed") from self._failure
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -201,6 +209,7 @@ class KVConnector:
         self._stopping = True
         self._transport.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
+        self._transport.close()
         os.close(self.wake_fd)
 
     # --- the thread ---------------------------------------------------------------------------
@@ -219,11 +228,10 @@ class KVConnector:
         try:
             while not self._stopping:
                 self._turn()
-        except Exception:
+        except Exception as exc:
             log.exception("the KV transfer thread failed")
-            raise
-        finally:
-            self._transport.close()
+            self._failure = exc
+            os.eventfd_write(self.wake_fd, 1)
 
     def _turn(self) -> None:
         """Wait for news, let the tables decide, and carry their actions out."""
@@ -255,16 +263,20 @@ class KVConnector:
                     return self._leases.sends_ended(name)
                 return self._loads.receives_ended(name, ok=ok)
             case PeerLost(peer):
+                self._greeted.discard(peer)
                 return [*self._leases.peer_lost(peer), *self._loads.peer_lost(peer)]
 
     def _receive(self, peer: int, data: bytes, now: float) -> list[Action]:
         try:
             message = decode(data)
+            if peer not in self._greeted and not isinstance(message, Hello):
+                raise RemoteProtocolError("it spoke before it said who it is")
         except RemoteProtocolError as exc:
             log.warning("a peer broke the protocol, cutting it off: %s", exc)
             return [Fence(peer)]
         match message:
             case Hello():
+                self._greeted.add(peer)
                 return self._loads.greeted(peer, message, now)
             case Open() | Close() | Renew() | Reject():
                 return self._leases.receive(peer, message, now)

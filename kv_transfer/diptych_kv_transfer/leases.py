@@ -144,6 +144,8 @@ class LeaseTable:
             return f"the lease is {lease.state.value}"
         if message.digest != lease.digest:
             return "the lease is for another prompt"
+        if sum(count for _, count in message.runs) > len(lease.block_ids):
+            return "more blocks are asked for than the lease has"
         for first, count in message.runs:
             blocks = lease.block_ids[first : first + count]
             if len(blocks) != count or blocks != list(range(blocks[0], blocks[0] + count)):

@@ -67,7 +67,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """What moves the bytes of the newest connection, for example `tcp`; empty before."""
+        """What the connection that moved blocks last uses, for example `cma,tcp`; empty before."""
 
     def connect(self, address: Address) -> None:
         """Begin to connect; ends in Connected or ConnectFailed."""

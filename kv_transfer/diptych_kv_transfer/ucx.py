@@ -7,8 +7,7 @@ on the worker's event descriptor, so that an idle connection costs nothing.
 
 Endpoints are created with error handling: a peer that dies is noticed (at once while bytes are in
 flight, by keep-alive otherwise), and an endpoint can be cut with transfers in flight, which is what
-`fence` promises. UCX offers no shared-memory transports to such endpoints; between pods it would
-find none either.
+`fence` promises.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import ctypes
 import logging
 import os
 import select
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,9 @@ from diptych_kv_transfer.transport import (  # noqa: E402
 log = logging.getLogger(__name__)
 
 OPTIONS = {
-    "RNDV_SCHEME": "get_zcopy",  # the receiver fetches: no copy, and no help from the sender's CPU
+    "CMA_MEMORY_INVALIDATE": "y",  # lets endpoints with error handling use cma on one host
+    "RNDV_SCHEME": "auto",  # on cma the receiver fetches, on TCP the sender puts
+    "PROTOS": "^rndv/am/bcopy,rndv/am/zcopy",  # slower, and never ended when cut in the middle
     "KEEPALIVE_INTERVAL": "1s",
     "TCP_CM_REUSEADDR": "y",  # an engine that was restarted listens where it did before
 }
@@ -54,6 +56,7 @@ OPTIONS = {
 UCP_EP_ATTR_FIELD_TRANSPORTS = 1 << 3
 MAX_TRANSPORTS = 16
 HEADER_BYTES = 4
+DRAIN_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -127,7 +130,6 @@ class UcxTransport:
             endpoint.set_close_callback(on_close)
         except RuntimeError:  # it is closed already
             connection.lost = True
-        self._name = self._transports_of(endpoint) or self._name
         self._events.append(Connected(peer, address))
 
     def connect(self, address: Address) -> None:
@@ -209,6 +211,8 @@ class UcxTransport:
                 del connection.transfers[key]
                 ok = all(succeeded(request) for request, _ in requests)
                 self._events.append(TransferEnded(key, ok))
+                # Not before: UCX settles on its transports when the first bytes have moved.
+                self._name = transports_of(connection.endpoint) or self._name
         if connection.lost:
             self._bury(peer, connection)
 
@@ -232,15 +236,17 @@ class UcxTransport:
             connection.incoming = stream_receive(connection.endpoint, length)
 
     def _bury(self, peer: Peer, connection: _Connection) -> None:
-        """Cut a lost connection, end its transfers, and report it.
-
-        Closing destroys the endpoint and its sockets: nothing can arrive for it any more. What was
-        posted is cancelled; UCX never completes a receive that it was in the middle of, but without
-        its endpoint that one cannot touch memory either.
-        """
+        """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
         connection.endpoint.close_blocking()
         self._worker.cancel_inflight_requests()
-        self._worker.progress()
+        pending = [request for pairs in connection.transfers.values() for request, _ in pairs]
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while not all(request.completed for request in pending):
+            self._worker.progress_once()
+            if time.monotonic() > deadline:
+                # Its endpoint is destroyed, so nothing can arrive for it any more.
+                log.error("UCX did not end a transfer of a connection that was cut")
+                break
         del self._connections[peer]
         self._events += [TransferEnded(key, ok=False) for key in connection.transfers]
         self._events.append(PeerLost(peer))
@@ -259,18 +265,6 @@ class UcxTransport:
         self._epoll.close()
         os.close(self._wake)
 
-    def _transports_of(self, endpoint: Any) -> str:
-        """Which UCX transports an endpoint uses, by `ucp_ep_query`."""
-        entries = (_TransportEntry * MAX_TRANSPORTS)()
-        attributes = _EndpointAttributes(field_mask=UCP_EP_ATTR_FIELD_TRANSPORTS)
-        attributes.transports.entries = entries
-        attributes.transports.num_entries = MAX_TRANSPORTS
-        attributes.transports.entry_size = ctypes.sizeof(_TransportEntry)
-        if _libucp().ucp_ep_query(endpoint.handle, ctypes.byref(attributes)) != 0:
-            return ""
-        found = entries[: attributes.transports.num_entries]
-        return ",".join(sorted({entry.transport.decode() for entry in found if entry.transport}))
-
 
 def succeeded(request: Any) -> bool:
     """Whether a completed request did what it was for."""
@@ -285,6 +279,19 @@ def stream_receive(endpoint: Any, num_bytes: int) -> tuple[Any, Buffer]:
     """Post a receive of exactly so many bytes of an endpoint's stream."""
     buffer = np.empty(num_bytes, np.uint8)
     return endpoint.stream_recv(Array(buffer)), buffer
+
+
+def transports_of(endpoint: Any) -> str:
+    """Which UCX transports an endpoint uses, by `ucp_ep_query`."""
+    entries = (_TransportEntry * MAX_TRANSPORTS)()
+    attributes = _EndpointAttributes(field_mask=UCP_EP_ATTR_FIELD_TRANSPORTS)
+    attributes.transports.entries = entries
+    attributes.transports.num_entries = MAX_TRANSPORTS
+    attributes.transports.entry_size = ctypes.sizeof(_TransportEntry)
+    if _libucp().ucp_ep_query(endpoint.handle, ctypes.byref(attributes)) != 0:
+        return ""
+    found = entries[: attributes.transports.num_entries]
+    return ",".join(sorted({entry.transport.decode() for entry in found if entry.transport}))
 
 
 class _TransportEntry(ctypes.Structure):

@@ -17,7 +17,6 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """The address other pods reach this engine at; empty means `listen_host`."""
     lease_seconds: float = 30.0
     """How long prefilled blocks stay pinned without a sign of life from the decode engine."""
-    connect_timeout_s: float = 10.0
     load_timeout_s: float = 60.0
     """A decode engine gives a hand-off up after this long."""
 
