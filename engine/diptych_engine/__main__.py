@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.logs import setup_logging
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.server import listen, serve_on
-from diptych_protocol import DiptychError, EngineConfig, InvalidRequestError, KVTransferConfig
+from diptych_frontend.program import run_program
+from diptych_protocol import EngineConfig, KVTransferConfig
 
 
 def pod_config(args: argparse.Namespace) -> EngineConfig:
@@ -72,15 +70,7 @@ def main() -> None:
     parser.add_argument("--engine-id", help="the pod's name")
     parser.add_argument("--keys", type=Path, help="directory with the service's CURVE keys")
     args = parser.parse_args()
-    setup_logging(args.engine_id or "engine")
-    try:
-        uvloop.run(run(args))
-    except (InvalidRequestError, msgspec.MsgspecError, OSError) as exc:
-        print(f"diptych engine: error: {exc}", file=sys.stderr)
-        sys.exit(2)
-    except DiptychError as exc:
-        print(f"diptych engine: error: {exc}", file=sys.stderr)
-        sys.exit(1)
+    run_program(args.engine_id or "engine", run(args))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Everything between a user and an EngineCore: text, tokens, clients of a core, the OpenAI API."""

@@ -120,14 +120,18 @@ class AsyncEngine(EngineClient):
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
         )
+        if self._idle:
+            self._last_news = time.monotonic()  # nothing was to be expected until now
+        n = request.params.n
+        parent = ParentRequest(request) if n > 1 else None
+        parts = [parent.child(index) for index in range(n)] if parent is not None else [request]
         collector = Collector()
         finished = False
-        self._last_news = max(self._last_news, time.monotonic() if self._idle else 0.0)
         try:
-            self._start(request, prompt_text, collector)
+            self._start(parts, parent, prompt_text, collector)
             while not finished:
                 output = await collector.get()
-                output.metrics = self._facts.get(request.request_id, output.metrics)
+                output.metrics = self._facts.get(parts[0].request_id, output.metrics)
                 finished = output.finished
                 yield output
         except EngineDeadError:
@@ -136,26 +140,23 @@ class AsyncEngine(EngineClient):
         finally:
             if not finished:
                 self._withdraw(self.output_processor.abort([request.request_id], internal=True))
-            self._facts.pop(request.request_id, None)
+            for part in parts:
+                self._facts.pop(part.request_id, None)
 
     def _start(
-        self, request: EngineCoreRequest, prompt_text: str | None, collector: Collector
+        self,
+        parts: list[EngineCoreRequest],
+        parent: ParentRequest | None,
+        prompt_text: str | None,
+        collector: Collector,
     ) -> None:
-        """Register a request and send it, or its n children, to an engine."""
-        n = request.params.n
-        if self.output_processor.num_unfinished + n > self._max_open_requests:
-            raise EngineOverloadedError(
-                f"{self.output_processor.num_unfinished} requests are open already; retry later"
-            )
-        if n == 1:
-            self.output_processor.add(request, prompt_text, collector, None, 0)
-            self._submit(request)
-            return
-        parent = ParentRequest(request)
-        for index in range(n):
-            child = parent.child(index)
-            self.output_processor.add(child, prompt_text, collector, parent, index)
-            self._submit(child)
+        """Register a request, or its n children, and send them to an engine."""
+        open_now = self.output_processor.num_unfinished
+        if open_now + len(parts) > self._max_open_requests:
+            raise EngineOverloadedError(f"{open_now} requests are open already; retry later")
+        for index, part in enumerate(parts):
+            self.output_processor.add(part, prompt_text, collector, parent, index)
+            self._submit(part)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)

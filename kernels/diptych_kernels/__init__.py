@@ -1,0 +1,1 @@
+"""The operations of the model, one folder each, with their torch reference."""

@@ -1,0 +1,1 @@
+"""The routing proxy: an EngineClient over a prefill and a decode pool, and its policy."""

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from diptych_frontend.curve import read_keys
 from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.logs import setup_logging
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.server import listen, serve_on
 from diptych_frontend.output_processor import OutputProcessor
+from diptych_frontend.program import run_program
 from diptych_frontend.renderer import TextRenderer
-from diptych_protocol import DiptychError, InvalidRequestError, RouterConfig
+from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
 from diptych_router.pool_client import PoolClient
 
@@ -68,15 +66,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     args = parser.parse_args()
-    setup_logging("router")
-    try:
-        uvloop.run(run(args))
-    except (InvalidRequestError, msgspec.MsgspecError, OSError) as exc:
-        print(f"diptych router: error: {exc}", file=sys.stderr)
-        sys.exit(2)
-    except DiptychError as exc:
-        print(f"diptych router: error: {exc}", file=sys.stderr)
-        sys.exit(1)
+    run_program("router", run(args))
 
 
 if __name__ == "__main__":

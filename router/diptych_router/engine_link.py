@@ -56,6 +56,11 @@ class EngineLink:
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
 
     @property
+    def key(self) -> str:
+        """What the router files it under: an address plays one role."""
+        return f"{self.role} {self.endpoint}"
+
+    @property
     def name(self) -> str:
         return self.description.engine_id if self.description is not None else self.endpoint
 

@@ -86,7 +86,7 @@ class PoolClient(AsyncEngine):
         """Open lines to new addresses; drop those that are neither listed nor alive."""
         known = {link.endpoint: key for key, link in self._links.items() if link.role == role}
         for endpoint in endpoints - known.keys():
-            self._links[f"{role} {endpoint}"] = EngineLink(
+            link = EngineLink(
                 role,
                 endpoint,
                 self._keys,
@@ -94,6 +94,7 @@ class PoolClient(AsyncEngine):
                 on_outputs=self._handle_outputs,
                 on_lost=self._engine_lost,
             )
+            self._links[link.key] = link
         for endpoint, key in known.items():
             link = self._links[key]
             link.listed = endpoint in endpoints
@@ -176,12 +177,11 @@ class PoolClient(AsyncEngine):
         routed.engine, routed.cost = "", 0
 
     def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
-        key = f"{link.role} {link.endpoint}"
         deliver: list[EngineCoreOutput] = []
         turns: list[Callable[[], None]] = []
         for output in message.outputs:
             routed = self._routed.get(output.request_id)
-            if routed is None or routed.engine != key:
+            if routed is None or routed.engine != link.key:
                 self._release(output.request_id, output.kv_transfer_params)
             elif output.finish_reason is FinishReason.ERROR and routed.can_retry:
                 turns.append(partial(self._retry, routed, output.error or "failed"))
@@ -236,8 +236,7 @@ class PoolClient(AsyncEngine):
         self.output_processor.fail(request_id, error)
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
-        key = f"{link.role} {link.endpoint}"
-        for routed in [r for r in self._routed.values() if r.engine == key]:
+        for routed in [r for r in self._routed.values() if r.engine == link.key]:
             self._retry(routed, str(cause))
 
     def _withdraw(self, request_ids: list[str]) -> None:

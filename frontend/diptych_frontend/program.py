@@ -1,0 +1,29 @@
+"""How our server programs run and end: one event loop, one line for an error, an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import uvloop
+
+from diptych_frontend.logs import setup_logging
+from diptych_protocol import DiptychError, InvalidRequestError
+
+
+def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
+    """Run a program to its end. Exits with 2 for bad input and 1 for any other known failure."""
+    setup_logging(name)
+    try:
+        uvloop.run(main)
+    except (InvalidRequestError, msgspec.MsgspecError, OSError) as exc:
+        sys.exit(_complain(name, exc, 2))
+    except DiptychError as exc:
+        sys.exit(_complain(name, exc, 1))
+
+
+def _complain(name: str, error: Exception, code: int) -> int:
+    print(f"diptych {name}: error: {error}", file=sys.stderr)
+    return code
