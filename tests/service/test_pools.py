@@ -131,7 +131,7 @@ async def test_a_rejected_hand_off_frees_prefill_at_once(pair: Pair, eventually:
     stats = await pair.prefill.refresh_stats()
     assert stats.blocks_free < stats.blocks_total
     await pair.decode.notify_kv_transfer_request_rejected("r", params)
-    await eventually(pair.all_blocks_free, timeout_s=1.0)
+    await eventually(pair.all_blocks_free, timeout_s=2.0)
     await pair.decode.notify_kv_transfer_request_rejected("r", params)  # harmless
 
 
