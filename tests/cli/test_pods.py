@@ -111,6 +111,11 @@ def test_prefill_may_use_all_cores_and_decode_its_share(
         assert msgspec.json.decode(content, type=EngineConfig).num_threads == threads
 
 
+def test_decode_gives_way_to_prefill() -> None:
+    local = pods()
+    assert local["svc-decode-0"].niceness > local["svc-prefill-0"].niceness == 0
+
+
 def test_a_cpu_limit_overrules_the_sharing() -> None:
     limited = {"replicas": 2, "resources": {"limits": {"cpu": 3}}}
     content = files(rendered(decode=limited), 64)["configmaps/svc-decode/engine.json"]

@@ -1,7 +1,7 @@
 """Holds one pod's processes on a leash: when the leash is let go, for whatever reason, they die.
 
-Run as a script, with a socket as standard input and the pod's command as arguments. The other end
-of the socket belongs to the supervisor:
+Run as a script, with a socket as standard input; the arguments are the pod's niceness and its
+command. The other end of the socket belongs to the supervisor:
 
     leash -> supervisor   the pod's process id, as a line of digits
     supervisor -> leash   `T`: send SIGTERM to the pod
@@ -26,7 +26,7 @@ NOT_STARTED = 127
 PR_SET_PDEATHSIG = 1
 
 
-def main(command: list[str]) -> int:
+def main(niceness: int, command: list[str]) -> int:
     control = socket.socket(fileno=0)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -35,7 +35,7 @@ def main(command: list[str]) -> int:
     leash = os.getpid()
     pod = os.fork()
     if pod == 0:
-        _become(command, leash)
+        _become(niceness, command, leash)
     control.sendall(b"%d\n" % pod)
     while True:
         readable, _, _ = select.select([control.fileno(), wake_read], [], [])
@@ -61,10 +61,11 @@ def _end(pod: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _become(command: list[str], leash: int) -> None:
+def _become(niceness: int, command: list[str], leash: int) -> None:
     """In the child: cut loose from the leash's own files and session, and run the pod."""
     try:
         os.setsid()
+        _be_nice(niceness)
         _die_with(leash)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -74,6 +75,16 @@ def _become(command: list[str], leash: int) -> None:
         os.write(2, f"cannot start {command[0]!r}: {exc.strerror}\n".encode())
     finally:
         os._exit(NOT_STARTED)
+
+
+def _be_nice(niceness: int) -> None:
+    """Give way to others. Linux may weigh sessions, not processes, against each other."""
+    os.nice(niceness)
+    try:
+        with open("/proc/self/autogroup", "w") as autogroup:
+            autogroup.write(str(niceness))
+    except OSError:
+        pass  # a system without autogroups
 
 
 def _die_with(leash: int) -> None:
@@ -87,4 +98,4 @@ def _die_with(leash: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

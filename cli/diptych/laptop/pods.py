@@ -57,6 +57,11 @@ class HttpProbe:
         return f"http://{LOOPBACK}:{self.port}{self.path}"
 
 
+DECODE_NICENESS = 10
+"""Prefill goes first where both want a core, as in an engine that does both: who waits for a first
+token waits less, and decoding loses little, because memory is what it waits for."""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalPod:
     """One pod as a process: what to start, and how to see that it is well."""
@@ -72,6 +77,8 @@ class LocalPod:
     readiness: HttpProbe | None
     grace_s: float
     """From SIGTERM to SIGKILL."""
+    niceness: int
+    """How far it gives way to the other pods on the same cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +215,7 @@ def _local_pod(pod: _Placed, run_dir: Path, targets: Mapping[str, str]) -> Local
         startup=_probe(pod, "startupProbe"),
         readiness=_probe(pod, "readinessProbe"),
         grace_s=pod.spec.get("terminationGracePeriodSeconds", 30),
+        niceness=DECODE_NICENESS if pod.role == "decode" else 0,
     )
 
 

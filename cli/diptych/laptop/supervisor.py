@@ -60,7 +60,8 @@ class RunningPod:
         with theirs, self.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", leash.__file__, *self.spec.command),
+                *(sys.executable, "-I", "-S", leash.__file__, str(self.spec.niceness)),
+                *self.spec.command,
                 stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
