@@ -194,7 +194,7 @@ class KVConnector:
         totals.leases_released = leases.counts[LeaseState.RELEASED]
         totals.leases_revoked = leases.counts[LeaseState.REVOKED]
         totals.leases_expired = leases.counts[LeaseState.EXPIRED]
-        totals.blocks_held = sum(len(lease.block_ids) for lease in list(leases.leases.values()))
+        totals.blocks_held = leases.blocks_held
         totals.loads_in_flight = len(loads.loads)
         totals.loads_completed = loads.completed
         totals.loads_failed = loads.failed

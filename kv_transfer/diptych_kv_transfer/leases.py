@@ -224,4 +224,5 @@ class LeaseTable:
 
     @property
     def blocks_held(self) -> int:
-        return sum(len(lease.block_ids) for lease in self.leases.values())
+        """Blocks that leases keep from being reused. Safe to ask from another thread."""
+        return sum(len(lease.block_ids) for lease in list(self.leases.values()))
