@@ -1,22 +1,36 @@
 """An engine pod: one EngineCore behind an OpenAI API.
 
-`python -m diptych_engine --config FILE --port 8000 [--core-port 5557 --kv-port 5558 --keys DIR]`
+`python -m diptych_engine --config FILE --port 8000
+    [--core-port 5557 --kv-port 5558 --admin-port 8081 --keys DIR]`
+
+The first SIGTERM or SIGINT drains: readiness fails, routers are told, and the program ends with 0
+as soon as neither a request nor a lease is left, or after `drain_seconds`. The second one ends it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 from pathlib import Path
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from diptych_frontend.admin import build_admin_app, report, seconds_of
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.app import build_app
-from diptych_frontend.openai.server import listen, serve_on
+from diptych_frontend.openai.asgi import UntilDisconnect, exchange_of
+from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
-from diptych_protocol import EngineConfig, KVTransferConfig
+from diptych_protocol import DiptychError, EngineConfig, InvalidRequestError, KVTransferConfig
+
+log = logging.getLogger(__name__)
+
+MAX_DRAIN_S = 86400.0
 
 
 def pod_config(args: argparse.Namespace) -> EngineConfig:
@@ -35,17 +49,58 @@ def pod_config(args: argparse.Namespace) -> EngineConfig:
     return config
 
 
+class AdminRoutes:
+    """What an operator may ask of this pod; see `diptych_protocol.admin`."""
+
+    def __init__(self, engine: AsyncLLM, drain_seconds: float) -> None:
+        self._engine = engine
+        self._drain_seconds = drain_seconds
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/state", self.state),
+            Route("/admin/drain", self.drain, methods=["POST"]),
+        ]
+
+    async def state(self, request: Request) -> Response:
+        return report(await self._engine.drain_report())
+
+    async def drain(self, request: Request) -> Response:
+        """Drain; answers once drained, or when `timeout_s` is over."""
+        timeout_s = seconds_of(request, "timeout_s", self._drain_seconds, MAX_DRAIN_S)
+        async with UntilDisconnect(request.receive, exchange_of(request.scope)):
+            return report(await self._engine.drain(timeout_s))
+        return Response(status_code=204)  # the caller has left
+
+
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM. Raises `EngineDeadError` when the core dies."""
+    if args.admin_port is not None and args.keys is None:
+        raise InvalidRequestError("--admin-port needs --keys, which has its token", param="keys")
     listener = listen(args.host, args.port)
+    admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
     public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
-    engine = await AsyncLLM.start(pod_config(args), public_endpoint=public, keys_dir=args.keys)
+    config = pod_config(args)
+    engine = await AsyncLLM.start(config, public_endpoint=public, keys_dir=args.keys)
     app = build_app(
         engine,
         metrics=ServerMetrics(engine.model_name, engine.stats_by_engine),
         refresh_stats=engine.refresh_stats,
     )
-    server = asyncio.create_task(serve_on(app, listener))
+    sites = [Site(app, listener)]
+    if admin_listener is not None:
+        admin = AdminRoutes(engine, config.drain_seconds)
+        sites.append(Site(build_admin_app(args.keys, admin.routes()), admin_listener))
+
+    async def drain() -> None:
+        try:
+            log.info("leaving: %s", await engine.drain(config.drain_seconds))
+        except DiptychError as exc:
+            log.warning("leaving without a drain: %s", exc)
+
+    server = asyncio.create_task(
+        serve_sites(*sites, drain=drain, drain_timeout_s=config.drain_seconds)
+    )
     death = asyncio.create_task(engine.died())
     try:
         await asyncio.wait((server, death), return_when=asyncio.FIRST_COMPLETED)
@@ -66,9 +121,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="HTTP port")
     parser.add_argument("--core-port", type=int, help="ZMQ port of the core, for routers")
     parser.add_argument("--kv-port", type=int, help="UCX port of the hinge")
+    parser.add_argument("--admin-port", type=int, help="HTTP port for operators; needs --keys")
     parser.add_argument("--advertise-host", help="address at which other pods reach this one")
     parser.add_argument("--engine-id", help="the pod's name")
-    parser.add_argument("--keys", type=Path, help="directory with the service's CURVE keys")
+    parser.add_argument("--keys", type=Path, help="directory with the service's keys and token")
     args = parser.parse_args()
     run_program(args.engine_id or "engine", run(args))
 

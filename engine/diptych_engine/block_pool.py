@@ -55,6 +55,19 @@ class BlockPool:
             found.append(block)
         return found
 
+    def match_length(self, hashes: Sequence[bytes], former: int) -> int:
+        """How many blocks `match` would find, going on from a `former` answer for these hashes.
+
+        An unchanged answer costs two looks. A prefix is forgotten from its tail, so going back
+        finds its end; a gap further up is not seen.
+        """
+        count = former
+        while count > 0 and hashes[count - 1] not in self._block_of:
+            count -= 1
+        while count < len(hashes) and hashes[count] in self._block_of:
+            count += 1
+        return count
+
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks nobody holds: taking them shrinks `num_free` by as much."""
         return sum(self._holders[block] == 0 for block in block_ids)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from diptych_engine.request import Request, StepPlan, StepResult
+from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult
 from diptych_engine.scheduler import LoadOrder, Scheduler, TokenOutput
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
 from diptych_protocol import (
@@ -28,10 +28,16 @@ from diptych_protocol import (
     KVTransferParams,
     SchedulerStats,
 )
+from diptych_protocol.admin import DrainReport
 
 log = logging.getLogger(__name__)
 
-CALLABLE = frozenset({"describe", "stats", "reset_prefix_cache", "reject_kv_transfer"})
+CALLABLE = frozenset(
+    {
+        "describe", "stats", "reset_prefix_cache", "reject_kv_transfer",
+        "drain", "drain_report", "hand_off",
+    }
+)  # fmt: skip
 """The methods that a client may name in a utility call."""
 
 
@@ -55,9 +61,9 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.connector = connector
+        self.draining = False
+        """This engine is about to leave; every client is to know."""
         self._outputs: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
-        self._leases: dict[str, str] = {}
-        """Finished prefill's request id -> its lease id."""
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -259,7 +265,7 @@ class EngineCore:
         for event in self.connector.poll_events():
             match event:
                 case LeaseEnded():
-                    self.scheduler.lease_ended(event.request_id)
+                    self.scheduler.lease_ended(event.block_ids)
                 case LoadEnded():
                     failed = self.scheduler.load_ended(event.request_id, ok=event.ok)
                     if failed is not None:
@@ -283,7 +289,49 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         snapshot = self.scheduler.snapshot()
         snapshot.kv_transfer = self.connector.stats() if self.connector is not None else None
+        snapshot.draining = self.draining
         return snapshot
+
+    def drain(self) -> DrainReport:
+        """Begin to leave: from now on `stats` says so. What is here, and what comes, is served."""
+        if not self.draining:
+            log.info("draining: this engine is about to leave")
+        self.draining = True
+        return self.drain_report()
+
+    def drain_report(self) -> DrainReport:
+        """What still keeps this engine from leaving."""
+        scheduler = self.scheduler
+        running, leases = len(scheduler.running), len(scheduler.leased)
+        waiting = len(scheduler.waiting) + len(scheduler.loading)
+        return DrainReport(
+            draining=self.draining,
+            drained=self.draining and not (running or waiting or leases),
+            num_running=running,
+            num_waiting=waiting,
+            leases_held=leases,
+        )
+
+    def hand_off(self, request_id: str) -> bool:
+        """End a decoding request here so that another engine can go on with its KV.
+
+        Its last output has ABORT and `kv_transfer_params`. False, and nothing happens, unless the
+        request is decoding: all but the token sampled last is computed. If a step is under way, the
+        token that it samples was told to nobody, and the other engine samples it again.
+        """
+        request = self.scheduler.requests.get(request_id)
+        if self.connector is None or request is None or not _is_decoding(request):
+            return False
+        output = EngineCoreOutput(
+            request_id,
+            [],
+            finish_reason=FinishReason.ABORT,
+            kv_transfer_params=self._grant(request, self.connector),
+            num_cached_tokens=request.num_cached_tokens,
+        )
+        self._outputs[request.client].append(output)
+        self.scheduler.finish(request, FinishReason.ABORT)
+        return True
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -320,6 +368,15 @@ class EngineCore:
     def close(self) -> None:
         if self.connector is not None:
             self.connector.close()
+
+
+def _is_decoding(request: Request) -> bool:
+    return (
+        request.status is RequestStatus.RUNNING
+        and request.kv_transfer is None
+        and request.num_output_tokens > 0
+        and request.num_computed_tokens == request.num_tokens - 1
+    )
 
 
 def new_epoch() -> str:

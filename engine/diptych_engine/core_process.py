@@ -70,10 +70,12 @@ def build_core(config: EngineConfig) -> EngineCore:
             "block_size": config.block_size,
             "dtype": runner.dtype_name,
             "layout": "block-major/1",
+            "revision": config.revision,
         },
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),
         kv_transfer=config.kv_transfer is not None,
+        revision=config.revision,
     )
     scheduler = Scheduler(
         BlockPool(runner.num_blocks),

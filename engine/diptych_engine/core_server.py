@@ -10,6 +10,7 @@ an aborted request says nothing more.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 
@@ -54,7 +55,10 @@ class CoreServer:
             self._poller.register(socket, zmq.POLLIN)
         if core.connector is not None:
             self._poller.register(core.connector.wake_fd, zmq.POLLIN)
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller.register(self._stop_fd, zmq.POLLIN)
         self._clients: set[bytes] = set()
+        self._told_draining: set[bytes] = set()
         self._stopping = False
         self._stats_due = 0.0
 
@@ -76,6 +80,7 @@ class CoreServer:
     def stop(self) -> None:
         """Leave the loop before its next step. Safe from a signal handler."""
         self._stopping = True
+        os.eventfd_write(self._stop_fd, 1)  # a signal alone does not end ZMQ's poll
 
     def run(self) -> None:
         """Serve until `stop`. Whatever goes wrong, every client is told that the core is gone."""
@@ -102,6 +107,8 @@ class CoreServer:
                 # Everything waits for blocks that only the hinge or an abort can free.
                 self._receive(IDLE_WAIT_MS)
         self._send_outputs()
+        if core.draining:
+            self._tell_draining()
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -159,6 +166,13 @@ class CoreServer:
         stats = self._stats_if_due(bool(outputs))
         for client, made in outputs.items():
             self._send(client, EngineCoreOutputs(outputs=made, scheduler_stats=stats))
+
+    def _tell_draining(self) -> None:
+        """Tell every client once, whether or not it has requests here."""
+        untold = self._clients - self._told_draining
+        self._told_draining |= untold
+        for client in untold:
+            self._send(client, EngineCoreOutputs(scheduler_stats=self._core.stats()))
 
     def _stats_if_due(self, talking: bool) -> SchedulerStats | None:
         now = time.monotonic()

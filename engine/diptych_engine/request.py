@@ -60,6 +60,8 @@ class Request:
     """Append-only while the request holds blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hash of every full block of `token_ids`, extended as it grows."""
+    expected_hit: int = 0
+    """While it waits: leading blocks that were remembered when somebody last asked."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

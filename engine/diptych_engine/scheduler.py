@@ -25,6 +25,10 @@ from diptych_engine.request import (
 )
 from diptych_protocol import FinishReason, KVTransferParams, LogprobsLists, SchedulerStats
 
+HASH_BUDGET_TOKENS = 1 << 15
+"""Tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds at most."""
+_QUEUED = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+
 
 @dataclass(slots=True, frozen=True)
 class LoadOrder:
@@ -67,8 +71,9 @@ class Scheduler:
     waiting: deque[Request] = field(default_factory=deque)
     loading: dict[str, Request] = field(default_factory=dict)
     """Requests whose blocks the hinge writes to, cancelled ones included."""
-    leased: dict[str, list[int]] = field(default_factory=dict)
-    """Blocks of finished prefills, pinned until their lease has ended; by request id."""
+    leased: list[list[int]] = field(default_factory=list)
+    """Blocks of finished requests, pinned until their lease has ended; one list a lease. Two leases
+    may come from requests of one name: a router that tries again keeps it."""
     load_orders: list[LoadOrder] = field(default_factory=list)
     """Loads to start; the core takes them."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
@@ -108,15 +113,17 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def lease_blocks(self, request: Request) -> list[int]:
-        """Pin the blocks of a prefill that is about to finish, beyond its end."""
+        """Pin the blocks of a request that is about to finish, beyond its end."""
         blocks = request.block_ids[: self._blocks_for(request.num_computed_tokens)]
         self.pool.take(blocks)
-        self.leased[request.request_id] = blocks
+        self.leased.append(blocks)
         return blocks
 
-    def lease_ended(self, request_id: str) -> None:
-        """The peer is done with a finished prefill's blocks, or lost its right to them."""
-        self.pool.release(self.leased.pop(request_id, []))
+    def lease_ended(self, block_ids: list[int]) -> None:
+        """The peer is done with leased blocks, or lost its right to them; others are ignored."""
+        if block_ids in self.leased:
+            self.leased.remove(block_ids)
+            self.pool.release(block_ids)
 
     def load_ended(self, request_id: str, *, ok: bool) -> Request | None:
         """The hinge no longer touches a request's blocks.
@@ -297,10 +304,13 @@ class Scheduler:
         """Remembered blocks of the request's tokens; always leaves at least one to compute."""
         if not self.enable_prefix_caching:
             return []
+        return self.pool.match(self._lookup_hashes(request))
+
+    def _lookup_hashes(self, request: Request) -> list[bytes]:
         extend_block_hashes(
             request.block_hashes, request.token_ids, self.block_size, request.cache_salt
         )
-        return self.pool.match(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
+        return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
 
     def _count_lookup(self, request: Request, num_hit_blocks: int) -> None:
         if self.enable_prefix_caching and not request.block_ids:
@@ -345,10 +355,31 @@ class Scheduler:
         stats.num_waiting_for_remote_kv = len(self.loading)
         stats.blocks_total = self.pool.num_blocks
         stats.blocks_free = self.pool.num_free
-        stats.queued_prompt_tokens = sum(
-            max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self.requests.values()
-        )
+        stats.queued_prompt_tokens = self._queued_prompt_tokens()
         return stats
+
+    def _queued_prompt_tokens(self) -> int:
+        """Prompt tokens that steps have yet to compute: not here, not remembered, not on their way.
+
+        A snapshot costs two looks into the pool per waiting request, plus the hashing of new ones,
+        which admission needs too. What exceeds the budget counts in full until the next snapshot.
+        """
+        budget = HASH_BUDGET_TOKENS
+        total = 0
+        for request in self.requests.values():
+            covered = request.num_computed_tokens
+            params = request.kv_transfer
+            if params is not None and params.do_remote_prefill:
+                covered = params.remote_num_tokens or 0
+            elif covered == 0 and request.status in _QUEUED and self.enable_prefix_caching:
+                unhashed = request.num_tokens - len(request.block_hashes) * self.block_size
+                if unhashed < self.block_size or budget > 0:
+                    budget -= unhashed
+                    hashes = self._lookup_hashes(request)
+                    request.expected_hit = self.pool.match_length(hashes, request.expected_hit)
+                    covered = request.expected_hit * self.block_size
+            total += max(0, request.num_prompt_tokens - covered)
+        return total
 
 
 def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:

@@ -172,7 +172,9 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _Engine], ...] = (
     ("kv_cache_blocks", "KV blocks of the engine.", lambda s: s.blocks_total),
     ("kv_cache_blocks_free", "KV blocks that no request and no lease holds.",
      lambda s: s.blocks_free),
-    ("queued_prompt_tokens", "Prompt tokens not computed yet.", lambda s: s.queued_prompt_tokens),
+    ("queued_prompt_tokens", "Prompt tokens that steps have yet to compute.",
+     lambda s: s.queued_prompt_tokens),
+    ("engine_draining", "1 while the engine is about to leave.", lambda s: s.draining),
 )  # fmt: skip
 
 _ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (

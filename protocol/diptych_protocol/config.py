@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from diptych_protocol.errors import InvalidRequestError
@@ -55,6 +57,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Seeds dummy weights and requests that bring no seed."""
     kv_transfer: KVTransferConfig | None = None
     """None: this engine takes no part in hand-offs."""
+    revision: str = ""
+    """Names the deployment's revision; engines exchange KV only within one."""
+    drain_seconds: float = 30.0
+    """After SIGTERM, how long requests and leases may take to end or move elsewhere."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
@@ -72,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
              "at least max_num_seqs"),
             ("max_num_waiting", self.max_num_waiting >= 1, "at least 1"),
             ("num_threads", self.num_threads is None or self.num_threads >= 1, "at least 1"),
+            ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
         ):  # fmt: skip
             if not ok:
                 raise InvalidRequestError(
@@ -91,6 +98,28 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Where the tokenizer is found; the same text as `EngineConfig.model`."""
     served_name: str = ""
     """The name clients use; empty means the last part of `model`."""
+    verify: Literal["required", "warn", "off"] = "required"
+    """Before an engine gets requests, a canary crosses the hinge through it: `required` keeps an
+    engine out until that worked, `warn` only reports, `off` sends none."""
+    hold_seconds: float = 30.0
+    """How long a request waits for a pool that is empty before it is refused."""
+    max_held: int = 512
+    """More waiting requests than this are refused at once."""
+    drain_seconds: float = 30.0
+    """After SIGTERM, how long answers under way may take."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
+        for field, ok, wanted in (
+            ("model", bool(self.model), "set"),
+            ("hold_seconds", 0 <= self.hold_seconds <= 86400, "between 0 and 86400"),
+            ("max_held", self.max_held >= 0, "at least 0"),
+            ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
+        ):
+            if not ok:
+                raise InvalidRequestError(
+                    f"{field} must be {wanted}, not {getattr(self, field)!r}", param=field
+                )
 
     @property
     def name(self) -> str:

@@ -130,7 +130,12 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Raise if the engine cannot serve."""
+        """Raise if the engine cannot serve, or should get no new requests."""
+
+    async def check_live(self) -> None:
+        """Raise if only a restart can help: busy and draining engines are alive."""
+        if self.errored:
+            raise self.dead_error
 
     @abstractmethod
     async def is_tracing_enabled(self) -> bool: ...

@@ -141,7 +141,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     blocks_free: int = 0
     """Blocks that no request and no lease holds; cached prefixes count as free."""
     queued_prompt_tokens: int = 0
-    """Prompt tokens admitted or waiting that are not computed yet."""
+    """Prompt tokens that no step has computed and no cached prefix or hand-off covers."""
     prompt_tokens_computed: int = 0
     tokens_generated: int = 0
     prefix_cache_queries: int = 0
@@ -153,6 +153,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_preemptions: int = 0
     steps: int = 0
     kv_transfer: KVTransferStats | None = None
+    draining: bool = False
+    """The engine is about to leave: no new requests, please, and take back those that can move."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -234,6 +236,8 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     max_num_seqs: int
     pid: int
     kv_transfer: bool = False
+    revision: str = ""
+    """The deployment's revision; part of `compat` too."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

@@ -155,6 +155,41 @@ def test_a_request_that_cannot_work_is_answered_with_its_reason(
     assert complaint in error
 
 
+def test_an_engine_without_a_hinge_hands_nothing_off(client: Client) -> None:
+    client.add("stays", max_tokens=300, ignore_eos=True)
+    client.receive()
+    assert client.call("hand_off", "stays") is False
+    assert client.call("hand_off", "never heard of") is False
+    assert "hand_off" in client.call("hand_off", ["not", "a", "name"])
+    assert client.read("stays")[1] is FinishReason.LENGTH
+
+
+def test_a_draining_core_tells_all_clients_at_once_and_serves_on(tmp_path: Path) -> None:
+    path = f"ipc://{tmp_path}/core"
+    process = start(path)
+    idle, busy = Client(path), Client(path)
+    assert idle.call("drain_report")["draining"] is False
+    busy.add("open", max_tokens=900, ignore_eos=True)
+    busy.receive()
+    report = busy.call("drain")
+    assert (report["draining"], report["drained"], report["num_running"]) == (True, False, 1)
+    told = idle.receive()
+    assert told.outputs == []
+    assert told.scheduler_stats is not None
+    assert told.scheduler_stats.draining
+    late = Client(path)
+    late.add("late")
+    assert late.read("late")[1] is FinishReason.LENGTH
+    busy.send(ABORT, msgspec.msgpack.encode(["open"]))
+    assert busy.read("open")[1] is FinishReason.ABORT
+    assert busy.call("drain_report")["drained"] is True
+    assert idle.socket.poll(100) == 0, "they are told once"
+    process.terminate()
+    assert process.wait(20) == 0
+    for client in (idle, busy, late):
+        client.socket.close()
+
+
 @pytest.mark.parametrize("method", ["no_such", "close", "__class__", "runner"])
 def test_only_declared_methods_can_be_called(client: Client, method: str) -> None:
     assert "no utility method" in client.call(method)

@@ -279,10 +279,76 @@ def test_leased_blocks_outlive_their_request_until_the_lease_ends() -> None:
     scheduler.finish(request, FinishReason.LENGTH)
     assert len(blocks) == 3
     assert scheduler.pool.num_free == 5
-    scheduler.lease_ended("p")
+    scheduler.lease_ended(blocks)
     assert scheduler.pool.num_free == 8
-    scheduler.lease_ended("p")  # a second report changes nothing
+    scheduler.lease_ended(blocks)  # a second report changes nothing
     scheduler.pool.check_integrity()
+
+
+def test_two_leases_of_one_name_give_back_their_own_blocks() -> None:
+    """A router that tries again keeps the request's name."""
+    scheduler, runner = make_scheduler(8, cache=False), ToyRunner()
+    leased = []
+    for _ in range(2):
+        request = make_request("p", list(range(10)), 1)
+        scheduler.add(request)
+        plan = scheduler.schedule()
+        while not scheduler.update(plan, runner.execute(plan)):
+            plan = scheduler.schedule()
+        leased.append(scheduler.lease_blocks(request))
+        scheduler.finish(request, FinishReason.LENGTH)
+    assert scheduler.pool.num_free == 2
+    scheduler.lease_ended(leased[0])
+    assert scheduler.pool.num_free == 5
+    assert set(scheduler.pool.allocate(5)).isdisjoint(leased[1])
+    assert scheduler.leased == [leased[1]]
+
+
+PROMPT = list(range(20))
+REMOTE = KVTransferParams(do_remote_prefill=True, remote_num_tokens=20, remote_block_ids=[[0] * 5])
+
+
+@pytest.mark.parametrize(
+    ("before", "queued", "cache", "expected_tokens"),
+    [
+        ([], [{}], True, 20),
+        ([], [{}, {}], True, 40),
+        ([PROMPT], [{}], True, 4),  # the last block is always computed
+        ([PROMPT], [{}, {}], True, 8),
+        ([PROMPT], [{}], False, 20),
+        ([PROMPT[:10]], [{}], True, 12),
+        ([PROMPT], [{"cache_salt": "other"}], True, 20),
+        ([], [{"kv_transfer": REMOTE}], True, 0),
+    ],
+)
+def test_queued_prompt_tokens_are_those_that_steps_must_compute(
+    before: list[list[int]], queued: list[dict[str, object]], cache: bool, expected_tokens: int
+) -> None:
+    scheduler = make_scheduler(32, cache=cache)
+    for prompt in before:
+        scheduler.add(make_request("before", prompt, 1))
+        run(scheduler, ToyRunner())
+    for index, how in enumerate(queued):
+        scheduler.add(make_request(str(index), PROMPT, 1, **how))
+    assert scheduler.snapshot().queued_prompt_tokens == expected_tokens
+    assert scheduler.snapshot().queued_prompt_tokens == expected_tokens
+
+
+def test_queued_prompt_tokens_follow_what_is_remembered_and_forgotten() -> None:
+    scheduler, runner = make_scheduler(10, budget=8), ToyRunner()
+    scheduler.add(make_request("first", PROMPT, 1))
+    scheduler.add(make_request("second", PROMPT, 1))
+    seen = []
+    for _ in range(2):
+        plan = scheduler.schedule()
+        scheduler.update(plan, runner.execute(plan))
+        seen.append(scheduler.snapshot().queued_prompt_tokens)
+    assert seen == [12 + 12, 4 + 4], "what the first computes the second need not"
+    run(scheduler, runner)
+    scheduler.add(make_request("late", PROMPT, 1))
+    assert scheduler.snapshot().queued_prompt_tokens == 4
+    scheduler.pool.release(scheduler.pool.allocate(10))  # somebody else needed every block
+    assert scheduler.snapshot().queued_prompt_tokens == 20
 
 
 @pytest.mark.parametrize(

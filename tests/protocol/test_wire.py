@@ -18,6 +18,7 @@ from diptych_protocol import (
     FinishReason,
     LogprobsLists,
     SamplingParams,
+    SchedulerStats,
     UtilityOutput,
     wire,
 )
@@ -71,6 +72,8 @@ def test_the_contract_s_fields_come_first_and_in_order(struct: Any, fields: str)
         ),
         (EngineCoreOutputs(timestamp=1.5), "99 00 90 c0 cb3ff8000000000000 c0c0c0c0c0"),
         (UtilityOutput(3, "no"), "9303a26e6fc0"),
+        (SchedulerStats(steps=7), "9f" + "00" * 12 + "07 c0 c2"),
+        (SchedulerStats(draining=True), "9f" + "00" * 13 + "c0 c3"),
         (["a", "b"], "92a161a162"),
     ],
 )

@@ -68,6 +68,7 @@ def build_app(
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
             Route("/health", probes.health),
+            Route("/live", probes.live),
             Route("/ping", probes.health, methods=["GET", "POST"]),
             Route("/metrics", probes.metrics),
             Route("/version", probes.version),
@@ -98,10 +99,17 @@ class Probes:
         self._refresh_stats = refresh_stats
 
     async def health(self, request: Request) -> Response:
-        """200, or 503 with the reason."""
+        """Readiness: 200, or 503 with the reason."""
+        return await self._answer(self._engine.check_health())
+
+    async def live(self, request: Request) -> Response:
+        """Liveness: 200, or 503 with the reason to restart the pod."""
+        return await self._answer(self._engine.check_live())
+
+    async def _answer(self, check: Awaitable[None]) -> Response:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                await self._engine.check_health()
+                await check
         except TimeoutError:
             reason = f"the engine did not answer its health check in {HEALTH_TIMEOUT_S:g} s"
             return _json(Health("unhealthy", reason), 503)

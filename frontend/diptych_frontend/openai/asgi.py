@@ -32,7 +32,7 @@ WRITE_TIMEOUT_S = 60.0
 BODY_TIMEOUT_S = 30.0
 """A request's body must arrive within this time."""
 EXCHANGE_KEY = "diptych.exchange"
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
 """Served without the API key: probes and scrapers have none."""
 
 AccessLogStyle = Literal["off", "plain", "json"]

@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,9 +21,14 @@ KEEP_ALIVE_S = 75
 close, and no request races with a close of ours."""
 CANCEL_TIMEOUT_S = 5.0
 """How long requests may take to end after the drain timeout cancelled them."""
+DRAIN_TIMEOUT_S = 30.0
+LAST_WORDS_S = 0.2
+"""Answers have at least this long once connections are refused, however long the drain took."""
 
 OnReady = Callable[[str, int], None]
 """Called with the bound host and port once connections are accepted."""
+Drain = Callable[[], Awaitable[None]]
+"""Called at the first signal; returns when nothing is left to do."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -48,63 +55,120 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An app, and the listening socket that it is served on."""
+
+    app: ASGIApp
+    listener: socket.socket
+
+
 async def serve_http(
     app: ASGIApp,
     host: str,
     port: int,
     *,
-    drain_timeout_s: float = 30.0,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     on_ready: OnReady | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or cancellation; see `listen` and `serve_on`."""
-    await serve_on(app, listen(host, port), drain_timeout_s=drain_timeout_s, on_ready=on_ready)
+    """Serve until SIGTERM, SIGINT or cancellation; see `listen` and `serve_sites`."""
+    site = Site(app, listen(host, port))
+    await serve_sites(site, drain_timeout_s=drain_timeout_s, on_ready=on_ready)
 
 
-async def serve_on(
-    app: ASGIApp,
-    listener: socket.socket,
-    *,
-    drain_timeout_s: float = 30.0,
+async def serve_sites(
+    *sites: Site,
+    drain: Drain | None = None,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     on_ready: OnReady | None = None,
 ) -> None:
-    """Serve on a listening socket until SIGTERM, SIGINT or cancellation, then drain.
+    """Serve until SIGTERM, SIGINT or cancellation, then leave.
 
-    Draining: no new connections; answers under way may finish for `drain_timeout_s`; what is left
-    is then cancelled, which tells each client that the server shuts down. A second signal skips
-    the wait. Signals are only handled in the main thread.
+    Leaving: all sites are served as before until `drain` returns; then there are no new
+    connections, and answers under way may finish. `drain_timeout_s` is for both together; what is
+    left is then cancelled, which tells each client that the server shuts down. A second signal
+    skips the wait. Signals are only handled in the main thread; cancellation skips `drain`.
+
+    Args:
+        drain: empties the server. It is cancelled when time is over; what it raises ends the
+            serving, and is raised from here.
+        on_ready: called with the address of the first site.
     """
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        # uvicorn's own type is whole seconds, but it only hands this on to asyncio.wait_for.
-        timeout_graceful_shutdown=drain_timeout_s,  # type: ignore[arg-type]
-    )
-    server = _Server(config, on_ready)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    servers = [
+        _Server(site, drain_timeout_s, on_ready if site is sites[0] else None) for site in sites
+    ]
+    serving = [asyncio.create_task(server.serve(sockets=[server.listener])) for server in servers]
+    leaving: asyncio.Task[None] | None = None
     try:
-        with _exit_on_signals(server):
-            await asyncio.shield(serving)
-    except asyncio.CancelledError:
-        server.should_exit = True
-        await asyncio.wait((serving,))
-        raise
+        with _signals() as signals:
+            leaving = asyncio.create_task(_leave(servers, signals, drain, drain_timeout_s))
+            await asyncio.wait((*serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                leaving.result()
+            await asyncio.wait(serving)
     finally:
-        await server.end_requests()
-        listener.close()
+        if leaving is not None:
+            leaving.cancel()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.wait(serving)
+        for server in servers:
+            await server.end_requests()
+            server.listener.close()
+    for task in serving:
+        task.result()
+
+
+async def _leave(
+    servers: Sequence[_Server], signals: asyncio.Queue[None], drain: Drain | None, timeout_s: float
+) -> None:
+    """The way out, from the first signal on. Returns when there is no time left."""
+    await signals.get()
+    deadline = time.monotonic() + timeout_s
+    hurry = asyncio.create_task(signals.get())
+    try:
+        if drain is not None:
+            await _bounded(drain, hurry, timeout_s)
+        for server in servers:
+            server.leave(within_s=max(LAST_WORDS_S, deadline - time.monotonic()))
+        await hurry
+        for server in servers:
+            server.force_exit = True
+    finally:
+        hurry.cancel()
+
+
+async def _bounded(drain: Drain, hurry: asyncio.Task[None], timeout_s: float) -> None:
+    draining = asyncio.ensure_future(drain())
+    try:
+        await asyncio.wait(
+            (draining, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if draining.done():
+            draining.result()
+    finally:
+        draining.cancel()
 
 
 class _Server(uvicorn.Server):
     """uvicorn that says when it is ready, and leaves signals to us (it would raise them again)."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: OnReady | None) -> None:
+    def __init__(self, site: Site, drain_timeout_s: float, on_ready: OnReady | None) -> None:
+        config = uvicorn.Config(
+            site.app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            # uvicorn's own type is whole seconds, but it only hands this on to asyncio.wait_for.
+            timeout_graceful_shutdown=drain_timeout_s,  # type: ignore[arg-type]
+        )
         super().__init__(config)
+        self.listener = site.listener
         self._on_ready = on_ready
 
     @contextlib.contextmanager
@@ -117,8 +181,9 @@ class _Server(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(host, port)
 
-    def request_exit(self) -> None:
-        self.force_exit = self.should_exit
+    def leave(self, within_s: float) -> None:
+        """Take no more connections, and give the answers under way this long."""
+        self.config.timeout_graceful_shutdown = within_s  # type: ignore[assignment]
         self.should_exit = True
 
     async def end_requests(self) -> None:
@@ -131,16 +196,18 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _exit_on_signals(server: _Server) -> Iterator[None]:
+def _signals() -> Iterator[asyncio.Queue[None]]:
+    """Every SIGTERM and SIGINT, in the main thread; in others none."""
+    arrived: asyncio.Queue[None] = asyncio.Queue()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield arrived
         return
     loop = asyncio.get_running_loop()
     handled = (signal.SIGTERM, signal.SIGINT)
     for number in handled:
-        loop.add_signal_handler(number, server.request_exit)
+        loop.add_signal_handler(number, arrived.put_nowait, None)
     try:
-        yield
+        yield arrived
     finally:
         for number in handled:
             loop.remove_signal_handler(number)

@@ -275,7 +275,7 @@ async def test_large_prompts_are_tokenised_beside_the_event_loop(
 
 
 async def test_probes_tell_the_state_of_the_engine(http: httpx.AsyncClient, engine: Any) -> None:
-    for path in ("/health", "/ping"):
+    for path in ("/health", "/live", "/ping"):
         assert (await http.get(path)).json() == {"status": "ok"}
     engine.illness = EngineDeadError("the core was killed by signal 9")
     sick = await http.get("/health")
@@ -283,6 +283,7 @@ async def test_probes_tell_the_state_of_the_engine(http: httpx.AsyncClient, engi
     assert sick.json() == {"status": "unhealthy", "reason": "the core was killed by signal 9"}
     assert (await http.get("/version")).json()["version"]
     assert (await http.head("/health")).content == b""
+    assert (await http.get("/live")).status_code == 200, "being unhealthy is no reason to restart"
 
 
 async def test_access_logs_carry_the_request_id(

@@ -268,7 +268,7 @@ async def test_the_api_key_guards_all_but_probes(engine: Any, serve: Any) -> Non
                 assert answer.json()["error"]["code"] == "invalid_api_key"
             refused = await http.post(CHAT, json=body(CHAT), headers=wrong)
             assert refused.status_code == 401
-        for path in ("/health", "/ping", "/metrics", "/version"):
+        for path in ("/health", "/live", "/ping", "/metrics", "/version"):
             assert (await http.get(path)).status_code == 200
         right = {"authorization": "Bearer sesame"}
         assert (await http.post(CHAT, json=body(CHAT), headers=right)).status_code == 200

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych_frontend.openai import build_app, listen, serve_http
+from diptych_frontend.openai import Site, build_app, listen, serve_http, serve_sites
 
 BODY = {"model": "echo", "prompt": "abc", "max_tokens": 10**9}
 
@@ -112,6 +112,38 @@ async def test_what_outlasts_the_drain_is_told_so(engine: Any, how: str) -> None
     assert len(engine.left_early) == 2
     await asyncio.sleep(0)
     assert asyncio.all_tasks() - before == set()
+
+
+@pytest.mark.parametrize("how", ["drained", "drain timeout", "second signal", "failed"])
+async def test_everything_is_served_until_the_server_is_drained(engine: Any, how: str) -> None:
+    begun, drained = asyncio.Event(), asyncio.Event()
+
+    async def drain() -> None:
+        begun.set()
+        await drained.wait()
+        if how == "failed":
+            raise RuntimeError("cannot drain")
+
+    listeners = [listen("127.0.0.1", 0) for _ in range(2)]
+    urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    sites = [Site(build_app(engine), listener) for listener in listeners]
+    patience = 0.3 if how == "drain timeout" else 60
+    serving = asyncio.create_task(serve_sites(*sites, drain=drain, drain_timeout_s=patience))
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{urls[0]}/health")).status_code == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(begun.wait(), 5)
+        for url in urls:
+            assert (await http.get(f"{url}/health")).status_code == 200
+    if how == "second signal":
+        os.kill(os.getpid(), signal.SIGINT)
+    elif how != "drain timeout":
+        drained.set()
+    await asyncio.wait((serving,), timeout=5)
+    assert serving.done()
+    assert str(serving.exception()) == ("cannot drain" if how == "failed" else "None")
+    for url in urls:
+        await asyncio.wait_for(closed(url), 5)
 
 
 async def test_the_same_port_serves_again_at_once(engine: Any) -> None:

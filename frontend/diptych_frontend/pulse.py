@@ -1,0 +1,34 @@
+"""Tells a busy engine core from one that hangs. Pure: time is passed in.
+
+A core answers between two steps, so one in a long step is as silent as one that hangs: only time
+tells them apart. Time counts from the first question that brought no proof of progress, so nobody
+is judged by a silence in which nobody asked.
+"""
+
+from __future__ import annotations
+
+from diptych_protocol import SchedulerStats
+
+
+class Pulse:
+    """What is known of one core's progress."""
+
+    def __init__(self) -> None:
+        self._steps = -1
+        self._doubted_since: float | None = None
+
+    def asked(self, now: float) -> None:
+        """A question was put to the core."""
+        if self._doubted_since is None:
+            self._doubted_since = now
+
+    def heard(self, stats: SchedulerStats) -> None:
+        """The core spoke. It is well if it has nothing to do, or has made steps."""
+        has_work = stats.num_running + stats.num_waiting > 0
+        if not has_work or stats.steps != self._steps:
+            self._doubted_since = None
+        self._steps = stats.steps
+
+    def doubtful_s(self, now: float) -> float:
+        """For how many seconds there has been no proof of progress."""
+        return 0.0 if self._doubted_since is None else now - self._doubted_since

@@ -1,0 +1,455 @@
+"""Engines leave without anybody noticing: real programs and cores, signals, leases, hand-offs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+from service_kit import engine_config, free_port, generate, start_engine
+
+from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client import CoreClient
+from diptych_frontend.curve import read_keys
+from diptych_frontend.openai.app import build_app
+from diptych_protocol import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    KVTransferConfig,
+    SamplingParams,
+    SchedulerStats,
+)
+
+SLOW = "dummy://?num_hidden_layers=8&hidden_size=256&intermediate_size=1024"
+"""A few milliseconds a token."""
+HEAVY = (
+    "dummy://?num_hidden_layers=4&hidden_size=512&intermediate_size=2048"
+    "&max_position_embeddings=4096"
+)
+"""More than half a second for a step of 1500 tokens."""
+STALL_LIMIT_S = 4.5
+"""Longer than a step on a busy machine; shorter than the silence after which ZMQ drops a peer."""
+TOKEN = "the operator's token"
+Json = dict[str, Any]
+
+
+class Pod:
+    """The engine pod's program, and clients of all its ports."""
+
+    def __init__(self, folder: Path, keys_dir: Path, **changes: Any) -> None:
+        config = engine_config("pod-0", SLOW, num_blocks=512, **changes)
+        (folder / "engine.json").write_bytes(msgspec.json.encode(config))
+        self.http_port, self.core_port, kv_port, admin_port = (free_port() for _ in range(4))
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "diptych_engine", "--config", str(folder / "engine.json")),
+                *("--port", str(self.http_port), "--core-port", str(self.core_port)),
+                *("--kv-port", str(kv_port), "--admin-port", str(admin_port)),
+                *("--keys", str(keys_dir)),
+            ]
+        )
+        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http_port}", timeout=30)
+        self.admin = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{admin_port}",
+            timeout=30,
+            headers={"authorization": f"Bearer {TOKEN}"},
+        )
+        self.router = Core(f"127.0.0.1:{self.core_port}", keys_dir)
+
+    async def status(self, path: str) -> int:
+        with contextlib.suppress(httpx.TransportError):
+            return (await self.http.get(path)).status_code
+        return 0
+
+    async def complete(self, **body: Any) -> Json:
+        wanted = {"model": "smollm2", "prompt": [5] * 40, "ignore_eos": True, **body}
+        answer = await self.http.post("/v1/completions", json=wanted)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    @contextlib.asynccontextmanager
+    async def stream(self, max_tokens: int) -> AsyncIterator[AsyncIterator[str]]:
+        """The events of an answer that has begun."""
+        body = {"model": "smollm2", "prompt": [5] * 40, "ignore_eos": True, "stream": True}
+        async with self.http.stream(
+            "POST", "/v1/completions", json={**body, "max_tokens": max_tokens}
+        ) as answer:
+            events = answer.aiter_lines()
+            await anext(events)
+            yield events
+
+    async def state(self) -> Json:
+        return dict((await self.admin.get("/admin/state")).json())
+
+    async def exit_code(self, within_s: float) -> int:
+        return await asyncio.wait_for(asyncio.to_thread(self.process.wait), within_s)
+
+    async def close(self) -> None:
+        self.router.client.close()
+        await self.http.aclose()
+        await self.admin.aclose()
+        self.process.kill()
+        self.process.wait()
+
+
+class Core:
+    """A router's connection to a core: what it is told, and the outputs of each request."""
+
+    def __init__(self, target: str, keys_dir: Path) -> None:
+        self.told: list[SchedulerStats] = []
+        self.tokens: defaultdict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, tuple[FinishReason, Json | None]] = {}
+        self.client = CoreClient(
+            f"tcp://{target}",
+            read_keys(keys_dir),
+            on_outputs=self._on_outputs,
+            on_lost=lambda cause: None,
+        )
+
+    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        if message.scheduler_stats is not None:
+            self.told.append(message.scheduler_stats)
+        for output in message.outputs:
+            assert output.error is None
+            assert output.request_id not in self.ends, "the last output is the last"
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = (output.finish_reason, output.kv_transfer_params)
+
+    def add(
+        self, name: str, prompt: list[int], generated: list[int], lease: Json | None, **params: Any
+    ) -> None:
+        extra = None if lease is None else {"kv_transfer_params": lease}
+        sampling = SamplingParams(
+            **{"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **params}, extra_args=extra
+        )
+        self.client.add(
+            EngineCoreRequest(
+                name, prompt, None, sampling, None, None, time.time(), None, None, None,
+                generated_token_ids=generated or None,
+            )
+        )  # fmt: skip
+
+    async def end_of(self, name: str, eventually: Any) -> tuple[FinishReason, Json | None]:
+        end: tuple[FinishReason, Json | None] = await eventually(lambda: self.ends.get(name))
+        return end
+
+
+StartPod = Callable[..., Any]
+
+
+@pytest.fixture
+async def start_pod(
+    tmp_path: Path, keys_dir: Path, eventually: Any
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await start_pod(**config)`: a pod that is ready, and known to one router."""
+    (keys_dir / "admin-token").write_text(TOKEN)
+    pods: list[Pod] = []
+
+    async def start(**changes: Any) -> Pod:
+        pods.append(Pod(tmp_path, keys_dir, **changes))
+        await eventually(lambda: pods[-1].status("/health"), timeout_s=60)
+        await pods[-1].router.client.describe()
+        return pods[-1]
+
+    yield start
+    for pod in pods:
+        await pod.close()
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+async def test_an_idle_engine_leaves_at_once(start_pod: StartPod) -> None:
+    pod = await start_pod()
+    started = time.monotonic()
+    pod.process.terminate()
+    assert await pod.exit_code(10) == 0
+    assert time.monotonic() - started < 3.0
+    assert pod.router.told[-1].draining
+
+
+async def test_a_stream_under_way_ends_complete(start_pod: StartPod, eventually: Any) -> None:
+    pod = await start_pod()
+    async with pod.stream(max_tokens=800) as events:
+        pod.process.terminate()
+        await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
+        sick = await pod.http.get("/health")
+        assert (sick.status_code, sick.json()["reason"]) == (503, "draining")
+        assert await pod.status("/live") == 200
+        late = await pod.complete(max_tokens=3)
+        assert late["usage"]["completion_tokens"] == 3, "nothing that arrives is refused"
+        state = await pod.state()
+        assert (state["draining"], state["drained"], state["num_running"]) == (True, False, 1)
+        lines = [line async for line in events if line]
+    assert lines[-1] == "data: [DONE]"
+    assert msgspec.json.decode(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert await pod.exit_code(3) == 0
+
+
+async def test_prefill_waits_for_the_reader_of_its_lease(
+    start_pod: StartPod, eventually: Any
+) -> None:
+    pod = await start_pod(kv_transfer=KVTransferConfig(lease_seconds=60))
+    prefilled = await pod.complete(max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    params = prefilled["kv_transfer_params"]
+    assert (await pod.state())["leases_held"] == 1
+    pod.process.terminate()
+    await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
+    with pytest.raises(TimeoutError):
+        await pod.exit_code(1.0)
+    state = await pod.state()
+    assert (state["num_running"], state["leases_held"], state["drained"]) == (0, 1, False)
+    await pod.router.client.call("reject_kv_transfer", "r", params)
+    assert await pod.exit_code(3) == 0
+
+
+async def test_time_runs_out_for_a_stream_that_never_ends(start_pod: StartPod) -> None:
+    pod = await start_pod(drain_seconds=0.7)
+    started = time.monotonic()
+    async with pod.stream(max_tokens=7000) as events:
+        pod.process.terminate()
+        lines = [line async for line in events if line]
+    assert "shutting_down" in lines[-1]
+    assert await pod.exit_code(5) == 0
+    assert 0.7 <= time.monotonic() - started < 6
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_does_not_wait(start_pod: StartPod, second: signal.Signals) -> None:
+    pod = await start_pod(drain_seconds=600)
+    async with pod.stream(max_tokens=7000) as events:
+        pod.process.terminate()
+        with pytest.raises(TimeoutError):
+            await pod.exit_code(0.5)
+        pod.process.send_signal(second)
+        lines = [line async for line in events if line]
+        assert "shutting_down" in lines[-1]
+    assert await pod.exit_code(3) == 0
+
+
+async def test_an_operator_drains_over_the_admin_port(
+    start_pod: StartPod, keys_dir: Path, eventually: Any
+) -> None:
+    pod = await start_pod()
+    idle = {
+        "draining": False, "drained": False, "num_running": 0, "num_waiting": 0, "leases_held": 0,
+    }  # fmt: skip
+    assert await pod.state() == idle
+    previous = keys_dir / "previous-admin-token"
+    wrong = {"authorization": "Bearer previous"}
+    for path in ("/admin/state", "/admin/drain"):
+        assert (await pod.admin.request("POST", path, headers=wrong)).status_code == 401
+    assert (await pod.http.get("/admin/state")).status_code == 404, "not on the public port"
+    previous.write_text("previous")
+    assert (await pod.admin.get("/admin/state", headers=wrong)).status_code == 200
+    previous.unlink()
+    async with pod.stream(max_tokens=800) as events:
+        impatient = await pod.admin.post("/admin/drain", params={"timeout_s": 0})
+        assert impatient.json() == {**idle, "draining": True, "num_running": 1}
+        await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
+        assert await pod.status("/health") == 503
+        answer = asyncio.create_task(pod.admin.post("/admin/drain", params={"timeout_s": 20}))
+        assert [line async for line in events if line][-1] == "data: [DONE]"
+        assert (await answer).json() == {**idle, "draining": True, "drained": True}
+    assert await pod.status("/live") == 200
+    assert pod.process.poll() is None, "it is the operator who ends the pod"
+
+
+# --- liveness -------------------------------------------------------------------------------------
+
+
+async def test_a_busy_core_is_alive_and_a_stopped_one_with_work_is_stalled(
+    keys_dir: Path, eventually: Any
+) -> None:
+    engine = await AsyncLLM.start(
+        engine_config("busy", HEAVY, max_num_batched_tokens=1500), stall_limit_s=STALL_LIMIT_S
+    )
+    app = httpx.ASGITransport(build_app(engine))
+    try:
+        async with httpx.AsyncClient(transport=app, base_url="http://engine", timeout=30) as http:
+
+            async def live() -> Json:
+                answer = await http.get("/live")
+                return {"status_code": answer.status_code, **answer.json()}
+
+            work = [
+                asyncio.create_task(generate(engine, [index] * 1500, max_tokens=1))
+                for index in range(8)
+            ]
+            asked = 0
+            while not all(task.done() for task in work):
+                assert (await live())["status_code"] == 200, "long steps are not a stall"
+                asked += 1
+            assert asked > 5
+            endless = asyncio.create_task(generate(engine, [7] * 8, max_tokens=3000))
+            await eventually(lambda: engine.stats_by_engine()["busy"].num_running == 1)
+            os.kill(engine.description.pid, signal.SIGSTOP)
+            stopped = time.monotonic()
+            try:
+                assert (await live())["status_code"] == 200, "not at once"
+                reason = await eventually(lambda: _reason_if_sick(live), timeout_s=8.0)
+                waited = time.monotonic() - stopped
+            finally:
+                os.kill(engine.description.pid, signal.SIGCONT)
+            assert "stalled" in reason
+            assert waited > STALL_LIMIT_S
+            await eventually(lambda: _is_well(live))
+            assert (await http.get("/health")).status_code == 200
+            endless.cancel()
+            await asyncio.gather(endless, return_exceptions=True)
+    finally:
+        engine.shutdown()
+
+
+async def _reason_if_sick(live: Callable[[], Any]) -> str:
+    answer = await live()
+    return "" if answer["status_code"] == 200 else str(answer["reason"])
+
+
+async def _is_well(live: Callable[[], Any]) -> bool:
+    return bool((await live())["status_code"] == 200)
+
+
+async def test_a_dead_core_is_not_alive(eventually: Any) -> None:
+    engine = await AsyncLLM.start(engine_config("dead", "dummy://"))
+    app = httpx.ASGITransport(build_app(engine))
+    async with httpx.AsyncClient(transport=app, base_url="http://engine") as http:
+        assert (await http.get("/live")).status_code == 200
+        os.kill(engine.description.pid, signal.SIGKILL)
+        await eventually(lambda: engine.errored)
+        answer = await http.get("/live")
+        assert answer.status_code == 503
+        assert "killed by signal 9" in answer.json()["reason"]
+    engine.shutdown()
+
+
+# --- hand-off between decode engines --------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cores(smollm2: str, keys_dir: Path) -> AsyncIterator[tuple[Core, Core]]:
+    """Two engines of one revision with the real model, as a router is connected to them."""
+    engines = await asyncio.gather(
+        *(start_engine(engine_config(f"decode-{i}", smollm2), keys_dir) for i in range(2))
+    )
+    first, second = (Core(endpoint, keys_dir) for _, endpoint in engines)
+    try:
+        for core in (first, second):
+            await core.client.describe()
+        yield first, second
+    finally:
+        for core in (first, second):
+            core.client.close()
+        for engine, _ in engines:
+            engine.shutdown()
+
+
+PROMPT = [int(token) for token in b"An engine that leaves hands over what it has computed so far."]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+        {"temperature": 1.2, "seed": 1, "top_k": 20, "frequency_penalty": 0.5},
+    ],
+    ids=["greedy", "seeded top-p", "seeded top-k with penalty"],
+)
+@pytest.mark.parametrize("cuts", [[1], [2, 3, 17]], ids=str)
+async def test_a_request_that_moves_generates_what_it_would_have(
+    cores: tuple[Core, Core], params: Json, cuts: list[int], eventually: Any
+) -> None:
+    """From engine to engine and back, each time after some more tokens."""
+    name = f"{params}{cuts}"
+    cores[0].add(f"undisturbed {name}", PROMPT, [], None, **params)
+    await cores[0].end_of(f"undisturbed {name}", eventually)
+    expected = cores[0].tokens[f"undisturbed {name}"]
+    assert len(expected) == 32
+
+    tokens: list[int] = []
+    lease = None
+    for move, cut in enumerate(cuts):
+        here = cores[move % 2]
+        part = f"{name} part {move}"
+        here.add(part, PROMPT, tokens, lease, **params)
+        await eventually(lambda: len(tokens) + len(here.tokens[part]) >= cut)  # noqa: B023
+        assert await here.client.call("hand_off", part) is True
+        reason, lease = await here.end_of(part, eventually)
+        assert reason is FinishReason.ABORT
+        assert lease is not None
+        tokens += here.tokens[part]
+        assert lease["first_token_ids"] == tokens[-1:]
+        assert lease["remote_num_tokens"] == len(PROMPT) + len(tokens) - 1
+        assert await here.client.call("hand_off", part) is False, "it is not here any more"
+    last = cores[len(cuts) % 2]
+    before = await last.client.fetch_stats()
+    last.add(name, PROMPT, tokens, lease, **params)
+    assert (await last.end_of(name, eventually))[0] is FinishReason.LENGTH
+    after = await last.client.fetch_stats()
+    assert tokens + last.tokens[name] == expected
+    assert after.prompt_tokens_computed == before.prompt_tokens_computed
+    await eventually(lambda: nothing_is_held(cores))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_is_not_decoding_stays(
+    cores: tuple[Core, Core], eventually: Any
+) -> None:
+    core = cores[0]
+    long = [token % 500 for token in range(1800)]  # several steps of prefill
+    core.add("prefilling", long, [], None, max_tokens=2)
+    assert await core.client.call("hand_off", "prefilling") is False
+    core.add("remote", PROMPT, [], {"do_remote_decode": True}, max_tokens=1)
+    assert await core.client.call("hand_off", "remote") is False
+    assert await core.end_of("prefilling", eventually) == (FinishReason.LENGTH, None)
+    assert len(core.tokens["prefilling"]) == 2
+    _, lease = await core.end_of("remote", eventually)
+    assert lease is not None
+    await core.client.call("reject_kv_transfer", "remote", lease)
+    await eventually(lambda: nothing_is_held(cores))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_revisions_exchange_nothing(smollm2: str, keys_dir: Path, eventually: Any) -> None:
+    config = engine_config("old", "dummy://", revision="00c0ffee")
+    old, at_old = await start_engine(config, keys_dir)
+    new, _ = await start_engine(
+        msgspec.structs.replace(config, engine_id="new", revision="deadbeef"), keys_dir
+    )
+    try:
+        assert old.description.revision == "00c0ffee"
+        assert old.description.compat | {"revision": "deadbeef"} == new.description.compat
+        source = Core(at_old, keys_dir)
+        await source.client.describe()
+        source.add("moves", [1, 2, 3], [], None, max_tokens=200)
+        await eventually(lambda: source.tokens["moves"])
+        assert await source.client.call("hand_off", "moves") is True
+        _, lease = await source.end_of("moves", eventually)
+        extra = {"kv_transfer_params": lease}
+        with pytest.raises(Exception, match="hand-off failed"):
+            await generate(new, [1, 2, 3, *source.tokens["moves"]], extra_args=extra)
+        source.client.close()
+    finally:
+        old.shutdown()
+        new.shutdown()
+
+
+async def nothing_is_held(cores: tuple[Core, Core]) -> bool:
+    stats = [await core.client.fetch_stats() for core in cores]
+    return all(s.blocks_free == s.blocks_total for s in stats)
