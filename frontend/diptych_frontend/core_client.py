@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from diptych_frontend.curve import use_keys
 from diptych_protocol import (
@@ -31,10 +32,25 @@ log = logging.getLogger(__name__)
 
 UTILITY_TIMEOUT_S = 60.0
 CONNECT_POLL_S = 0.05
+CONNECT_TIMEOUT_MS = 3000
+HANDSHAKE_TIMEOUT_MS = 3000
+PATIENCE_S = 6.0
+HEARTBEATS = 4
+"""Heartbeats that a peer may miss, one after the other, before it is taken for lost."""
+
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class NotConnectedError(EngineDeadError):
     """Nobody listens at the endpoint at the moment."""
+
+
+class HandshakeFailedError(EngineDeadError):
+    """Somebody listens at the endpoint, but our key opens no connection to it."""
 
 
 class CoreClient:
@@ -52,13 +68,22 @@ class CoreClient:
         *,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_lost: Callable[[EngineDeadError], None],
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """Connect in the background.
+
+        `patience_s` is how long a connected core may give no sign of life, not even a heartbeat
+        of its ZMQ, which does not depend on how busy the core is.
+        """
         self.endpoint = endpoint
         self._on_outputs = on_outputs
         self._on_lost = on_lost
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._closed = False
+        self._connected = False
+        self._handshake_failed = False
+        """The newest attempt to connect ended in the handshake."""
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -66,13 +91,17 @@ class CoreClient:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the admission limit above us
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(patience_s * 1000 / HEARTBEATS))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000))
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
             use_keys(self._socket, keys)
-        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES
+        )
         self._socket.connect(endpoint)
         # zmq.asyncio would cost a future for each message; its descriptors are all we need of it.
         self._loop.add_reader(self._socket.fileno(), self._drain)
@@ -82,18 +111,25 @@ class CoreClient:
         self._loop.call_soon(self._drain_monitor)
 
     async def describe(self, timeout_s: float = UTILITY_TIMEOUT_S) -> EngineDescription:
-        """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`."""
+        """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`.
+
+        Raises what `call` raises, and `HandshakeFailedError` as soon as a connection ended before
+        it began: another key may do better.
+        """
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
                     raw = await self.call("describe", timeout_s=timeout_s)
                     return msgspec.convert(raw, EngineDescription)
-                except NotConnectedError:
+                except NotConnectedError as exc:
+                    if self._handshake_failed:
+                        message = f"the key does not open a connection to {self.endpoint}"
+                        raise HandshakeFailedError(message) from exc
                     await asyncio.sleep(CONNECT_POLL_S)
 
-    async def fetch_stats(self) -> SchedulerStats:
-        """The core's statistics of this moment."""
-        return msgspec.convert(await self.call("stats"), SchedulerStats)
+    async def fetch_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> SchedulerStats:
+        """The core's statistics of this moment. Raises what `call` raises."""
+        return msgspec.convert(await self.call("stats", timeout_s=timeout_s), SchedulerStats)
 
     def add(self, request: EngineCoreRequest) -> None:
         self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
@@ -182,13 +218,21 @@ class CoreClient:
             future.set_result(answer.result)
 
     def _drain_monitor(self) -> None:
-        """The only event that the monitor is asked for is the end of a connection."""
+        """Connections begin and end, or fail to begin."""
         while not self._closed:
             try:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.lost(EngineDeadError(f"the connection to the core at {self.endpoint} was lost"))
+            event = parse_monitor_message(frames)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected, self._handshake_failed = True, False
+            elif event & HANDSHAKE_FAILURES:
+                self._handshake_failed = True
+            elif self._connected:  # what never was cannot be lost
+                self._connected = False
+                reason = f"the connection to the core at {self.endpoint} was lost"
+                self.lost(EngineDeadError(reason))
 
     def lost(self, cause: EngineDeadError) -> None:
         """Fail everything that waits on this connection."""

@@ -15,6 +15,9 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from diptych_protocol import CurveKeys, InvalidRequestError
 
+PREVIOUS = "previous-"
+"""Files of the pair that a rotation replaces, as long as engines with it may run."""
+
 
 def new_keys() -> CurveKeys:
     """A fresh key pair for a service."""
@@ -24,11 +27,27 @@ def new_keys() -> CurveKeys:
 
 def read_keys(directory: Path) -> CurveKeys:
     """The pair in the files `curve-public` and `curve-secret` of a mounted Secret."""
+    return _read_pair(directory, "")
+
+
+def read_key_ring(directory: Path) -> list[CurveKeys]:
+    """The pairs that an engine of the service may have: the current one, then the previous one.
+
+    There is a previous pair (`previous-curve-public`, `previous-curve-secret`) only while a
+    rotation is under way. Raises `InvalidRequestError` if a file that must be there is not, or is
+    no key.
+    """
+    ring = [_read_pair(directory, "")]
+    if (directory / f"{PREVIOUS}curve-public").exists():
+        ring.append(_read_pair(directory, PREVIOUS))
+    return ring
+
+
+def _read_pair(directory: Path, prefix: str) -> CurveKeys:
+    names = (f"{prefix}curve-public", f"{prefix}curve-secret")
     try:
-        public, secret = (
-            (directory / name).read_text().strip() for name in ("curve-public", "curve-secret")
-        )
-    except OSError as exc:
+        public, secret = ((directory / name).read_text().strip() for name in names)
+    except (OSError, UnicodeDecodeError) as exc:
         raise InvalidRequestError(f"cannot read the CURVE keys: {exc}", param="keys") from exc
     if len(public) != 40 or len(secret) != 40:
         message = f"{directory}: a CURVE key has 40 characters of Z85"

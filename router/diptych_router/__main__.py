@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from diptych_frontend.curve import read_keys
+from diptych_frontend.admin import build_admin_app, report
+from diptych_frontend.curve import read_key_ring
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.openai.app import build_app
-from diptych_frontend.openai.server import listen, serve_on
+from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.output_processor import OutputProcessor
 from diptych_frontend.program import run_program
 from diptych_frontend.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
+from diptych_router.leaving import Leaving
 from diptych_router.pool_client import PoolClient
+from diptych_router.report import router_report
 
 
 def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolClient:
     """The client of both pools. Needs a running event loop."""
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, weights=False)
     renderer = TextRenderer(source)
     inputs = InputProcessor(
         renderer,
@@ -31,30 +39,62 @@ def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolCli
         vocab_size=source.config.vocab_size,
         eos_token_ids=source.config.eos_token_ids,
     )
+    read_keys = None
+    if args.keys is not None:
+        read_keys = partial(read_key_ring, args.keys)
+        read_keys()  # keys that cannot be read are an error of this start, not of a connection
     return PoolClient(
-        config.name,
+        config,
         inputs,
         OutputProcessor(renderer.tokenizer),
         targets={"prefill": parse_targets(args.prefill), "decode": parse_targets(args.decode)},
-        keys=read_keys(args.keys) if args.keys is not None else None,
+        read_keys=read_keys,
+        serving=args.serving,
     )
+
+
+def admin_app(client: PoolClient, keys_dir: Path) -> ASGIApp:
+    """What the operator asks: `GET /admin/state`."""
+
+    async def state(request: Request) -> Response:
+        await client.refresh_stats()
+        return report(router_report(client))
+
+    return build_admin_app(keys_dir, [Route("/admin/state", state)])
 
 
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
     listener = listen(args.host, args.port)
+    admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
-    pools = build_pool_client(config, args)
-    pools.start()
+    config.check()
+    client = build_pool_client(config, args)
     app = build_app(
-        pools,
-        metrics=ServerMetrics(pools.model_name, pools.stats_by_engine),
-        refresh_stats=pools.refresh_stats,
+        client,
+        metrics=ServerMetrics(client.model_name, client.stats_by_engine),
+        refresh_stats=client.refresh_stats,
     )
+    leaving = Leaving(app, client, args.linger_seconds)
+    sites = [Site(leaving, listener)]
+    if admin_listener is not None:
+        sites.append(Site(admin_app(client, args.keys), admin_listener))
+    client.start()
     try:
-        await serve_on(app, listener)
+        await serve_sites(
+            *sites,
+            drain=leaving.drain,
+            drain_timeout_s=args.linger_seconds + config.drain_seconds,
+        )
     finally:
-        pools.shutdown()
+        client.shutdown()
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 600:
+        raise argparse.ArgumentTypeError("must be between 0 and 600")
+    return value
 
 
 def main() -> None:
@@ -62,10 +102,20 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="RouterConfig as JSON")
     parser.add_argument("--prefill", required=True, help="cores of the prefill pool: host:port,...")
     parser.add_argument("--decode", required=True, help="cores of the decode pool: host:port,...")
-    parser.add_argument("--keys", type=Path, help="directory with the service's CURVE keys")
+    parser.add_argument("--keys", type=Path, help="directory with the service's keys")
+    parser.add_argument("--serving", type=Path, help="serving.json: the revisions that may serve")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--admin-port", type=int, help="for the operator; needs --keys")
+    parser.add_argument(
+        "--linger-seconds",
+        type=seconds,
+        default=0.0,
+        help="after SIGTERM, how long to take new requests from those who have not heard of it",
+    )
     args = parser.parse_args()
+    if args.admin_port is not None and args.keys is None:
+        parser.error("--admin-port needs --keys: the admin token is there")
     run_program("router", run(args))
 
 

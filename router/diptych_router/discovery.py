@@ -43,7 +43,7 @@ async def resolve(targets: list[Target]) -> set[str] | None:
             infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except socket.gaierror as exc:
             if exc.errno not in (socket.EAI_NONAME, socket.EAI_NODATA):
-                log.warning("cannot resolve %s: %s", host, exc)
+                log.debug("cannot resolve %s: %s", host, exc)
                 return None
             continue
         for family, _, _, _, address in infos:

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
-from typing import Literal
 
-from diptych_frontend.core_client import CoreClient
+import msgspec
+import zmq
+
+from diptych_frontend.core_client import CoreClient, HandshakeFailedError, NotConnectedError
 from diptych_protocol import (
+    ClientClosedError,
     CurveKeys,
+    EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EngineDeadError,
     EngineDescription,
+    EngineGenerateError,
+    FinishReason,
+    InvalidRequestError,
     SchedulerStats,
     UtilityError,
+    fingerprint,
 )
+from diptych_router.policy import Role
 
 log = logging.getLogger(__name__)
 
-Role = Literal["prefill", "decode"]
-
 DESCRIBE_TIMEOUT_S = 30.0
+STATS_TIMEOUT_S = 5.0
 RETRY_S = 0.2
+PATIENCE_S = 4.0
+"""An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
+
+CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
+"""How a utility call fails."""
+
+ReadKeys = Callable[[], list[CurveKeys]]
+"""The keys that an engine may have, the likeliest first; read anew for every connection."""
 
 
 class EngineLink:
@@ -32,27 +50,39 @@ class EngineLink:
         self,
         role: Role,
         endpoint: str,
-        keys: CurveKeys | None,
+        read_keys: ReadKeys | None,
         *,
-        on_up: Callable[[EngineLink], None],
+        on_news: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
     ) -> None:
+        """Connect in the background.
+
+        `on_news`: the engine is up, or began or ceased to drain. `on_outputs`: what it computed
+        for others than `complete`. `on_lost`: every request on it is gone.
+        """
         self.role: Role = role
         self.endpoint = endpoint
         self.description: EngineDescription | None = None
+        self.fingerprint = ""
+        self.epoch = ""
+        """Of the engine that answers here, or answered last."""
         self.stats = SchedulerStats()
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.open_tokens = 0
-        """Tokens of work that this router has open here."""
-        self._on_up = on_up
+        """Tokens of work that this router has open or planned here."""
+        self._on_news = on_news
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._read_keys = read_keys
+        self._key: CurveKeys | None = None
+        """The pair tried last."""
+        self._refusals = 0
+        """Connections that failed for their key, one after the other."""
+        self._own: dict[str, _OwnRequest] = {}
         self._gone = asyncio.Event()
-        self.client = CoreClient(
-            endpoint, keys, on_outputs=self._handle_outputs, on_lost=self._handle_lost
-        )
+        self.client = self._connect()
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
 
     @property
@@ -65,37 +95,142 @@ class EngineLink:
         return self.description.engine_id if self.description is not None else self.endpoint
 
     @property
-    def usable(self) -> bool:
-        return self.listed and self.description is not None
+    def revision(self) -> str:
+        return self.description.revision if self.description is not None else ""
+
+    @property
+    def up(self) -> bool:
+        return self.description is not None
+
+    @property
+    def open_to_work(self) -> bool:
+        """It is up, and neither discovery nor the engine itself says that it leaves."""
+        return self.listed and self.up and not self.stats.draining
 
     def close(self) -> None:
         self._task.cancel()
         self.client.close()
+
+    async def refresh_stats(self, timeout_s: float = STATS_TIMEOUT_S) -> SchedulerStats:
+        """Ask for its statistics of this moment. Raises what `CoreClient.call` raises."""
+        self._take_stats(await self.client.fetch_stats(timeout_s))
+        return self.stats
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests there. If the engine is gone, they have ended with it."""
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.abort(request_ids)
+
+    async def complete(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
+        """Run a request of the router's own to its end, and return all outputs.
+
+        Raises `EngineGenerateError` if it failed there, `EngineDeadError` if the engine is lost.
+        Whoever stops waiting aborts it.
+        """
+        own = self._own[request.request_id] = _OwnRequest()
+        try:
+            self.client.add(request)
+            return await own.ended
+        except asyncio.CancelledError:
+            self.abort([request.request_id])
+            raise
+        finally:
+            del self._own[request.request_id]
+
+    # --- the connection -----------------------------------------------------------------------
+
+    def _connect(self) -> CoreClient:
+        """A client with another key than last time: during a rotation, engines have either."""
+        if self._read_keys is not None:
+            ring = self._read_keys()
+            self._key = next((keys for keys in ring if keys != self._key), ring[0])
+        return CoreClient(
+            self.endpoint,
+            self._key,
+            on_outputs=self._handle_outputs,
+            on_lost=self._handle_lost,
+            patience_s=PATIENCE_S,
+        )
+
+    def _try_next_key(self, cause: HandshakeFailedError) -> None:
+        self._refusals += 1
+        if self._refusals == 2:  # neither the current key nor the previous one will do
+            log.warning("%s engine at %s: %s", self.role, self.endpoint, cause)
+        try:
+            client = self._connect()
+        except (InvalidRequestError, zmq.ZMQError) as exc:
+            log.warning("no other key to try: %s", exc)
+            return
+        self.client.close()
+        self.client = client
 
     async def _keep_described(self) -> None:
         """Learn who answers at the endpoint, now and after every loss."""
         while True:
             try:
                 description = await self.client.describe(DESCRIBE_TIMEOUT_S)
-            except (EngineDeadError, UtilityError, TimeoutError) as exc:
+                stats = await self.client.fetch_stats(STATS_TIMEOUT_S)
+            except (*CALL_ERRORS, msgspec.ValidationError) as exc:
                 log.debug("%s engine at %s: %s", self.role, self.endpoint, exc)
+                if isinstance(exc, HandshakeFailedError):
+                    self._try_next_key(exc)
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._refusals = 0
             self._gone.clear()
+            self.fingerprint = fingerprint(description.compat)
+            self.epoch = description.epoch
+            self.stats = stats
             self.description = description
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
-            self._on_up(self)
+            self._on_news()
             await self._gone.wait()
 
     def _handle_outputs(self, message: EngineCoreOutputs) -> None:
         if message.scheduler_stats is not None:
-            self.stats = message.scheduler_stats
+            self._take_stats(message.scheduler_stats)
+        if self._own:
+            others = [output for output in message.outputs if not self._take_own(output)]
+            message.outputs = others
         self._on_outputs(self, message)
 
+    def _take_stats(self, stats: SchedulerStats) -> None:
+        turned = stats.draining != self.stats.draining
+        self.stats = stats
+        if turned and self.up:
+            what = "drains" if stats.draining else "drains no more"
+            log.info("%s engine %s %s", self.role, self.name, what)
+            self._on_news()
+
+    def _take_own(self, output: EngineCoreOutput) -> bool:
+        own = self._own.get(output.request_id)
+        if own is None:
+            return False
+        own.outputs.append(output)
+        if output.finished and not own.ended.done():
+            if output.finish_reason is FinishReason.ERROR:
+                own.ended.set_exception(EngineGenerateError(output.error or "no reason given"))
+            else:
+                own.ended.set_result(own.outputs)
+        return True
+
     def _handle_lost(self, cause: EngineDeadError) -> None:
-        if self.description is not None:
-            log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
-            self.description = None
-            self.open_tokens = 0
-            self._gone.set()
-            self._on_lost(self, cause)
+        if self.description is None:
+            return
+        log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
+        self.description = None
+        self._gone.set()
+        for own in self._own.values():
+            if not own.ended.done():
+                own.ended.set_exception(EngineDeadError(str(cause)))
+        self._on_lost(self, cause)
+
+
+class _OwnRequest:
+    """What a request of the router itself has brought so far."""
+
+    def __init__(self) -> None:
+        self.outputs: list[EngineCoreOutput] = []
+        self.ended: asyncio.Future[list[EngineCoreOutput]] = (
+            asyncio.get_running_loop().create_future()
+        )

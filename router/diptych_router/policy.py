@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +19,8 @@ class EngineView:
     """Engines exchange KV only if these are equal."""
     load: int
     """Tokens of work that this router has open there."""
+    usable: bool = True
+    """It may get new requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +33,41 @@ class Decision:
 
 
 def decide(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decision | None:
-    """Choose the least loaded engine of each pool among those that fit together.
+    """Choose, among usable engines that fit together, the pair with the least open work.
 
-    A decode engine whose fingerprint no prefill engine shares serves only when no pair exists: it
-    then computes the prompt itself. None: there is no decode engine.
+    Fingerprints (the revisions of a rollout) compete by what their freest pair has open, so each
+    gets requests in proportion to what it can carry; one without a partner gets none of them while
+    any pair exists. If there is no pair at all, the freest decode engine computes the prompt
+    itself. None: no decode engine is usable.
     """
-    if not decode:
+    best_prefill = _freest_of_each([p for p in prefill if p.usable])
+    best_decode = _freest_of_each([d for d in decode if d.usable])
+    if not best_decode:
         return None
-    partners = {p.fingerprint for p in prefill}
-    paired = [d for d in decode if d.fingerprint in partners]
-    chosen = least_loaded(paired or decode)
-    if not paired:
-        reason = "prefill pool is empty" if not prefill else "no prefill engine is compatible"
+    pairs = [
+        (best_prefill[fingerprint], chosen)
+        for fingerprint, chosen in best_decode.items()
+        if fingerprint in best_prefill
+    ]
+    if not pairs:
+        chosen = _freest(best_decode.values())
+        reason = "no usable prefill engine" if not best_prefill else "no prefill engine fits"
         return Decision(None, chosen.key, f"{reason}: prompt computed by the decode engine")
-    partner = least_loaded([p for p in prefill if p.fingerprint == chosen.fingerprint])
-    return Decision(partner.key, chosen.key, "least loaded pair")
+    first, second = min(pairs, key=lambda pair: pair[0].load + pair[1].load)
+    return Decision(first.key, second.key, "least loaded pair")
 
 
-def least_loaded(engines: Sequence[EngineView]) -> EngineView:
+def heir(decode: Sequence[EngineView], fingerprint: str) -> EngineView | None:
+    """Who can take over KV of this fingerprint: the freest usable decode engine that fits."""
+    return _freest_of_each([d for d in decode if d.usable]).get(fingerprint)
+
+
+def _freest_of_each(engines: Sequence[EngineView]) -> dict[str, EngineView]:
+    """By fingerprint, in the order of the first engine of each."""
+    fingerprints = dict.fromkeys(engine.fingerprint for engine in engines)
+    return {f: _freest(e for e in engines if e.fingerprint == f) for f in fingerprints}
+
+
+def _freest(engines: Iterable[EngineView]) -> EngineView:
     """The engine with the least open work; the first of equals."""
     return min(engines, key=lambda engine: engine.load)

@@ -2,7 +2,8 @@
 
 `generate` chooses a pair, prefills there, streams the first token at once, hands the KV to the
 decode engine and streams the rest. Because the router holds every token so far, the loss of either
-engine is a new attempt with prompt + tokens so far, not a broken stream.
+engine is a new attempt with prompt + tokens so far, not a broken stream; an engine that leaves in
+good order hands its streams on; and a request that finds no engine waits for one.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from diptych_frontend.async_engine import AsyncEngine
+from diptych_frontend.core_client import NotConnectedError
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.output_processor import OutputProcessor
 from diptych_protocol import (
-    CurveKeys,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -26,20 +28,20 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
     KVTransferParams,
+    RouterConfig,
     SchedulerStats,
     UtilityError,
-    fingerprint,
 )
-from diptych_router.discovery import Target, resolve
-from diptych_router.engine_link import EngineLink, Role
-from diptych_router.policy import EngineView, decide
-from diptych_router.routed_request import RoutedRequest, Stage
+from diptych_router.discovery import Target
+from diptych_router.engine_link import EngineLink, ReadKeys
+from diptych_router.policy import Role
+from diptych_router.pools import Pools
+from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
 
 log = logging.getLogger(__name__)
 
-DISCOVERY_INTERVAL_S = 2.0
-NOTIFY_TIMEOUT_S = 5.0
 MAX_OPEN_REQUESTS = 4096
+HAND_OFF_TIMEOUT_S = 10.0
 
 
 class PoolClient(AsyncEngine):
@@ -47,87 +49,68 @@ class PoolClient(AsyncEngine):
 
     def __init__(
         self,
-        model_name: str,
+        config: RouterConfig,
         inputs: InputProcessor,
         outputs: OutputProcessor,
         *,
         targets: dict[Role, list[Target]],
-        keys: CurveKeys | None,
+        read_keys: ReadKeys | None,
+        serving: Path | None = None,
     ) -> None:
-        super().__init__(model_name, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
-        self._targets = targets
-        self._keys = keys
-        self._links: dict[str, EngineLink] = {}
+        super().__init__(config.name, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
+        self.leaving = False
+        """The router is about to end: it serves on, but wants no more to come."""
+        self.pools = Pools(
+            config,
+            targets,
+            read_keys,
+            serving,
+            on_change=self._pools_changed,
+            on_outputs=self._handle_outputs,
+            on_lost=self._engine_lost,
+        )
+        self._config = config
         self._routed: dict[str, RoutedRequest] = {}
-        self._seen: set[Role] = set()
-        """Pools that have had an engine since the start."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        """By the request's own id."""
+        self._placed: dict[str, RoutedRequest] = {}
+        """By the id under which an engine has it now."""
+        self._held: dict[str, asyncio.TimerHandle] = {}
+        """Requests that wait for an engine, the first in line first; when they give up."""
+        self._charges: dict[str, list[tuple[EngineLink, int]]] = {}
+        """What each request adds to the open tokens of engines."""
 
     def start(self) -> None:
-        self._spawn(self._discover())
+        self.pools.start()
 
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    # --- what others ask ----------------------------------------------------------------------
 
-    # --- the pools ----------------------------------------------------------------------------
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
-    async def _discover(self) -> None:
-        """Follow the pools' addresses, for ever."""
-        while True:
-            for role, targets in self._targets.items():
-                endpoints = await resolve(targets)
-                if endpoints is not None:
-                    self._follow(role, endpoints)
-            await asyncio.sleep(DISCOVERY_INTERVAL_S)
-
-    def _follow(self, role: Role, endpoints: set[str]) -> None:
-        """Open lines to new addresses; drop those that are neither listed nor alive."""
-        known = {link.endpoint: key for key, link in self._links.items() if link.role == role}
-        for endpoint in endpoints - known.keys():
-            link = EngineLink(
-                role,
-                endpoint,
-                self._keys,
-                on_up=self._engine_up,
-                on_outputs=self._handle_outputs,
-                on_lost=self._engine_lost,
-            )
-            self._links[link.key] = link
-        for endpoint, key in known.items():
-            link = self._links[key]
-            link.listed = endpoint in endpoints
-            if not link.listed and link.description is None:
-                link.close()
-                del self._links[key]
-
-    def _engine_up(self, link: EngineLink) -> None:
-        self._seen.add(link.role)
-        if link.description is not None:
-            limit = min(self.max_model_len, link.description.max_model_len)
-            self.input_processor.max_model_len = limit
-
-    def _views(self, role: Role) -> list[EngineView]:
-        return [
-            EngineView(key, fingerprint(link.description.compat), link.open_tokens)
-            for key, link in self._links.items()
-            if link.role == role and link.listed and link.description is not None
-        ]
+    def why_not_ready(self) -> str:
+        """In words; empty if it is ready."""
+        return "the router is shutting down" if self.leaving else self.pools.why_not_ready()
 
     async def check_health(self) -> None:
-        """Ready once both pools have been seen; from then on while a decode engine is up."""
-        await super().check_health()
-        missing = {"prefill", "decode"} - self._seen
-        if missing:
-            raise EngineDeadError(f"no engine yet in the {' and the '.join(sorted(missing))} pool")
-        if not self._views("decode"):
-            raise EngineDeadError("the decode pool is empty")
+        """Ready once a pair was usable; from then on while a decode engine is.
+
+        An engine that is silent is not the router's illness: it has probes of its own.
+        """
+        self._check_usable()
+        reason = self.why_not_ready()
+        if reason:
+            raise EngineDeadError(reason)
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
-        return {f"{link.role}/{link.name}": link.stats for link in self._links.values()}
+        return self.pools.stats_by_engine()
 
-    # --- requests -----------------------------------------------------------------------------
+    async def refresh_stats(self) -> dict[str, SchedulerStats]:
+        """Ask every engine for its statistics now, and wait a second at most."""
+        await self.pools.refresh_stats()
+        return self.stats_by_engine()
+
+    # --- requests begin -----------------------------------------------------------------------
 
     def _submit(self, request: EngineCoreRequest) -> None:
         routed = RoutedRequest(request, self.max_model_len)
@@ -139,56 +122,105 @@ class PoolClient(AsyncEngine):
             raise
 
     def _dispatch(self, routed: RoutedRequest) -> None:
-        """Start an attempt with what is known so far."""
-        decision = decide(self._views("prefill"), self._views("decode"))
-        if decision is None:
-            raise EngineOverloadedError("no decode engine is up; retry later")
-        routed.attempts += 1
-        routed.decode_engine = decision.decode
-        request_id = routed.original.request_id
-        prefill = self._links[decision.prefill] if decision.prefill else None
-        decode = self._links[decision.decode]
-        self._facts[request_id] = {
-            "prefill": (prefill or decode).name,
-            "decode": decode.name,
-            "reason": decision.reason,
-            "attempts": routed.attempts,
-        }
-        log.info("request %s: %s", request_id, self._facts[request_id])
-        if prefill is not None and decision.prefill is not None:
-            self._send(routed, decision.prefill, Stage.PREFILL, routed.prefill_request())
-        else:
-            self._send(routed, decision.decode, Stage.DECODE, routed.aggregated_request())
+        """Start an attempt with what is known so far, or wait until that is possible.
 
-    def _send(
-        self, routed: RoutedRequest, key: str, stage: Stage, request: EngineCoreRequest
+        Raises `EngineOverloadedError` if too many wait already.
+        """
+        while (decision := self.pools.choose()) is not None:
+            prefill = self.pools.links[decision.prefill] if decision.prefill else None
+            decode = self.pools.links[decision.decode]
+            routed.attempts += 1
+            routed.decode_engine = decision.decode
+            facts = {
+                "prefill": (prefill or decode).name,
+                "decode": decode.name,
+                "reason": decision.reason,
+                "attempts": routed.attempts,
+            }
+            self._facts[routed.request_id] = facts
+            log.info("request %s: %s", routed.request_id, facts)
+            try:
+                if prefill is not None:
+                    self._place(routed, prefill, Stage.PREFILL, plans=decode)
+                    prefill.client.add(routed.prefill_request())
+                else:
+                    self._place(routed, decode, Stage.DECODE)
+                    decode.client.add(routed.aggregated_request())
+                return
+            except NotConnectedError as exc:
+                self._disconnected(routed, prefill or decode, exc)
+        self._hold(routed)
+
+    def _hold(self, routed: RoutedRequest) -> None:
+        """Let a request wait for an engine. One that was taken on before is not turned away."""
+        seconds, is_new = self._config.hold_seconds, routed.attempts == 0
+        if seconds <= 0 or (is_new and len(self._held) >= self._config.max_held):
+            raise EngineOverloadedError("no decode engine is up; retry later")
+        log.info("request %s waits for an engine", routed.request_id)
+        give_up = partial(self._give_up, routed)
+        self._held[routed.request_id] = asyncio.get_running_loop().call_later(seconds, give_up)
+
+    def _give_up(self, routed: RoutedRequest) -> None:
+        del self._held[routed.request_id]
+        reason = f"no engine within {self._config.hold_seconds:g} s"
+        log.warning("request %s: %s", routed.request_id, reason)
+        self._fail(routed, EngineOverloadedError(reason))
+
+    def _place(
+        self,
+        routed: RoutedRequest,
+        link: EngineLink,
+        stage: Stage,
+        plans: EngineLink | None = None,
     ) -> None:
+        """Put a request to an engine's account, and to that of the one to take over later."""
         self._leave_engine(routed)
-        link = self._links[key]
-        routed.engine, routed.stage = key, stage
-        routed.cost = routed.prompt_tokens + len(routed.generated)
-        link.open_tokens += routed.cost
-        link.client.add(request)
+        routed.place(link.key, stage)
+        self._placed[routed.core_id] = routed
+        cost = routed.prompt_tokens + len(routed.generated)
+        charges = [(engine, cost) for engine in (link, plans) if engine is not None]
+        self._charges[routed.request_id] = charges
+        for engine, tokens in charges:
+            engine.open_tokens += tokens
 
     def _leave_engine(self, routed: RoutedRequest) -> None:
-        link = self._links.get(routed.engine)
-        if link is not None:
-            link.open_tokens = max(0, link.open_tokens - routed.cost)
-        routed.engine, routed.cost = "", 0
+        for engine, tokens in self._charges.pop(routed.request_id, ()):
+            engine.open_tokens -= tokens
+        self._placed.pop(routed.core_id, None)
+        routed.engine = ""
+
+    def _disconnected(
+        self, routed: RoutedRequest, link: EngineLink, cause: NotConnectedError
+    ) -> None:
+        """Sending found out first that an engine is gone."""
+        self._leave_engine(routed)
+        link.client.lost(cause)
+
+    # --- requests go on -----------------------------------------------------------------------
 
     def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
         deliver: list[EngineCoreOutput] = []
         turns: list[Callable[[], None]] = []
+        strays: list[str] = []
         for output in message.outputs:
-            routed = self._routed.get(output.request_id)
-            if routed is None or routed.engine != link.key:
+            routed = self._placed.get(output.request_id)
+            if routed is None:
                 self._release(output.request_id, output.kv_transfer_params)
-            elif output.finish_reason is FinishReason.ERROR and routed.can_retry:
-                turns.append(partial(self._retry, routed, output.error or "failed"))
+                if not output.finished:
+                    strays.append(output.request_id)
+            elif output.finish_reason is FinishReason.ERROR:
+                why = output.error or "the engine gave no reason"
+                turns.append(partial(self._retry, routed, routed.setback_of_error, why))
+            elif is_given_up(output):
+                setback = Setback.MOVE if link.stats.draining else Setback.LOSS
+                why = f"engine {link.name} gave it up"
+                turns.append(partial(self._retry, routed, setback, why))
             else:
                 self._absorb(routed, output, turns)
-                deliver.append(output)
+                if output.new_token_ids or output.finished:
+                    deliver.append(output)
         self._deliver(deliver)
+        link.abort(strays)
         for turn in turns:  # after delivery: the first token does not wait for the hand-off
             turn()
 
@@ -196,79 +228,132 @@ class PoolClient(AsyncEngine):
         self, routed: RoutedRequest, output: EngineCoreOutput, turns: list[Callable[[], None]]
     ) -> None:
         if routed.absorb(output):
-            turns.append(partial(self._hand_off, routed))
+            turns.append(partial(self._hand_over, routed))
         elif output.finished:
             self._leave_engine(routed)
-            del self._routed[output.request_id]
+            del self._routed[routed.request_id]
 
-    def _hand_off(self, routed: RoutedRequest) -> None:
-        """Prefill is done: let the decode engine take over, if the user still wants it."""
-        request_id = routed.original.request_id
-        if request_id not in self._routed:  # a stop string ended it, or the user left
-            self._release(request_id, routed.lease)
+    def _hand_over(self, routed: RoutedRequest) -> None:
+        """An engine is done with its part and lends its KV: let the next one take over, if the
+        user still wants it."""
+        if routed.request_id not in self._routed:  # a stop string ended it, or the user left
+            self._release(routed.core_id, routed.lease)
             return
-        decode = self._links.get(routed.decode_engine)
-        if decode is None or decode.description is None:
-            self._retry(routed, f"decode engine {routed.decode_engine} went away")
+        link = self._taker(routed)
+        if link is None:
+            self._retry(routed, Setback.MOVE, "no decode engine can take it over")
             return
         try:
-            self._send(routed, routed.decode_engine, Stage.DECODE, routed.decode_request())
-        except EngineDeadError as exc:
-            self._retry(routed, str(exc))
+            self._place(routed, link, Stage.DECODE)
+            routed.decode_engine = link.key
+            link.client.add(routed.decode_request())
+        except NotConnectedError as exc:
+            self._disconnected(routed, link, exc)
+            self._retry(routed, Setback.LOSS, str(exc))
 
-    def _retry(self, routed: RoutedRequest, why: str) -> None:
-        """Give a request whose engine failed another chance, or end it with an error."""
-        request_id = routed.original.request_id
-        if request_id not in self._routed:
+    def _taker(self, routed: RoutedRequest) -> EngineLink | None:
+        """The planned engine if it still may, else one that fits, else the planned one after all
+        (while it drains it still takes what was meant for it)."""
+        fingerprint = (routed.lease or {}).get("compat")
+        planned = self.pools.links.get(routed.decode_engine)
+        if planned is not None and (
+            planned.key == routed.engine  # it is the one that hands off
+            or not planned.up
+            or fingerprint not in (None, planned.fingerprint)  # restarted as something else
+        ):
+            planned = None
+        if planned is not None and self.pools.usable(planned):
+            return planned
+        return self.pools.heir(str(fingerprint)) or planned
+
+    def _retry(self, routed: RoutedRequest, setback: Setback, why: str) -> None:
+        """Give a request another chance elsewhere, or end it with an error."""
+        if routed.request_id not in self._routed:
             return
-        self._release(request_id, routed.lease)
+        self._release(routed.core_id, routed.lease)
         routed.lease = None
         self._leave_engine(routed)
-        log.warning("request %s, attempt %d: %s", request_id, routed.attempts, why)
-        error: Exception = EngineGenerateError(why)
-        if routed.can_retry:
-            try:
-                self._dispatch(routed)
-                return
-            except (EngineOverloadedError, EngineDeadError) as exc:
-                error = EngineGenerateError(f"{why}; then: {exc}")
-        del self._routed[request_id]
-        self.output_processor.fail(request_id, error)
+        log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
+        if not routed.set_back(setback):
+            self._fail(routed, EngineGenerateError(why))
+            return
+        try:
+            self._dispatch(routed)
+        except EngineOverloadedError as exc:
+            self._fail(routed, EngineOverloadedError(f"{why}; then: {exc}"))
+
+    def _fail(self, routed: RoutedRequest, error: Exception) -> None:
+        del self._routed[routed.request_id]
+        self.output_processor.fail(routed.request_id, error)
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
-        for routed in [r for r in self._routed.values() if r.engine == link.key]:
-            self._retry(routed, str(cause))
+        setback = Setback.MOVE if link.stats.draining else Setback.LOSS
+        for routed in [r for r in self._placed.values() if r.engine == link.key]:
+            self._retry(routed, setback, str(cause))
 
     def _withdraw(self, request_ids: list[str]) -> None:
         by_engine: dict[str, list[str]] = {}
         for request_id in request_ids:
             routed = self._routed.pop(request_id, None)
-            if routed is not None and routed.engine:
-                by_engine.setdefault(routed.engine, []).append(request_id)
+            if routed is None:
+                continue
+            waiting = self._held.pop(request_id, None)
+            if waiting is not None:
+                waiting.cancel()
+            if routed.engine:
+                by_engine.setdefault(routed.engine, []).append(routed.core_id)
                 self._leave_engine(routed)
         for key, ids in by_engine.items():
-            link = self._links.get(key)
-            if link is not None and link.description is not None:
-                link.client.abort(ids)
+            link = self.pools.links.get(key)
+            if link is not None:
+                link.abort(ids)
 
-    # --- leases that nobody took over ---------------------------------------------------------
+    # --- the pools change ---------------------------------------------------------------------
+
+    def _pools_changed(self) -> None:
+        """Engines came, went or began to leave: let those who wait go on, and move streams."""
+        for link in self.pools.links.values():
+            if link.description is not None:
+                limit = min(self.max_model_len, link.description.max_model_len)
+                self.input_processor.max_model_len = limit
+        for request_id in list(self._held):
+            if self.pools.choose() is None:
+                break
+            waiting = self._held.pop(request_id, None)
+            if waiting is not None:
+                waiting.cancel()
+                self._dispatch(self._routed[request_id])
+        self._move_streams()
+
+    def _move_streams(self) -> None:
+        """Ask engines that leave to hand off what they decode, if somebody can take it over."""
+        for link in self.pools.draining("decode"):
+            if self.pools.heir(link.fingerprint) is None:
+                continue  # they may end here; a loss before that is a new attempt
+            for routed in list(self._placed.values()):
+                if routed.engine == link.key and not routed.moving:
+                    routed.moving = True
+                    self.pools.spawn(self._move(routed, routed.core_id, link))
+
+    async def _move(self, routed: RoutedRequest, core_id: str, link: EngineLink) -> None:
+        """Take a stream off an engine: its last output there then brings a lease."""
+        try:
+            if await link.client.call("hand_off", core_id, timeout_s=HAND_OFF_TIMEOUT_S):
+                return
+            why = "it has computed too little to hand off"
+        except EngineDeadError:
+            return  # who lost the engine has seen to it
+        except (UtilityError, TimeoutError) as exc:
+            why = str(exc) or "it does not answer"
+        if core_id in self._placed:
+            link.abort([core_id])
+            self._retry(routed, Setback.MOVE, f"engine {link.name} leaves: {why}")
+
+    # --- leases that nobody took over, and what all engines do --------------------------------
 
     def _release(self, request_id: str, params: dict[str, Any] | None) -> None:
-        """Tell P that its lease is not needed, without waiting for the answer."""
         if params is not None:
-            self._spawn(self._reject(request_id, params))
-
-    async def _reject(self, request_id: str, params: dict[str, Any]) -> None:
-        """Free a lease at the engine that granted it; its expiry is the safety net."""
-        owner = params.get("remote_engine_id")
-        for link in list(self._links.values()):
-            if link.description is not None and link.description.engine_id == owner:
-                try:
-                    await link.client.call(
-                        "reject_kv_transfer", request_id, params, timeout_s=NOTIFY_TIMEOUT_S
-                    )
-                except (EngineDeadError, UtilityError, TimeoutError) as exc:
-                    log.warning("request %s: lease not released: %s", request_id, exc)
+            self.pools.release(request_id, params)
 
     async def notify_kv_transfer_request_rejected(
         self,
@@ -278,31 +363,23 @@ class PoolClient(AsyncEngine):
         data_parallel_rank: int | None = None,
     ) -> None:
         KVTransferParams.parse(kv_transfer_params)
-        await self._reject(request_id, kv_transfer_params)
+        await self.pools.reject(request_id, kv_transfer_params)
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        links = [link for link in self._links.values() if link.description is not None]
         answers = [
             await link.client.call("reset_prefix_cache", reset_running_requests, reset_connector)
-            for link in links
+            for link in list(self.pools.links.values())
+            if link.up
         ]
         return all(answers)
-
-    async def refresh_stats(self) -> dict[str, SchedulerStats]:
-        """Ask every engine for its statistics now."""
-        for link in list(self._links.values()):
-            if link.description is not None:
-                link.stats = await link.client.fetch_stats()
-        return self.stats_by_engine()
 
     def shutdown(self, timeout: float | None = None) -> None:
         if self._closed:
             return
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        for link in self._links.values():
-            link.close()
+        for waiting in self._held.values():
+            waiting.cancel()
+        self.pools.close()
         self.output_processor.fail_all(EngineDeadError("the router was shut down"))

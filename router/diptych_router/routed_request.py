@@ -1,8 +1,10 @@
 """One request's way through the pools, as a small state machine over engine outputs.
 
     PREFILL ──token + lease──▶ DECODE ──finish──▶ done
-       │ error / loss             │ error / loss
-       └──────────▶ a new attempt with prompt + tokens so far ◀──────────┘
+       │ error / loss           │  │ ▲
+       │                        │  └─┘ lease: another decode engine goes on
+       │                        │ error / loss
+       └────────────────────────┴─▶ a new attempt with prompt + tokens so far
 
 Pure: it says what to send next; PoolClient sends it.
 """
@@ -23,12 +25,30 @@ from diptych_protocol import (
     SamplingParams,
 )
 
-MAX_ATTEMPTS = 3
+MAX_ERRORS = 3
+"""So often may engines report that they failed with a request."""
+MAX_LOSSES = 8
+"""So often may engines be lost under a request, or hand-offs to them fail.
+
+More than `MAX_ERRORS`, because it is seldom the request's fault: engines whose pods are deleted
+without warning, one after the other, must not end a stream. But bounded, because a request that
+does kill engines must not kill them all for ever."""
 
 
 class Stage(enum.Enum):
     PREFILL = enum.auto()
     DECODE = enum.auto()
+
+
+class Setback(enum.Enum):
+    """Why a request needs a new attempt."""
+
+    ERROR = enum.auto()
+    """An engine says that it failed with it."""
+    LOSS = enum.auto()
+    """The engine vanished, or gave it up, or could not take it over."""
+    MOVE = enum.auto()
+    """Its engine leaves in good order. That is nobody's fault and not counted."""
 
 
 @dataclass(slots=True)
@@ -39,16 +59,31 @@ class RoutedRequest:
     max_model_len: int
     generated: list[int] = field(default_factory=list)
     """Every token that has been delivered to the user."""
+    placements: int = 0
+    """How often it was sent to an engine."""
     attempts: int = 0
+    """How often it began with a choice of engines."""
+    errors: int = 0
+    losses: int = 0
     stage: Stage = Stage.PREFILL
     engine: str = ""
     """Key of the engine that works on it now."""
     decode_engine: str = ""
     """Key of the engine chosen to take over after prefill."""
     lease: dict[str, Any] | None = None
-    """kv_transfer_params of a lease that no decode engine has taken over yet."""
-    cost: int = 0
-    """What it adds to its engine's open tokens."""
+    """kv_transfer_params of a lease that no decode engine has read yet."""
+    moving: bool = False
+    """Its engine was asked to hand it off."""
+
+    @property
+    def request_id(self) -> str:
+        return self.original.request_id
+
+    @property
+    def core_id(self) -> str:
+        """What engines call it. Each placement has a name of its own, so that whatever an engine
+        still says of an earlier one is told apart, even if it is the same engine."""
+        return f"{self.original.request_id}/{self.placements}"
 
     @property
     def prompt_tokens(self) -> int:
@@ -61,9 +96,22 @@ class RoutedRequest:
         wanted = self.original.params.max_tokens
         return by_length if wanted is None else min(by_length, wanted - len(self.generated))
 
+    def place(self, engine: str, stage: Stage) -> None:
+        """It goes to this engine now; the next `*_request` says what to send."""
+        self.placements += 1
+        self.engine, self.stage, self.moving = engine, stage, False
+
+    def set_back(self, setback: Setback) -> bool:
+        """Count what went wrong; True if it deserves another attempt."""
+        self.errors += setback is Setback.ERROR
+        self.losses += setback is Setback.LOSS
+        return self.errors < MAX_ERRORS and self.losses < MAX_LOSSES
+
     @property
-    def can_retry(self) -> bool:
-        return self.attempts < MAX_ATTEMPTS
+    def setback_of_error(self) -> Setback:
+        """What an engine's error means: with a lease unread it is the hand-off that failed."""
+        handing_off = self.stage is Stage.DECODE and self.lease is not None
+        return Setback.LOSS if handing_off else Setback.ERROR
 
     def prefill_request(self) -> EngineCoreRequest:
         """For P: compute the KV, sample one token, keep the KV for a decode engine.
@@ -104,23 +152,39 @@ class RoutedRequest:
     def _with(self, params: SamplingParams) -> EngineCoreRequest:
         return msgspec.structs.replace(
             self.original,
+            request_id=self.core_id,
             sampling_params=params,
             generated_token_ids=list(self.generated) or None,
         )
 
     def absorb(self, output: EngineCoreOutput) -> bool:
-        """Take an output of the engine in charge; True if prefill is done and D's turn has come.
+        """Take an output of the engine in charge; True if another engine's turn has come.
 
-        What is only the end of a stage is made to look unfinished to the user.
+        What is only the end of a stage is made to look unfinished to the user, under whose id the
+        output then is.
         """
         self.generated += output.new_token_ids
-        hands_off = (
+        prefill_done = (
             self.stage is Stage.PREFILL
             and output.finish_reason is FinishReason.LENGTH
             and self.tokens_left > 0
         )
-        if hands_off:
+        handed_off = is_hand_off(output)
+        if prefill_done or handed_off:
             self.lease = output.kv_transfer_params
             output.finish_reason = None
+        elif self.stage is Stage.DECODE and output.new_token_ids:
+            self.lease = None  # who decodes after it has read it
         output.kv_transfer_params = None
-        return hands_off
+        output.request_id = self.original.request_id
+        return prefill_done or handed_off
+
+
+def is_hand_off(output: EngineCoreOutput) -> bool:
+    """A decode engine let go of a request, and lends its blocks to who takes over."""
+    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is not None
+
+
+def is_given_up(output: EngineCoreOutput) -> bool:
+    """An engine ended a request that nobody told it to end: it shuts down."""
+    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None

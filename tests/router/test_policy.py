@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
 
-from diptych_router.policy import EngineView, decide
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych_router.policy import EngineView, decide, heir
+
+POOL = st.lists(
+    st.builds(
+        EngineView,
+        key=st.uuids().map(str),
+        fingerprint=st.sampled_from("abc"),
+        load=st.integers(0, 5),
+        usable=st.booleans(),
+    ),
+    max_size=6,
+)
 
 
 def views(*specs: tuple[str, str, int]) -> list[EngineView]:
@@ -37,6 +52,50 @@ def test_a_decision_says_why_there_is_no_pair() -> None:
     empty = decide([], views(("d", "x", 0)))
     misfit = decide(views(("p", "y", 0)), views(("d", "x", 0)))
     assert empty is not None
-    assert "pool is empty" in empty.reason
+    assert "no usable prefill engine" in empty.reason
     assert misfit is not None
-    assert "compatible" in misfit.reason
+    assert "fits" in misfit.reason
+
+
+@given(POOL, POOL)
+def test_any_pools(prefill: list[EngineView], decode: list[EngineView]) -> None:
+    decision = decide(prefill, decode)
+    usable = {e.key: e for e in [*prefill, *decode] if e.usable}
+    pairs = [
+        p.load + d.load
+        for p, d in product(prefill, decode)
+        if p.usable and d.usable and p.fingerprint == d.fingerprint
+    ]
+    alone = [d.load for d in decode if d.usable]
+    if decision is None:
+        assert not alone
+    elif decision.prefill is None:
+        assert not pairs, "an engine without a partner serves only when there is no pair"
+        assert usable[decision.decode].load == min(alone)
+    else:
+        chosen = usable[decision.prefill], usable[decision.decode]
+        assert chosen[0].fingerprint == chosen[1].fingerprint
+        assert chosen[0].load + chosen[1].load == min(pairs)
+
+
+@given(POOL, st.sampled_from("abc"))
+def test_any_heir(decode: list[EngineView], fingerprint: str) -> None:
+    fitting = [d for d in decode if d.usable and d.fingerprint == fingerprint]
+    chosen = heir(decode, fingerprint)
+    assert (chosen is None) == (not fitting)
+    if chosen is not None:
+        assert chosen in fitting
+        assert chosen.load == min(d.load for d in fitting)
+
+
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=3))
+def test_revisions_share_requests_in_proportion_to_their_engines(sizes: list[int]) -> None:
+    """Every request is of one size and none ends: loads tell who got how many."""
+    loads = {(f, i): 0 for f, size in enumerate(sizes) for i in range(size)}
+    for _ in range(60):
+        engines = [EngineView(f"{f} {i}", str(f), load) for (f, i), load in loads.items()]
+        decision = decide(engines, engines)
+        assert decision is not None
+        f, i = decision.decode.split()
+        loads[int(f), int(i)] += 1
+    assert max(loads.values()) - min(loads.values()) <= 1

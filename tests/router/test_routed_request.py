@@ -12,7 +12,14 @@ from diptych_protocol import (
     FinishReason,
     SamplingParams,
 )
-from diptych_router.routed_request import RoutedRequest, Stage
+from diptych_router.routed_request import (
+    MAX_ERRORS,
+    MAX_LOSSES,
+    RoutedRequest,
+    Setback,
+    Stage,
+    is_given_up,
+)
 
 LEASE = {"lease_id": "ab", "do_remote_prefill": True}
 
@@ -93,3 +100,60 @@ def test_a_user_s_own_kv_transfer_params_do_not_reach_the_pools() -> None:
     state = routed(extra_args={"kv_transfer_params": {"do_remote_prefill": True}, "x": 1})
     request = state.aggregated_request()
     assert request.params.extra_args == {"x": 1}
+
+
+def test_a_decode_engine_that_leaves_hands_its_stream_on() -> None:
+    state = routed()
+    state.place("decode d1", Stage.DECODE)
+    assert state.absorb(EngineCoreOutput("r/1", [1, 2])) is False
+    output = EngineCoreOutput(
+        "r/1", [], finish_reason=FinishReason.ABORT, kv_transfer_params=dict(LEASE)
+    )
+    assert not is_given_up(output)
+    assert state.absorb(output) is True
+    assert (output.finished, output.kv_transfer_params) == (False, None)
+    state.place("decode d2", Stage.DECODE)
+    request = state.decode_request()
+    assert transfer_params(request) == LEASE
+    assert request.generated_token_ids == [1, 2]
+    state.absorb(EngineCoreOutput("r/2", [3]))
+    assert state.lease is None, "it has been read"
+
+
+def test_engines_know_each_placement_by_its_own_id_and_the_user_by_hers() -> None:
+    state = routed()
+    ids = []
+    for engine in ("prefill p", "prefill p"):
+        state.place(engine, Stage.PREFILL)
+        ids.append(state.prefill_request().request_id)
+    assert len({"r", *ids}) == 3
+    output = EngineCoreOutput(ids[-1], [1])
+    state.absorb(output)
+    assert output.request_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("setback", "attempts"),
+    [(Setback.ERROR, MAX_ERRORS), (Setback.LOSS, MAX_LOSSES), (Setback.MOVE, None)],
+)
+def test_how_often_a_request_may_be_set_back(setback: Setback, attempts: int | None) -> None:
+    state = routed()
+    allowed = [state.set_back(setback) for _ in range(50)]
+    assert allowed.count(True) == (50 if attempts is None else attempts - 1)
+    assert allowed == sorted(allowed, reverse=True)
+
+
+def test_an_error_during_a_hand_off_is_blamed_on_the_engines() -> None:
+    state = routed()
+    assert state.setback_of_error is Setback.ERROR
+    state.absorb(EngineCoreOutput("r", [1], finish_reason=FinishReason.LENGTH,
+                                  kv_transfer_params=dict(LEASE)))  # fmt: skip
+    state.place("decode d", Stage.DECODE)
+    assert state.setback_of_error is Setback.LOSS
+    state.absorb(EngineCoreOutput("r", [2]))
+    assert state.setback_of_error is Setback.ERROR
+
+
+def test_an_abort_that_lends_nothing_is_an_engine_giving_up() -> None:
+    assert is_given_up(EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT))
+    assert not is_given_up(EngineCoreOutput("r", [], finish_reason=FinishReason.STOP))

@@ -6,11 +6,17 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import socket
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_launcher import CoreProcess
+from diptych_frontend.curve import read_keys
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.output_processor import OutputProcessor
@@ -18,12 +24,16 @@ from diptych_frontend.renderer import TextRenderer
 from diptych_protocol import (
     CurveKeys,
     EngineConfig,
+    EngineDeadError,
     KVTransferConfig,
     PromptType,
     RequestOutput,
     RequestOutputKind,
+    RouterConfig,
     SamplingParams,
 )
+from diptych_router.discovery import parse_targets
+from diptych_router.engine_link import ReadKeys
 from diptych_router.pool_client import PoolClient
 
 NUM_BLOCKS = 256
@@ -63,6 +73,44 @@ class Pair:
         return all(s.blocks_free == s.blocks_total for s in stats)
 
 
+@dataclass
+class Core:
+    """An engine without a front-end: what a router talks to."""
+
+    config: EngineConfig
+    address: str
+    """host:port for routers."""
+    keys_dir: Path
+    process: CoreProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin to start it, again too; a router finds it when it is ready."""
+        self.process = CoreProcess(self.config, f"tcp://{self.address}", self.keys_dir)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.stop()
+
+
+@contextlib.contextmanager
+def cores(keys_dir: Path, *configs: EngineConfig) -> Iterator[list[Core]]:
+    """Engines at free ports, which end with the block."""
+    started: list[Core] = []
+    try:
+        for config in configs:
+            started.append(Core(config, f"127.0.0.1:{free_port()}", keys_dir))
+        yield started
+    finally:
+        for core in started:
+            core.kill()
+
+
 async def start_engine(config: EngineConfig, keys_dir: Path) -> tuple[AsyncLLM, str]:
     endpoint = f"127.0.0.1:{free_port()}"
     engine = await AsyncLLM.start(config, public_endpoint=f"tcp://{endpoint}", keys_dir=keys_dir)
@@ -70,6 +118,20 @@ async def start_engine(config: EngineConfig, keys_dir: Path) -> tuple[AsyncLLM, 
 
 
 def make_pools(model: str, prefill: str, decode: str, keys: CurveKeys) -> PoolClient:
+    """A router's client of two pools, each a comma-separated list of host:port."""
+    return make_router(model, prefill, decode, lambda: [keys])
+
+
+def make_router(
+    model: str,
+    prefill: str,
+    decode: str,
+    read_keys: ReadKeys,
+    *,
+    serving: Path | None = None,
+    **settings: object,
+) -> PoolClient:
+    """As `make_pools`, with the settings of a RouterConfig."""
     source = resolve_model(model)
     renderer = TextRenderer(source)
     inputs = InputProcessor(
@@ -78,16 +140,34 @@ def make_pools(model: str, prefill: str, decode: str, keys: CurveKeys) -> PoolCl
         vocab_size=source.config.vocab_size,
         eos_token_ids=source.config.eos_token_ids,
     )
-    targets = {
-        role: [(host, int(port))]
-        for role, (host, port) in (
-            ("prefill", prefill.split(":")),
-            ("decode", decode.split(":")),
-        )
-    }
+    config = RouterConfig(model=model, served_name="smollm2", **settings)  # type: ignore[arg-type]
     return PoolClient(
-        "smollm2", inputs, OutputProcessor(renderer.tokenizer), targets=targets, keys=keys
+        config,
+        inputs,
+        OutputProcessor(renderer.tokenizer),
+        targets={"prefill": parse_targets(prefill), "decode": parse_targets(decode)},
+        read_keys=read_keys,
+        serving=serving,
     )
+
+
+@contextlib.asynccontextmanager
+async def routing(
+    model: str, keys_dir: Path, prefill: list[str], decode: list[str], **settings: Any
+) -> AsyncIterator[PoolClient]:
+    """A router's client that has begun to look for engines at these addresses."""
+    client = make_router(
+        model,
+        ",".join(prefill),
+        ",".join(decode),
+        settings.pop("read_keys", lambda: [read_keys(keys_dir)]),
+        **settings,
+    )
+    client.start()
+    try:
+        yield client
+    finally:
+        client.shutdown()
 
 
 async def healthy(pools: PoolClient, timeout_s: float = 20.0) -> None:
@@ -97,7 +177,7 @@ async def healthy(pools: PoolClient, timeout_s: float = 20.0) -> None:
             try:
                 await pools.check_health()
                 return
-            except Exception:
+            except EngineDeadError:
                 await asyncio.sleep(0.05)
 
 
@@ -114,3 +194,25 @@ async def generate(
         final = output
     assert final is not None
     return final
+
+
+class Streaming:
+    """A greedy answer that is read as it comes."""
+
+    def __init__(self, client: PoolClient, prompt: PromptType, max_tokens: int = 120) -> None:
+        self.token_ids: list[int] = []
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._task = asyncio.create_task(self._read(client.generate(prompt, params, "stream")))
+
+    async def _read(self, outputs: Any) -> None:
+        async for output in outputs:
+            self.token_ids += output.outputs[0].token_ids
+
+    async def done(self, timeout_s: float = 60.0) -> list[int]:
+        await asyncio.wait_for(self._task, timeout_s)
+        return self.token_ids

@@ -1,0 +1,153 @@
+"""Which engines have proven that the hinge works through them, and what to try next. Pure.
+
+    NEW ──due──▶ ON TRIAL ──blocks crossed──▶ VERIFIED
+     ▲               │
+     └── back-off ───┘ it failed, or took too long
+
+One trial is one real request through a pair; it proves both engines at once. An engine is known by
+its epoch, so a restarted one is new. Verified engines stay so, and lend themselves as partners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from diptych_protocol import EngineCoreOutput
+from diptych_router.policy import Role
+
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_S = 30.0
+
+PROMPT_BLOCKS = 2
+"""Full blocks of a canary's prompt; one token more begins a third."""
+OUTPUT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that may take part in a trial: up, listed and not draining."""
+
+    epoch: str
+    role: Role
+    fingerprint: str
+    load: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A canary to send: the epochs of its pair."""
+
+    prefill: str
+    decode: str
+
+
+@dataclass(slots=True)
+class _Record:
+    verified: bool = False
+    on_trial: bool = False
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class TrialBook:
+    """The trials of one router. Time is passed in, in seconds of any clock."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+        self._failed_pairs: dict[Trial, int] = {}
+
+    def verified(self, epoch: str) -> bool:
+        record = self._records.get(epoch)
+        return record is not None and record.verified
+
+    def keep(self, epochs: Collection[str]) -> None:
+        """Forget every engine but these."""
+        self._records = {e: r for e, r in self._records.items() if e in epochs}
+        self._failed_pairs = {
+            pair: count
+            for pair, count in self._failed_pairs.items()
+            if pair.prefill in epochs and pair.decode in epochs
+        }
+
+    def due(self, candidates: Sequence[Candidate], now: float) -> list[Trial]:
+        """Trials to begin now; each must be reported to `ended`."""
+        trials = []
+        for engine in candidates:
+            record = self._records.setdefault(engine.epoch, _Record())
+            if record.verified or record.on_trial or now < record.retry_at:
+                continue
+            partner = self._partner(engine, candidates)
+            if partner is None:
+                continue
+            trial = _pair(engine, partner)
+            trials.append(trial)
+            for unproven in self._unproven(trial):
+                unproven.on_trial = True
+        return trials
+
+    def ended(self, trial: Trial, *, ok: bool, now: float) -> None:
+        """A trial is over. A failure does not tell which of the two is to blame."""
+        if not ok:
+            self._failed_pairs[trial] = self._failed_pairs.get(trial, 0) + 1
+        for record in self._unproven(trial):
+            record.on_trial = False
+            record.verified = ok
+            if not ok:
+                record.failures += 1
+                record.retry_at = now + back_off_s(record.failures)
+
+    def _unproven(self, trial: Trial) -> list[_Record]:
+        both = (self._records.setdefault(e, _Record()) for e in (trial.prefill, trial.decode))
+        return [record for record in both if not record.verified]
+
+    def _partner(self, engine: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Somebody else than last time, if it failed; then one that needs the proof too."""
+
+        def preference(partner: Candidate) -> tuple[int, bool, int]:
+            failed = self._failed_pairs.get(_pair(engine, partner), 0)
+            return failed, self.verified(partner.epoch), partner.load
+
+        fitting = [
+            partner
+            for partner in candidates
+            if partner.role != engine.role
+            and partner.fingerprint == engine.fingerprint
+            and not self._records.setdefault(partner.epoch, _Record()).on_trial
+        ]
+        return min(fitting, key=preference, default=None)
+
+
+def back_off_s(failures: int) -> float:
+    """How long to wait after so many failures in a row."""
+    return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (min(failures, 16) - 1)))
+
+
+def prompt_length(block_size: int, max_model_len: int) -> int:
+    """Tokens of a canary's prompt: so many that whole blocks and a begun one must cross."""
+    return max(1, min(PROMPT_BLOCKS * block_size + 1, max_model_len - OUTPUT_TOKENS))
+
+
+def complaint(
+    outputs: Sequence[EngineCoreOutput], prompt_tokens: int, blocks: int, blocks_received: int
+) -> str:
+    """What is wrong with what decode answered to a canary; empty if nothing is.
+
+    Args:
+        outputs: everything that the decode engine sent, the last of them finished.
+        blocks: how many the prompt fills.
+        blocks_received: how many more the decode engine has received since the canary began.
+    """
+    computed = prompt_tokens - max((output.num_cached_tokens for output in outputs), default=0)
+    if computed > 0:
+        return f"decode computed {computed} of {prompt_tokens} prompt tokens itself"
+    if blocks_received < blocks:
+        return f"only {blocks_received} of {blocks} blocks crossed the hinge"
+    if not any(output.new_token_ids for output in outputs):
+        return "decode made no token"
+    return ""
+
+
+def _pair(one: Candidate, other: Candidate) -> Trial:
+    prefill, decode = (one, other) if one.role == "prefill" else (other, one)
+    return Trial(prefill.epoch, decode.epoch)

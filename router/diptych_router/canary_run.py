@@ -1,0 +1,137 @@
+"""Sends one canary: a real request of random tokens through a prefill and a decode engine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych_protocol import (
+    DiptychError,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDescription,
+    EngineGenerateError,
+    KVTransferStats,
+    SamplingParams,
+)
+from diptych_protocol.admin import CanaryReport
+from diptych_router.canary import OUTPUT_TOKENS, complaint, prompt_length
+from diptych_router.engine_link import EngineLink
+from diptych_router.routed_request import RoutedRequest, Stage
+
+CANARY_TIMEOUT_S = 20.0
+LOWEST_PRIORITY = 1 << 30
+
+Release = Callable[[str, dict[str, Any]], None]
+"""Gives a lease back that nobody will read: request id, kv_transfer_params. Does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    outputs: list[EngineCoreOutput]
+    """Of the decode engine."""
+    received: KVTransferStats
+    """What the decode engine received meanwhile, for whomever."""
+
+
+async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:
+    """Send a canary and say how it went; never raises for what engines do."""
+    report = CanaryReport(
+        prefill=prefill.name,
+        decode=decode.name,
+        revision=decode.revision,
+        ok=False,
+        unix_time=time.time(),
+    )
+    source, target = prefill.description, decode.description
+    if source is None or target is None:
+        return msgspec.structs.replace(report, error="an engine of the pair went away")
+    request = _request(source, target)
+    num_tokens = len(request.prompt_token_ids or ())
+    num_blocks = -(-num_tokens // target.block_size)
+    report = msgspec.structs.replace(
+        report, prompt_tokens=num_tokens, computed_by_decode=num_tokens
+    )
+    begin = time.monotonic()
+    try:
+        async with asyncio.timeout(CANARY_TIMEOUT_S):
+            found = await _cross(request, prefill, decode, release)
+    except TimeoutError:
+        error = f"no answer within {CANARY_TIMEOUT_S:g} s"
+        return msgspec.structs.replace(report, error=error)
+    except (DiptychError, msgspec.ValidationError) as exc:
+        return msgspec.structs.replace(report, error=str(exc))
+    error = complaint(found.outputs, num_tokens, num_blocks, found.received.blocks_received)
+    received = found.received
+    blocks = min(num_blocks, received.blocks_received)
+    cached = max(output.num_cached_tokens for output in found.outputs)
+    return msgspec.structs.replace(
+        report,
+        ok=not error,
+        error=error,
+        computed_by_decode=num_tokens - cached,
+        # Users' blocks may have crossed meanwhile; all blocks are of one size.
+        blocks=blocks,
+        bytes=received.bytes_received * blocks // max(1, received.blocks_received),
+        milliseconds=(time.monotonic() - begin) * 1000,
+        transport=received.transport,
+    )
+
+
+def _request(source: EngineDescription, target: EngineDescription) -> EngineCoreRequest:
+    """Random tokens under a salt of their own: no prefix cache knows them."""
+    limit = min(source.max_model_len, target.max_model_len)
+    vocabulary = min(source.vocab_size, target.vocab_size)
+    length = prompt_length(target.block_size, limit)
+    return EngineCoreRequest(
+        request_id=f"canary-{secrets.token_hex(8)}",
+        prompt_token_ids=[secrets.randbelow(vocabulary) for _ in range(length)],
+        mm_features=None,
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False
+        ),
+        pooling_params=None,
+        eos_token_id=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=secrets.token_hex(8),
+        data_parallel_rank=None,
+        priority=LOWEST_PRIORITY,
+    )
+
+
+async def _cross(
+    request: EngineCoreRequest, prefill: EngineLink, decode: EngineLink, release: Release
+) -> _Findings:
+    before = await _totals(decode)
+    canary = RoutedRequest(request, len(request.prompt_token_ids or ()) + OUTPUT_TOKENS)
+    canary.place(prefill.key, Stage.PREFILL)
+    for output in await prefill.complete(canary.prefill_request()):
+        canary.absorb(output)
+    if canary.lease is None:
+        raise EngineGenerateError("prefill kept no blocks for decode")
+    canary.place(decode.key, Stage.DECODE)
+    try:
+        outputs = await decode.complete(canary.decode_request())
+    except BaseException:
+        release(canary.core_id, canary.lease)
+        raise
+    after = await _totals(decode)
+    return _Findings(
+        outputs,
+        KVTransferStats(
+            blocks_received=after.blocks_received - before.blocks_received,
+            bytes_received=after.bytes_received - before.bytes_received,
+            transport=after.transport,
+        ),
+    )
+
+
+async def _totals(engine: EngineLink) -> KVTransferStats:
+    return (await engine.refresh_stats()).kv_transfer or KVTransferStats()

@@ -1,0 +1,284 @@
+"""Both pools as one router sees them: who is there, who may get requests, and why not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from diptych_protocol import (
+    EngineCoreOutputs,
+    EngineDeadError,
+    InvalidRequestError,
+    RouterConfig,
+    SchedulerStats,
+)
+from diptych_protocol.admin import CanaryReport
+from diptych_router.canary import Candidate, Trial, TrialBook
+from diptych_router.canary_run import run_canary
+from diptych_router.discovery import Target, resolve
+from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys
+from diptych_router.policy import ROLES, Decision, EngineView, Role, decide, heir
+from diptych_router.serving import Serving, ServingFile
+
+log = logging.getLogger(__name__)
+
+DISCOVERY_INTERVAL_S = 1.0
+RESOLVE_TIMEOUT_S = 5.0
+STATS_TIMEOUT_S = 1.0
+NOTIFY_TIMEOUT_S = 5.0
+MAX_CANARY_REPORTS = 64
+
+
+class Pools:
+    """Follows discovery, `serving.json` and the engines' own words; verifies who is new."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        targets: dict[Role, list[Target]],
+        read_keys: ReadKeys | None,
+        serving: Path | None,
+        *,
+        on_change: Callable[[], None],
+        on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
+        on_lost: Callable[[EngineLink, EngineDeadError], None],
+    ) -> None:
+        """`on_change`: it may be that more, fewer or other engines are usable."""
+        self.links: dict[str, EngineLink] = {}
+        self.canaries: dict[tuple[str, str], CanaryReport] = {}
+        """The newest of each pair (prefill, decode), newest last."""
+        self.had_pair = False
+        """Some pair was usable at some time."""
+        self._config = config
+        self._targets = targets
+        self._read_keys = read_keys
+        self._serving = ServingFile(serving)
+        self._on_change = on_change
+        self._on_outputs = on_outputs
+        self._on_lost = on_lost
+        self._trials = TrialBook()
+        self._unresolved: set[Role] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        self.spawn(self._discover())
+
+    def close(self) -> None:
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for link in self.links.values():
+            link.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside everything else, until it ends or the pools are closed."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish_task)
+
+    def _finish_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_coro(), exc_info=task.exception())
+
+    # --- who may get requests -----------------------------------------------------------------
+
+    @property
+    def serving(self) -> Serving:
+        return self._serving.serving
+
+    def of(self, role: Role) -> list[EngineLink]:
+        """The engines of a pool that are up."""
+        return [link for link in self.links.values() if link.role == role and link.up]
+
+    def verified(self, link: EngineLink) -> bool:
+        return self._trials.verified(link.epoch)
+
+    def usable(self, link: EngineLink) -> bool:
+        """It may get new requests."""
+        return link.open_to_work and self.serving.admits(link.revision) and self._trusted(link)
+
+    def _trusted(self, link: EngineLink) -> bool:
+        """Verified, as far as the service wants that. A decode engine that has nobody to receive
+        KV from needs no proof: it will compute the prompts itself."""
+        if self._config.verify != "required" or self.verified(link):
+            return True
+        return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
+
+    def choose(self) -> Decision | None:
+        """The engines for a new attempt; None: there are none now."""
+        prefill, decode = (
+            [_view(link, self.usable(link)) for link in self.of(role)] for role in ROLES
+        )
+        return decide(prefill, decode)
+
+    def heir(self, fingerprint: str) -> EngineLink | None:
+        """A decode engine that may take over KV of this fingerprint.
+
+        A revision that gets no new requests still keeps its streams, so its engines may inherit.
+        """
+        fit = [_view(link, link.open_to_work and self._trusted(link)) for link in self.of("decode")]
+        chosen = heir(fit, fingerprint)
+        return self.links[chosen.key] if chosen is not None else None
+
+    def draining(self, role: Role) -> list[EngineLink]:
+        return [link for link in self.of(role) if link.stats.draining]
+
+    def why_not_ready(self) -> str:
+        """Empty once a pair was usable, as long as a decode engine is; in words otherwise.
+
+        Pools that are empty on purpose are ready too, if requests may wait for them to wake up.
+        """
+        if self.serving.asleep and self._config.hold_seconds > 0:
+            return ""
+        if not self.had_pair:
+            return self._why_no_pair()
+        if not any(self.usable(link) for link in self.of("decode")):
+            return "no decode engine is usable"
+        return ""
+
+    def _why_no_pair(self) -> str:
+        missing = [role for role in ROLES if not self.of(role)]
+        if missing:
+            return f"no engine yet in the {' and the '.join(missing)} pool"
+        failed = [report for report in self.canaries.values() if not report.ok]
+        if failed:
+            last = failed[-1]
+            return f"no usable pair yet; {last.prefill} to {last.decode}: {last.error}"
+        return "no usable pair yet"
+
+    # --- discovery ----------------------------------------------------------------------------
+
+    async def _discover(self) -> None:
+        """Follow the pools' addresses and the operator's word, for ever."""
+        while True:
+            try:
+                await self._look()
+            except Exception:  # whatever it is, the next look may be luckier
+                log.exception("discovery failed")
+            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+
+    async def _look(self) -> None:
+        if self._serving.refresh():
+            log.info("revisions that may serve: %s", self.serving)
+        found = await asyncio.gather(*(self._resolve(role) for role in ROLES))
+        for role, endpoints in zip(ROLES, found, strict=True):
+            if endpoints is not None:
+                self._follow(role, endpoints)
+                self._unresolved.discard(role)
+            elif role not in self._unresolved:
+                self._unresolved.add(role)
+                log.warning("the %s pool's names cannot be resolved; it stays as it is", role)
+        self._changed()
+
+    async def _resolve(self, role: Role) -> set[str] | None:
+        try:
+            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                return await resolve(self._targets[role])
+        except TimeoutError:
+            return None
+
+    def _follow(self, role: Role, endpoints: set[str]) -> None:
+        """Open lines to new addresses; drop those that are neither listed nor alive."""
+        known = {link.endpoint: key for key, link in self.links.items() if link.role == role}
+        for endpoint in endpoints - known.keys():
+            try:
+                link = EngineLink(
+                    role,
+                    endpoint,
+                    self._read_keys,
+                    on_news=self._changed,
+                    on_outputs=self._on_outputs,
+                    on_lost=self._on_lost,
+                )
+            except (InvalidRequestError, zmq.ZMQError) as exc:
+                log.warning("cannot connect to %s: %s", endpoint, exc)
+                continue
+            self.links[link.key] = link
+        for endpoint, key in known.items():
+            link = self.links[key]
+            link.listed = endpoint in endpoints
+            if not link.listed and not link.up:
+                link.close()
+                del self.links[key]
+        self._trials.keep({link.epoch for link in self.links.values()})
+
+    def _changed(self) -> None:
+        """Something is different: verify who is new, and tell."""
+        if self._config.verify != "off":
+            self._begin_trials()
+        decision = self.choose()
+        self.had_pair = self.had_pair or (decision is not None and decision.prefill is not None)
+        self._on_change()
+
+    # --- verification -------------------------------------------------------------------------
+
+    def _begin_trials(self) -> None:
+        links = {link.epoch: link for link in self.links.values() if link.open_to_work}
+        candidates = [
+            Candidate(epoch, link.role, link.fingerprint, link.open_tokens)
+            for epoch, link in links.items()
+        ]
+        for trial in self._trials.due(candidates, time.monotonic()):
+            self.spawn(self._try(trial, links[trial.prefill], links[trial.decode]))
+
+    async def _try(self, trial: Trial, prefill: EngineLink, decode: EngineLink) -> None:
+        ok = False
+        try:
+            report = await run_canary(prefill, decode, self.release)
+            ok = report.ok
+        finally:
+            self._trials.ended(trial, ok=ok, now=time.monotonic())
+        pair = f"canary from {report.prefill} to {report.decode}"
+        if ok:
+            log.info("%s: %d blocks in %.0f ms", pair, report.blocks, report.milliseconds)
+        else:
+            log.warning("%s failed: %s", pair, report.error)
+        self.canaries.pop((report.prefill, report.decode), None)
+        self.canaries[report.prefill, report.decode] = report
+        while len(self.canaries) > MAX_CANARY_REPORTS:
+            del self.canaries[next(iter(self.canaries))]
+        self._changed()
+
+    # --- what all engines are asked or told ----------------------------------------------------
+
+    async def refresh_stats(self) -> None:
+        """Ask every engine for its statistics now; one that is silent keeps its last ones."""
+        up = [link for link in self.links.values() if link.up]
+        answers = await asyncio.gather(
+            *(link.refresh_stats(STATS_TIMEOUT_S) for link in up), return_exceptions=True
+        )
+        for link, answer in zip(up, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.debug("no statistics from %s: %s", link.name, answer)
+
+    def stats_by_engine(self) -> dict[str, SchedulerStats]:
+        return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}
+
+    def release(self, request_id: str, params: dict[str, Any]) -> None:
+        """Tell P that its lease is not needed, without waiting for the answer."""
+        if not self._closed:
+            self.spawn(self.reject(request_id, params))
+
+    async def reject(self, request_id: str, params: dict[str, Any]) -> None:
+        """Free a lease at the engine that granted it; its expiry is the safety net."""
+        owner = params.get("remote_engine_id")
+        for link in list(self.links.values()):
+            if link.description is not None and link.description.engine_id == owner:
+                try:
+                    await link.client.call(
+                        "reject_kv_transfer", request_id, params, timeout_s=NOTIFY_TIMEOUT_S
+                    )
+                except CALL_ERRORS as exc:
+                    log.warning("request %s: lease not released: %s", request_id, exc)
+
+
+def _view(link: EngineLink, usable: bool) -> EngineView:
+    return EngineView(link.key, link.fingerprint, link.open_tokens, usable)

@@ -1,0 +1,73 @@
+"""`serving.json`: which revisions may serve, as the operator last said.
+
+It is a ConfigMap's file, exchanged under the running router, so it is read again and again.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 64 << 10
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """The operator's word. Unknown fields are ignored: a newer operator may say more."""
+
+    revisions: list[str] = []
+    """Those that get new requests; empty means all."""
+    asleep: bool = False
+    """The pools are empty on purpose: hold requests until they are not."""
+
+    def admits(self, revision: str) -> bool:
+        return not self.revisions or revision in self.revisions
+
+
+class ServingFile:
+    """The file's newest valid content."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: there is no such file, and every revision may serve."""
+        self._path = path
+        self._seen: bytes | None = None
+        self.serving = Serving()
+
+    def refresh(self) -> bool:
+        """Read the file again; True if it says something else than before.
+
+        A file that is missing says nothing. One that cannot be understood changes nothing, and is
+        complained about once.
+        """
+        if self._path is None:
+            return False
+        content = self._read(self._path)
+        if content == self._seen:
+            return False
+        self._seen = content
+        before = self.serving
+        try:
+            self.serving = self._parse(content)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            log.error("%s is malformed, so what it said before stays: %s", self._path, exc)
+        return self.serving != before
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            with path.open("rb") as file:
+                return file.read(MAX_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            log.warning("cannot read %s: %s", path, exc)
+            return self._seen
+
+    def _parse(self, content: bytes | None) -> Serving:
+        if content is None:
+            return Serving()
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        return msgspec.json.decode(content, type=Serving)

@@ -1,0 +1,54 @@
+"""serving.json, as it changes under a running router."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from diptych_router.serving import MAX_BYTES, Serving, ServingFile
+
+
+def test_no_file_lets_every_revision_serve(tmp_path: Path) -> None:
+    for file in (ServingFile(None), ServingFile(tmp_path / "serving.json")):
+        assert file.refresh() is False
+        assert file.serving.admits("any")
+
+
+def test_what_it_says_is_followed_and_news_are_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    file = ServingFile(path)
+    path.write_text('{"revisions": ["a"], "of a newer operator": 1}')
+    assert file.refresh() is True
+    assert file.refresh() is False
+    assert file.serving.admits("a")
+    assert not file.serving.admits("b")
+    path.write_text('{"revisions": ["a", "b"], "asleep": true}')
+    assert file.refresh() is True
+    assert file.serving == Serving(["a", "b"], asleep=True)
+    path.write_text('{"revisions": []}')
+    assert file.refresh() is True
+    assert file.serving.admits("c")
+    path.unlink()
+    file.refresh()
+    assert file.serving == Serving()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"revisions": "a"}', b"\xff\xfe", b"[1]", b" " * (MAX_BYTES + 1)],
+    ids=["empty", "cut off", "a string", "not UTF-8", "a list", "huge"],
+)
+def test_what_cannot_be_understood_changes_nothing_and_is_said_once(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "serving.json"
+    path.write_text('{"revisions": ["a"]}')
+    file = ServingFile(path)
+    file.refresh()
+    path.write_bytes(content)
+    with caplog.at_level(logging.ERROR):
+        assert [file.refresh() for _ in range(3)] == [False] * 3
+    assert file.serving == Serving(["a"])
+    assert len(caplog.records) == 1

@@ -1,0 +1,196 @@
+"""Engines leave, are killed, or vanish, and no stream breaks: real engines, the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
+
+from diptych_router.engine_link import EngineLink
+from diptych_router.pool_client import PoolClient
+from diptych_router.report import router_report
+
+PROMPTS = [
+    f"Chapter {number}. The lighthouse keeper climbed the stairs every evening, and "
+    for number in ("one", "two")
+]
+LENGTH = 80
+
+
+@pytest.fixture(scope="module")
+def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
+    configs = [engine_config(name, smollm2) for name in ("prefill-0", "decode-0", "decode-1")]
+    with cores(keys_dir, *configs) as started:
+        yield started
+
+
+@pytest.fixture
+def fleet(engines: list[Core]) -> Iterator[list[Core]]:
+    """One prefill engine and two for decode. What a test does to a decode engine is its last."""
+    yield engines
+    for core in engines[1:]:
+        core.kill()
+        core.start()
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, list[int]]:
+    """Answers that are known already, by prompt."""
+    return {}
+
+
+async def all_usable(client: PoolClient, count: int) -> None:
+    async with asyncio.timeout(60):
+        while sum(engine.usable for engine in router_report(client).engines) < count:
+            await asyncio.sleep(0.05)
+
+
+def link_of(client: PoolClient, core: Core) -> EngineLink:
+    return next(x for x in client.pools.links.values() if x.endpoint.endswith(core.address))
+
+
+async def streams_at(client: PoolClient, link: EngineLink, eventually: Any) -> list[Streaming]:
+    """Streams that decode at one engine, because its twin looks busy when they begin."""
+    twins = [x for x in client.pools.of("decode") if x is not link]
+    for twin in twins:
+        twin.open_tokens += 1_000_000
+    streams = [Streaming(client, prompt, LENGTH) for prompt in PROMPTS]
+    await eventually(lambda: all(len(s.token_ids) > 5 for s in streams), timeout_s=60)
+    for twin in twins:
+        twin.open_tokens -= 1_000_000
+    return streams
+
+
+async def expected(client: PoolClient, known: dict[str, list[int]]) -> list[list[int]]:
+    """What engines that nobody disturbs answer."""
+    for prompt in PROMPTS:
+        if prompt not in known:
+            output = await generate(client, prompt, max_tokens=LENGTH, ignore_eos=True)
+            known[prompt] = output.outputs[0].token_ids
+    return list(known.values())
+
+
+async def test_a_draining_engine_hands_its_streams_to_its_twin(
+    smollm2: str,
+    keys_dir: Path,
+    fleet: list[Core],
+    known: dict[str, list[int]],
+    eventually: Any,
+) -> None:
+    prefill, *decode = fleet
+    async with routing(
+        smollm2, keys_dir, [prefill.address], [core.address for core in decode]
+    ) as client:
+        await all_usable(client, 3)
+        wanted = await expected(client, known)
+        leaving, twin = (link_of(client, core) for core in decode)
+        streams = await streams_at(client, leaving, eventually)
+        before = await twin.refresh_stats()
+        await leaving.client.call("drain")
+        await eventually(lambda: leaving.stats.draining, timeout_s=2)
+        assert all(len(stream.token_ids) < LENGTH for stream in streams)
+        assert [await stream.done() for stream in streams] == wanted
+        after = await twin.refresh_stats()
+        assert after.prompt_tokens_computed == before.prompt_tokens_computed, "KV came over"
+        assert after.remote_kv_tokens > before.remote_kv_tokens
+        await leaving.refresh_stats()
+        await eventually(lambda: leaving.stats.kv_transfer.leases_held == 0)  # type: ignore
+        assert leaving.stats.num_running == 0
+        assert leaving.open_tokens == twin.open_tokens == 0
+        output = await generate(client, "Anybody new?")
+        assert output.metrics["decode"] == twin.name
+        report = {engine.engine_id: engine for engine in router_report(client).engines}
+        assert report["decode-0"].draining
+        assert not report["decode-0"].usable
+
+        # The twin leaves too, and nobody is left to take over: what runs there ends there.
+        (last, *_) = await streams_at(client, twin, eventually)
+        await twin.client.call("drain")
+        await eventually(lambda: twin.stats.draining, timeout_s=2)
+        assert client.why_not_ready()
+        assert await last.done() == wanted[0]
+
+
+@pytest.mark.parametrize(
+    ("blow", "within_s"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 8), (signal.SIGTERM, 2)]
+)
+async def test_streams_outlive_their_engine(
+    smollm2: str,
+    keys_dir: Path,
+    fleet: list[Core],
+    known: dict[str, list[int]],
+    eventually: Any,
+    blow: signal.Signals,
+    within_s: float,
+) -> None:
+    """Killed; frozen, as if its node had vanished without a word; told to end at once."""
+    prefill, *decode = fleet
+    async with routing(
+        smollm2, keys_dir, [prefill.address], [core.address for core in decode]
+    ) as client:
+        await all_usable(client, 3)
+        wanted = await expected(client, known)
+        victim = link_of(client, decode[0])
+        streams = await streams_at(client, victim, eventually)
+        begin = time.monotonic()
+        decode[0].signal(blow)
+        await eventually(lambda: not victim.up, timeout_s=30)
+        assert time.monotonic() - begin < within_s
+        assert [await stream.done() for stream in streams] == wanted
+        assert victim.open_tokens == 0
+
+
+async def test_a_stream_waits_for_its_only_engine_to_come_back(
+    smollm2: str,
+    keys_dir: Path,
+    fleet: list[Core],
+    known: dict[str, list[int]],
+    eventually: Any,
+) -> None:
+    prefill, only, other = fleet
+    other.kill()
+    async with routing(smollm2, keys_dir, [prefill.address], [only.address]) as client:
+        await healthy(client, 60)
+        wanted = await expected(client, known)
+        streams = await streams_at(client, link_of(client, only), eventually)
+        only.kill()
+        await eventually(lambda: client.num_held == len(streams))
+        assert client.why_not_ready()
+        only.start()
+        assert [await stream.done() for stream in streams] == wanted
+        assert client.num_held == 0
+
+
+async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
+    smollm2: str,
+    keys_dir: Path,
+    fleet: list[Core],
+    known: dict[str, list[int]],
+    eventually: Any,
+) -> None:
+    """One stream runs, the other has its KV there and waits for its turn: nothing to hand off."""
+    prefill, wide, _ = fleet
+    config = engine_config("narrow-0", smollm2, max_num_seqs=1)
+    with cores(keys_dir, config) as (narrow,):
+        async with routing(
+            smollm2, keys_dir, [prefill.address], [narrow.address, wide.address]
+        ) as client:
+            await all_usable(client, 3)
+            wanted = await expected(client, known)
+            leaving, twin = link_of(client, narrow), link_of(client, wide)
+            twin.open_tokens += 1_000_000
+            streams = [Streaming(client, prompt, LENGTH) for prompt in PROMPTS]
+            await eventually(lambda: sum(len(s.token_ids) for s in streams) > 10, timeout_s=60)
+            stats = await leaving.refresh_stats()
+            assert (stats.num_running, stats.num_waiting) == (1, 1)
+            twin.open_tokens -= 1_000_000
+            await leaving.client.call("drain")
+            assert [await stream.done() for stream in streams] == wanted
+            assert leaving.open_tokens == twin.open_tokens == 0
+            assert (await leaving.refresh_stats()).num_waiting == 0

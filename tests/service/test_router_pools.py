@@ -1,0 +1,184 @@
+"""What a router does while its pools come and go: real engines, the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
+
+from diptych_frontend.curve import new_keys, read_keys
+from diptych_protocol import EngineOverloadedError, KVTransferConfig
+from diptych_router.report import router_report
+
+NOBODY = "127.0.0.1:1"
+"""An address where no engine is."""
+PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
+
+
+@pytest.fixture(scope="module")
+def two_pools(smollm2: str, keys_dir: Path) -> Iterator[dict[str, Core]]:
+    """Engines of revision r1: one for prefill, one for decode."""
+    names = ("prefill-0", "decode-0")
+    configs = [engine_config(name, smollm2, revision="r1") for name in names]
+    with cores(keys_dir, *configs) as started:
+        yield dict(zip(names, started, strict=True))
+
+
+def say(path: Path, **serving: Any) -> None:
+    path.write_bytes(msgspec.json.encode(serving))
+
+
+# --- verification -------------------------------------------------------------------------------
+
+
+async def test_new_engines_prove_the_hinge_before_they_are_ready(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core]
+) -> None:
+    pools = [core.address for core in two_pools.values()]
+    async with routing(smollm2, keys_dir, pools[:1], pools[1:]) as client:
+        assert not router_report(client).ready
+        await healthy(client, 60)
+        report = router_report(client)
+    assert report.ready
+    assert [(e.engine_id, e.revision, e.verified, e.usable) for e in report.engines] == [
+        ("prefill-0", "r1", True, True),
+        ("decode-0", "r1", True, True),
+    ]
+    (canary,) = report.canaries
+    assert (canary.ok, canary.error) == (True, "")
+    assert (canary.prefill, canary.decode, canary.revision) == ("prefill-0", "decode-0", "r1")
+    assert (canary.prompt_tokens, canary.computed_by_decode, canary.blocks) == (33, 0, 3)
+    assert canary.bytes > 0
+    assert canary.transport
+    assert canary.milliseconds > 0
+
+
+async def test_a_hinge_that_does_not_work_keeps_users_away_and_says_why(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core], eventually: Any
+) -> None:
+    """Its address for KV is one where nobody listens; a sound engine ends the outage."""
+    misled = KVTransferConfig(lease_seconds=5.0, advertise_host="127.0.0.9")
+    config = engine_config("misled", smollm2, revision="r1", kv_transfer=misled)
+    sound, decode = two_pools["prefill-0"], two_pools["decode-0"]
+    with cores(keys_dir, config) as (broken,):
+        async with routing(
+            smollm2, keys_dir, [broken.address], [decode.address], hold_seconds=0.5
+        ) as client:
+            await eventually(lambda: client.pools.canaries, timeout_s=60)
+            report = router_report(client)
+            assert not report.ready
+            assert not report.canaries[0].ok
+            assert report.canaries[0].error in report.reason
+            assert not any(engine.usable for engine in report.engines)
+            with pytest.raises(EngineOverloadedError, match="no engine within"):
+                await generate(client, PROMPT)
+        async with routing(
+            smollm2, keys_dir, [broken.address], [decode.address], verify="warn"
+        ) as client:
+            await eventually(lambda: client.pools.canaries, timeout_s=60)
+            assert all(engine.usable for engine in router_report(client).engines)
+        async with routing(
+            smollm2, keys_dir, [broken.address, sound.address], [decode.address]
+        ) as client:
+            await healthy(client, 60)
+            assert client.pools.choose() is not None
+            usable = [e.engine_id for e in router_report(client).engines if e.usable]
+            assert usable == ["prefill-0", "decode-0"]
+
+
+async def test_a_decode_engine_without_any_partner_serves_alone(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core]
+) -> None:
+    """Nothing is to cross the hinge then, so there is nothing to prove."""
+    async with routing(smollm2, keys_dir, [NOBODY], [two_pools["decode-0"].address]) as client:
+        output = await generate(client, PROMPT)
+        assert output.metrics["prefill"] == "decode-0"
+        assert "prefill pool" in client.why_not_ready()
+
+
+# --- holding, and which revisions may serve ---------------------------------------------------
+
+
+async def test_requests_wait_for_a_revision_that_may_serve(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core], tmp_path: Path, eventually: Any
+) -> None:
+    serving = tmp_path / "serving.json"
+    say(serving, revisions=["r2"])
+    pools = [core.address for core in two_pools.values()]
+    async with routing(
+        smollm2, keys_dir, pools[:1], pools[1:], serving=serving, max_held=2
+    ) as client:
+        await eventually(lambda: any(r.ok for r in client.pools.canaries.values()), timeout_s=60)
+        report = router_report(client)
+        assert report.serving_revisions == ["r2"]
+        assert [(e.verified, e.usable) for e in report.engines] == [(True, False)] * 2
+        waiting = [asyncio.create_task(generate(client, PROMPT)) for _ in range(2)]
+        await eventually(lambda: client.num_held == 2)
+        assert router_report(client).held_requests == 2
+        with pytest.raises(EngineOverloadedError):
+            await generate(client, "one too many")
+        waiting[1].cancel()
+        await eventually(lambda: client.num_held == 1)
+        say(serving, revisions=["r2", "r1"])
+        output = await asyncio.wait_for(waiting[0], 20)
+        assert len(output.outputs[0].token_ids) == 16
+        assert client.num_held == 0
+        await client.check_health()
+
+
+async def test_a_stream_goes_on_when_its_revision_may_serve_no_more(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core], tmp_path: Path, eventually: Any
+) -> None:
+    serving = tmp_path / "serving.json"
+    say(serving, revisions=["r1"])
+    pools = [core.address for core in two_pools.values()]
+    async with routing(smollm2, keys_dir, pools[:1], pools[1:], serving=serving) as client:
+        await healthy(client, 60)
+        stream = Streaming(client, PROMPT, max_tokens=120)
+        await eventually(lambda: len(stream.token_ids) > 3)
+        say(serving, revisions=["r2"])
+        await eventually(lambda: client.pools.choose() is None)
+        assert len(stream.token_ids) < 120
+        await stream.done()
+        assert len(stream.token_ids) == 120
+
+
+async def test_asleep_on_purpose_is_ready(smollm2: str, keys_dir: Path, tmp_path: Path) -> None:
+    serving = tmp_path / "serving.json"
+    say(serving, revisions=[], asleep=True)
+    for hold, ready in ((1.0, True), (0.0, False)):
+        async with routing(
+            smollm2, keys_dir, [NOBODY], [NOBODY], serving=serving, hold_seconds=hold
+        ) as client:
+            await asyncio.sleep(0.1)
+            assert router_report(client).ready is ready
+            begin = time.monotonic()
+            with pytest.raises(EngineOverloadedError):
+                await generate(client, PROMPT)
+            assert hold <= time.monotonic() - begin < hold + 1
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+async def test_engines_with_the_previous_key_are_reached_too(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core], eventually: Any
+) -> None:
+    ring = [new_keys(), new_keys()]
+    pools = [core.address for core in two_pools.values()]
+    async with routing(
+        smollm2, keys_dir, pools[:1], pools[1:], read_keys=lambda: list(ring)
+    ) as client:
+        await asyncio.sleep(1.0)
+        assert not any(link.up for link in client.pools.links.values()), "two wrong keys"
+        ring[1] = read_keys(keys_dir)
+        begin = time.monotonic()
+        await eventually(lambda: all(link.up for link in client.pools.links.values()))
+        assert time.monotonic() - begin < 5
+        await healthy(client)

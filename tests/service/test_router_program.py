@@ -1,0 +1,143 @@
+"""`python -m diptych_router` as an operator and a cluster see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from service_kit import Core, cores, engine_config, free_port
+
+from diptych_protocol import RouterConfig
+from diptych_protocol.admin import RouterReport
+
+LINGER_S = 1.5
+QUESTION = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
+
+
+@dataclass
+class Router:
+    process: subprocess.Popen[bytes]
+    url: str
+    admin: str
+
+    def health(self) -> httpx.Response | None:
+        """None while nobody listens."""
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health")
+        return None
+
+    def is_ready(self) -> bool:
+        answer = self.health()
+        return answer is not None and answer.status_code == 200
+
+
+@pytest.fixture(scope="module")
+def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
+    with cores(
+        keys_dir, engine_config("prefill-0", smollm2), engine_config("decode-0", smollm2)
+    ) as started:
+        yield started
+
+
+@pytest.fixture
+def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) -> Iterator[Router]:
+    (keys_dir / "admin-token").write_text("sesame")
+    config = RouterConfig(model=smollm2, served_name="smollm2", drain_seconds=20)
+    (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
+    port, admin_port = free_port(), free_port()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "diptych_router", "--config", tmp_path / "router.json"),
+            *("--port", str(port), "--admin-port", str(admin_port), "--keys", keys_dir),
+            *("--serving", tmp_path / "serving.json", "--linger-seconds", str(LINGER_S)),
+            *("--prefill", engines[0].address, "--decode", engines[1].address),
+        ]
+    )
+    try:
+        yield Router(process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_its_life(router: Router, eventually: Any) -> None:
+    await eventually(router.is_ready, timeout_s=60)
+    assert httpx.get(f"{router.url}/live").status_code == 200
+
+    # The operator's view, for holders of the token only.
+    state = f"{router.admin}/admin/state"
+    assert httpx.get(state).status_code == 401
+    answer = httpx.get(state, headers={"authorization": "Bearer sesame"})
+    report = msgspec.json.decode(answer.content, type=RouterReport)
+    assert report.ready
+    assert [engine.engine_id for engine in report.engines] == ["prefill-0", "decode-0"]
+    assert [canary.ok for canary in report.canaries] == [True]
+
+    # It is told to end while it answers.
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+        started = asyncio.Event()
+        stream = asyncio.create_task(read_stream(client, started))
+        await asyncio.wait_for(started.wait(), 30)
+        router.process.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        await eventually(lambda: not router.is_ready(), timeout_s=LINGER_S)
+        answer = await client.post("/v1/completions", json={**QUESTION, "max_tokens": 2})
+        assert time.monotonic() - begin < LINGER_S, "otherwise this shows nothing"
+        assert answer.status_code == 200, "whoever has not heard of it yet is served"
+        assert answer.headers["connection"] == "close"
+        await eventually(lambda: router.health() is None)
+        assert time.monotonic() - begin >= LINGER_S
+        assert await stream == 150, "an answer under way is finished"
+    assert await asyncio.to_thread(router.process.wait, 10) == 0
+
+
+async def read_stream(client: httpx.AsyncClient, started: asyncio.Event) -> int:
+    """How many tokens came before the stream's proper end."""
+    tokens, ended = 0, False
+    body = {
+        **QUESTION,
+        "max_tokens": 150,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            started.set()
+            ended = ended or line == "data: [DONE]"
+            if line.startswith("data: {"):
+                usage = msgspec.json.decode(line.removeprefix("data: ")).get("usage") or {}
+                tokens = usage.get("completion_tokens", tokens)
+    assert ended
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"hold_seconds": -1}, "hold_seconds"), ({"verify": "perhaps"}, "verify")],
+)
+def test_a_configuration_that_cannot_work_is_named(
+    smollm2: str, tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "router.json").write_bytes(msgspec.json.encode({"model": smollm2, **settings}))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "diptych_router", "--config", tmp_path / "router.json"),
+            *("--prefill", "a:1", "--decode", "b:1", "--port", str(free_port())),
+        ],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr.decode()
