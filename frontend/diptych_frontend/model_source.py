@@ -55,12 +55,15 @@ class ModelSource:
             return tokenizer_from_hf(self.path, self.config.eos_token_ids)
 
 
-def resolve_model(uri: str) -> ModelSource:
+def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
     """Find the model and read its configuration. Weights and vocabulary stay where they are.
 
     `package://PKG/FILE` is a file inside an installed Python package (which is not imported),
     `file:///PATH` or a plain path a GGUF file or a directory in Hugging Face's layout, and
-    `dummy://?hidden_size=64` a model of random weights.
+    `dummy://?hidden_size=64` a model of random weights. Models from elsewhere are fetched
+    (`diptych_frontend.model_fetch`) or mounted first, and then are files.
+
+    Without `weights` a directory need not hold any: a router reads the tokenizer only.
 
     Raises:
         InvalidRequestError: no such model, or not one that can be run; the message names a remedy.
@@ -72,7 +75,7 @@ def resolve_model(uri: str) -> ModelSource:
     path = _locate(uri)
     with _reading(path):
         if path.is_dir():
-            return ModelSource(uri, "safetensors", path, _read_hf_config(path))
+            return ModelSource(uri, "safetensors", path, _read_hf_config(path, weights))
         if not path.is_file():
             raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
         header = read_header(path)
@@ -88,6 +91,13 @@ def _locate(uri: str) -> Path:
         if parts.netloc not in ("", "localhost"):
             raise _refuse(f"{uri} names the host {parts.netloc!r}; write file:///PATH")
         return Path(unquote(parts.path))
+    if parts.scheme in ("hf", "s3", "https"):
+        raise _refuse(
+            f"{uri} is not on this machine; `python -m diptych_frontend.model_fetch --uri {uri} "
+            "--cache FOLDER` fetches it and prints the URI to use"
+        )
+    if parts.scheme in ("pvc", "oci"):
+        raise _refuse(f"{uri} can be mounted in a cluster only; here, name a path or an hf:// URI")
     if "://" in uri:
         raise _refuse(
             f"{uri}: unknown scheme; use package://PKG/FILE, file:///PATH, a path, or dummy://"
@@ -108,8 +118,8 @@ def _locate_in_package(package: str, name: str) -> Path:
     raise _refuse(f"the Python package {package!r} holds no file {name!r}")
 
 
-def _read_hf_config(folder: Path) -> ModelConfig:
-    if not any(folder.glob("*.safetensors")):
+def _read_hf_config(folder: Path, weights: bool) -> ModelConfig:
+    if weights and not any(folder.glob("*.safetensors")):
         raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
     generation = folder / "generation_config.json"
     return config_from_hf(

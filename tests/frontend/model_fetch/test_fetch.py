@@ -1,0 +1,364 @@
+"""From a URI to files in a cache, against real HTTP servers that may misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych_frontend.model_fetch import BadSourceError, Credentials, FetchError, fetch_model
+from diptych_frontend.model_fetch.cache import CacheEntry
+from diptych_frontend.model_fetch.download import PARTS_AT_A_TIME
+from diptych_frontend.model_fetch.errors import ChangedError, UnreachableError
+from diptych_frontend.model_source import resolve_model
+from diptych_protocol import InvalidRequestError
+
+COMMIT = "c0ffee" + 34 * "0"
+PART = 64 << 10
+SAFETENSORS = "model-00001-of-00002.safetensors"
+Fetch = Callable[..., Path]
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture
+def fetch(store: Any, tmp_path: Path) -> Fetch:
+    def fetch(uri: str, token: str = "", **options: Any) -> Path:
+        keys = {} if uri.startswith("hf://") else {
+            "access_key_id": "AKIA", "secret_access_key": "secret", "region": "us-east-1",
+        }  # fmt: skip
+        credentials = Credentials(endpoint=store.url, token=token, **keys)
+        return fetch_model(uri, tmp_path / "cache", credentials=credentials, **options)
+
+    return fetch
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("uri", ["hf://org/repo", "s3://bucket/some/folder"])
+def test_a_folder_arrives_with_what_an_engine_reads_and_nothing_else(
+    store: Any, fetch: Fetch, folder_model: dict[str, bytes], uri: str
+) -> None:
+    prefix = "some/folder/" if uri.startswith("s3") else ""
+    store.files = {prefix + name: data for name, data in folder_model.items()}
+    path = fetch(uri)
+    wanted = {"config.json", "tokenizer.json", SAFETENSORS, "model-00002-of-00002.safetensors"}
+    assert names(path) == wanted
+    assert all((path / name).read_bytes() == folder_model[name] for name in wanted)
+    before = store.total_served()
+    assert fetch(uri) == path
+    assert store.served.keys() - {""} == {prefix + name for name in wanted}
+    assert sum(store.served[prefix + name] for name in wanted) <= before
+
+
+def test_a_router_gets_no_weights(store: Any, fetch: Fetch, folder_model: dict[str, bytes]) -> None:
+    store.files = folder_model
+    path = fetch("hf://org/repo", reader="router")
+    assert names(path) == {"config.json", "tokenizer.json"}
+    assert path.name.endswith("-router")
+    assert path != fetch("hf://org/repo")
+
+
+@pytest.mark.parametrize("uri", ["hf://org/repo/q/model.gguf", "s3://bucket/q/model.gguf"])
+def test_of_a_gguf_file_a_router_gets_the_header_only(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, uri: str
+) -> None:
+    store.files = {"q/model.gguf": gguf_bytes}
+    path = fetch(uri, reader="router")
+    assert path.name == "model.gguf"
+    assert path.stat().st_size == 4 * PART
+    assert resolve_model(path.as_uri()).config.hidden_size == 64
+    assert store.served["q/model.gguf"] == 4 * PART
+    assert fetch(uri).read_bytes() == gguf_bytes
+
+
+def test_a_pinned_model_is_not_asked_for_again(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    sha256 = hashlib.sha256(gguf_bytes).hexdigest()
+    for uri, pin in (
+        ("hf://org/repo/model.gguf", {"revision": COMMIT}),
+        ("s3://bucket/model.gguf", {"sha256": sha256}),
+    ):
+        path = fetch(uri, **pin)
+        asked = len(store.requests)
+        assert fetch(uri, **pin) == path
+        assert len(store.requests) == asked
+
+
+def test_an_unpinned_model_follows_its_source_and_survives_its_silence(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = "hf://org/repo/model.gguf"
+    store.files = {"model.gguf": gguf_bytes}
+    path = fetch(uri)
+    old = path.open("rb")
+    store.files = {"model.gguf": gguf_bytes[::-1]}
+    store.commit = 40 * "d"
+    assert fetch(uri) == path
+    assert path.read_bytes() == gguf_bytes[::-1]
+    with old:
+        assert old.read() == gguf_bytes
+    store.failing = [503]
+    assert fetch(uri) == path
+    assert "using the copy in the cache" in caplog.text
+    served = store.total_served()
+    store.files = {"model.gguf": gguf_bytes}
+    store.commit = COMMIT
+    assert fetch(uri).read_bytes() == gguf_bytes
+    assert store.served["model.gguf"] <= served, "the earlier version was still there"
+
+
+@pytest.mark.parametrize("uri", ["hf://org/repo/model.gguf", "s3://bucket/model.gguf"])
+def test_a_connection_that_breaks_costs_one_part_at_most(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, uri: str
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    store.cut_after = {"model.gguf": 9 * PART + 5000}
+    assert fetch(uri).read_bytes() == gguf_bytes
+    assert not store.cut_after
+    assert len(gguf_bytes) < store.served["model.gguf"] <= len(gguf_bytes) + PART
+
+
+@pytest.mark.parametrize("uri", ["hf://org/repo/model.gguf", "s3://bucket/model.gguf"])
+def test_what_is_on_the_disk_is_not_fetched_again(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    with monkeypatch.context() as impatient:
+        impatient.setattr("diptych_frontend.model_fetch.download.ATTEMPTS", 1)
+        impatient.setattr("diptych_frontend.model_fetch.download.with_attempts.__defaults__", (1,))
+        store.cut_after = {"model.gguf": 9 * PART + 5000}
+        with pytest.raises(UnreachableError):
+            fetch(uri)
+    before = store.served["model.gguf"]
+    assert fetch(uri).read_bytes() == gguf_bytes
+    # At least the parts that were ahead of the broken one had to be written.
+    assert store.served["model.gguf"] - before <= len(gguf_bytes) - 3 * PART
+
+
+def test_a_damaged_download_is_repeated_once_and_then_refused(
+    store: Any, fetch: Fetch, gguf_bytes: bytes
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    store.damaged = {"model.gguf": 1}
+    assert fetch("hf://org/repo/model.gguf").read_bytes() == gguf_bytes
+    store.damaged = {"model.gguf": 1000}
+    with pytest.raises(FetchError, match="checksum twice"):
+        fetch("hf://org/repo/model.gguf", revision=COMMIT)
+    store.damaged = {}
+    assert fetch("hf://org/repo/model.gguf", revision=COMMIT).read_bytes() == gguf_bytes
+
+
+def test_small_files_are_verified_too(
+    store: Any, fetch: Fetch, folder_model: dict[str, bytes]
+) -> None:
+    store.files = folder_model
+    store.damaged = {"config.json": 2}
+    with pytest.raises(FetchError, match=r"config\.json differs"):
+        fetch("hf://org/repo")
+
+
+def test_the_given_checksum_wins(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    wrong = 64 * "0"
+    with pytest.raises(FetchError, match=r"spec\.model\.sha256 is that of another file"):
+        fetch("s3://bucket/model.gguf", sha256=wrong)
+    asked = store.served["model.gguf"]
+    with pytest.raises(BadSourceError, match=r"spec\.model\.sha256: .* has the checksum"):
+        fetch("hf://org/repo/model.gguf", sha256=wrong)
+    assert store.served["model.gguf"] == asked, "the hub's own checksum told before any byte"
+
+
+def test_a_file_that_changes_under_way_is_not_patched_together(
+    store: Any, fetch: Fetch, gguf_bytes: bytes
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    store.hold_after = {"model.gguf": 8 * PART}
+
+    def change() -> None:
+        wait_until(lambda: store.total_served() > 8 * PART)
+        store.files = {"model.gguf": gguf_bytes[::-1]}
+        store.released.set()
+
+    changer = threading.Thread(target=change)
+    changer.start()
+    with pytest.raises(ChangedError, match="another version"):
+        fetch("s3://bucket/model.gguf")
+    changer.join()
+    assert fetch("s3://bucket/model.gguf").read_bytes() == gguf_bytes[::-1]
+
+
+def test_a_server_without_ranges_still_serves(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    store.ranges = False
+    assert fetch("hf://org/repo/model.gguf").read_bytes() == gguf_bytes
+
+
+def test_a_busy_hub_is_asked_again(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    store.failing = [429, 503]
+    assert fetch("hf://org/repo/model.gguf").read_bytes() == gguf_bytes
+
+
+def test_the_token_opens_the_hub_and_goes_nowhere_else(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    store.token = "hf_secret"
+    caplog.set_level(logging.INFO, "diptych_frontend")
+    with pytest.raises(BadSourceError, match=r"spec\.model\.credentials: org/repo is gated"):
+        fetch("hf://org/repo/model.gguf", token="hf_wrong")
+    fetch("hf://org/repo/model.gguf", token="hf_secret")
+    assert not store.leaked
+    resolved = sum("/resolve/" in line for line in store.requests)
+    parts = sum("/link/" in line for line in store.requests)
+    assert parts == -(-len(gguf_bytes) // PART)
+    assert resolved <= PARTS_AT_A_TIME, "a link that was resolved is used again"
+    assert "secret" not in caplog.text
+    assert "hf_secret" not in repr(Credentials(token="hf_secret"))
+
+
+def test_the_keys_open_the_bucket(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    refused = r"spec\.model\.credentials: s3://bucket refuses"
+    store.access_key = "OTHER"
+    with pytest.raises(BadSourceError, match=refused):
+        fetch("s3://bucket/model.gguf")
+    store.access_key = "AKIA"
+    nobody = Credentials(endpoint=store.url)
+    with pytest.raises(BadSourceError, match=refused):
+        fetch_model("s3://bucket/model.gguf", tmp_path, credentials=nobody)
+    assert fetch("s3://bucket/model.gguf").read_bytes() == gguf_bytes
+    store.access_key = ""
+    path = fetch_model("s3://bucket/model.gguf", tmp_path, credentials=nobody)
+    assert path.read_bytes() == gguf_bytes, "a public bucket needs no keys"
+
+
+@pytest.mark.parametrize(
+    ("uri", "options", "says"),
+    [
+        ("hf://org/other", {}, r"spec\.model\.uri: .* has no org/other"),
+        ("hf://org/repo", {"revision": "v9"}, r"spec\.model\.revision: org/repo has no 'v9'"),
+        ("hf://org/repo", {}, r"holds no \*\.safetensors; it has GGUF files.*repo/FILE: a\.gguf"),
+        ("hf://org/repo/b.gguf", {}, r"b\.gguf does not exist; .*: a\.gguf"),
+        ("hf://org/repo/a.gguf", {"reader": "router"}, r"a\.gguf is not a usable GGUF file"),
+        ("hf://org/repo", {"sha256": 64 * "0"}, r"spec\.model\.sha256: a folder has no checksum"),
+        ("s3://bucket/b.gguf", {}, r"s3://bucket has no b\.gguf"),
+        ("s3://bucket-that-is-not/none", {}, r"s3://bucket-that-is-not .*404.*; check bucket"),
+        ("s3://bucket/none", {}, r"holds no \*\.safetensors"),
+        ("s3://bucket/a.gguf", {"revision": "v1"}, r"spec\.model\.revision: s3:// has no"),
+        ("file:///a.gguf", {}, "needs no fetching"),
+    ],
+)
+def test_what_cannot_be_had_is_said_in_one_line(
+    store: Any, fetch: Fetch, uri: str, options: dict[str, Any], says: str
+) -> None:
+    store.files = {"a.gguf": b"no model"}
+    with pytest.raises(BadSourceError, match=says) as caught:
+        fetch(uri, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_malformed_uri_is_an_invalid_request(fetch: Fetch) -> None:
+    with pytest.raises(InvalidRequestError, match="is not of the form hf://ORG/REPO"):
+        fetch("hf://repo")
+
+
+def test_a_source_that_is_not_there_is_unreachable(store: Any, tmp_path: Path) -> None:
+    nowhere = Credentials(
+        endpoint="http://127.0.0.1:9", access_key_id="A", secret_access_key="B", region="r"
+    )
+    for uri in ("hf://org/repo", "s3://bucket/model.gguf", "https://127.0.0.1:9/model.gguf"):
+        with pytest.raises(UnreachableError, match="cannot be"):
+            fetch_model(uri, tmp_path, credentials=nowhere)
+
+
+def test_two_at_once_make_one_download(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "diptych_frontend")
+    store.files = {"model.gguf": gguf_bytes}
+    store.hold_after = {"model.gguf": 8 * PART}
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(fetch("hf://org/repo/model.gguf")))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: caplog.text.count("another process") == 2)
+    store.released.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 3
+    assert found[0].read_bytes() == gguf_bytes
+    assert store.served["model.gguf"] == len(gguf_bytes)
+
+
+def test_a_damaged_copy_is_fetched_anew(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    path = fetch("hf://org/repo/model.gguf", revision=COMMIT)
+    os.truncate(path, 100)
+    assert fetch("hf://org/repo/model.gguf", revision=COMMIT).read_bytes() == gguf_bytes
+
+
+def test_what_was_begun_of_an_older_version_is_removed(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    own = fetch("hf://org/repo/model.gguf").parent.name
+    partial = tmp_path / "cache" / ".partial"
+    stale, others = partial / f"{own}-{16 * '0'}", partial / f"{own}-router-{16 * '0'}"
+    stale.mkdir()
+    others.mkdir()
+    store.files = {"model.gguf": gguf_bytes[::-1]}
+    store.commit = 40 * "d"
+    fetch("hf://org/repo/model.gguf")
+    assert (stale.exists(), others.exists()) == (False, True)
+
+
+def test_a_full_disk_is_told_before_and_when_it_happens(tmp_path: Path) -> None:
+    entry = CacheEntry(tmp_path, "model")
+    with pytest.raises(FetchError, match=r"spec\.model\.cache: .* GiB are still to come"):
+        entry.check_space(1 << 60)
+    with pytest.raises(FetchError, match=r"spec\.model\.cache: .* is full; enlarge"):  # noqa: SIM117
+        with entry.locked():
+            Path("/dev/full").write_bytes(b"one more")
+
+
+@pytest.fixture
+def nobody() -> Iterator[int]:
+    """Root may write anywhere, so root's tests are somebody else's for a while."""
+    me = os.geteuid()
+    if me == 0:
+        os.seteuid(65534)
+    try:
+        yield os.geteuid()
+    finally:
+        os.seteuid(me)
+
+
+def test_a_cache_that_may_not_be_written_names_the_user(tmp_path: Path, nobody: int) -> None:
+    if os.getuid() == nobody:
+        tmp_path.chmod(0o500)
+    with pytest.raises(FetchError, match=rf"user {nobody} may not write .*; give"):  # noqa: SIM117
+        with CacheEntry(tmp_path, "model").locked():
+            pass
