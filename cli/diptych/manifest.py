@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from diptych.errors import BadInputError
-from diptych_frontend.curve import new_keys
 from diptych_frontend.model_source import resolve_model
 from diptych_operator.api_types import InferenceService
 from diptych_operator.errors import SpecError
+from diptych_operator.new_secrets import new_secrets
 from diptych_operator.parse import parse
-from diptych_operator.render import ServiceSecrets, render
+from diptych_operator.render import render
 from diptych_protocol import InvalidRequestError
 
 
@@ -30,7 +30,7 @@ def load(path: Path) -> InferenceService:
 def rendered(path: Path, service: InferenceService) -> list[dict[str, Any]]:
     """The service's Kubernetes objects, with keys made for this call."""
     try:
-        return render(service, ServiceSecrets(curve=new_keys()))
+        return render(service, new_secrets())
     except SpecError as exc:
         raise BadInputError(f"{path}: {exc}") from exc
 

@@ -24,7 +24,7 @@ from diptych.laptop.pods import (
 from diptych.laptop.ports import free_ports, is_free
 from diptych.laptop.rundir import PodState, RunDirectory, RunState
 from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
-from diptych.manifest import check_model, load, rendered
+from diptych.manifest import check_model, rendered
 from diptych.progress import Progress
 from diptych_operator.api_types import InferenceService
 
@@ -35,8 +35,10 @@ WhileReady = Callable[[RunState], Awaitable[None]]
 """What to do once the service is ready; it ends when this returns, and is told to by cancelling."""
 
 
-async def up(file: Path, port: int, progress: Progress, while_ready: WhileReady) -> None:
-    """Run the service of a file from start to end.
+async def up(
+    file: Path, service: InferenceService, port: int, progress: Progress, while_ready: WhileReady
+) -> None:
+    """Run a service, read from `file`, from start to end.
 
     Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
 
@@ -44,7 +46,6 @@ async def up(file: Path, port: int, progress: Progress, while_ready: WhileReady)
         BadInputError: the file is wrong, or its model is not here.
         RunError: the port is taken, a pod cannot start, or the service never became ready.
     """
-    service = load(file)
     objects = rendered(file, service)
     check_model(file, service)
     if not is_free(port):

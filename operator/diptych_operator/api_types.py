@@ -6,10 +6,15 @@ carries only what may differ.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from diptych_operator.api_base import Rule, SpecPart, validations
+from diptych_operator.api_model import MODEL_RULES, Model
+from diptych_operator.api_pools import ONE_SCALE, DecodePool, PrefillPool, Router
+from diptych_operator.api_status import Status
 
 GROUP = "diptych.dev"
 VERSION = "v1alpha1"
@@ -20,49 +25,18 @@ MAX_NAME_LENGTH = 40
 """Leaves room for `-prefill` and the suffixes that Kubernetes adds, within its 63 characters."""
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
-Quantity = Annotated[
-    Annotated[int, Meta(ge=0)]
-    | Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")],
-    Meta(
-        description="A Kubernetes quantity, such as 2, 500m or 4Gi.",
-        examples=["500m", "4Gi"],
-        extra_json_schema={"x-kubernetes-int-or-string": True},
-    ),
-]
 
-
-class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """Common to all parts a user writes: camelCase outside, and no unknown fields."""
-
-
-class Model(_Spec, frozen=True):
-    uri: Annotated[
-        str,
-        Meta(
-            pattern=r"^(package://[A-Za-z_][A-Za-z0-9_]*/.+|file:///.+|dummy://.*)$",
-            max_length=1024,
-            description="Where the weights are, as each engine pod sees it: package://PKG/FILE (a "
-            "file inside an installed Python package), file:///PATH (a GGUF file or a directory of "
-            "safetensors), or dummy://?num_hidden_layers=2 (random weights, for measurements).",
-            title="a URI",
-            examples=["package://PKG/FILE", "file:///PATH", "dummy://"],
-        ),
-    ]
-    served_name: Annotated[
-        str,
-        Meta(
-            max_length=253,
-            description="The model name clients send; empty takes the name of this object.",
-        ),
-    ] = ""
-
-
-class Engine(_Spec, frozen=True):
+class Engine(SpecPart, frozen=True):
     """Defaults are those of the engine itself, written out so that `kubectl explain` shows them."""
 
     image: Annotated[
         str,
-        Meta(min_length=1, max_length=512, description="Container image of the engine pods."),
+        Meta(
+            pattern=r"^\S+$",
+            max_length=512,
+            title="an image reference",
+            description="Container image of the engine pods.",
+        ),
     ] = "diptych-engine:0.1.0"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -120,7 +94,7 @@ class Engine(_Spec, frozen=True):
     ] = True
 
 
-class Transfer(_Spec, frozen=True):
+class Transfer(SpecPart, frozen=True):
     lease_seconds: Annotated[
         float,
         Meta(
@@ -137,108 +111,156 @@ class Transfer(_Spec, frozen=True):
             "fails rather than falls back; shm joins processes of one machine outside containers."
         ),
     ] = "auto"
+    verify: Annotated[
+        Literal["Required", "Warn", "Off"],
+        Meta(
+            description="Before an engine serves, a real request crosses the hinge through it. "
+            "Required keeps the engine out until that worked; Warn only reports; Off sends none."
+        ),
+    ] = "Required"
 
 
-class Resources(_Spec, frozen=True):
-    limits: Annotated[
-        dict[str, Quantity], Meta(description="Most that a pod may use, such as {cpu: 4}.")
-    ] = {}
-    requests: Annotated[
-        dict[str, Quantity], Meta(description="What a pod is guaranteed; sets where it fits.")
-    ] = {}
+class Rollout(SpecPart, frozen=True):
+    type: Annotated[
+        Literal["PairedRolling", "BlueGreen", "Recreate"],
+        Meta(
+            description="How a new revision replaces the old: PairedRolling moves both pools in "
+            "step, keeping their ratio; BlueGreen starts all of the new one, then switches; "
+            "Recreate stops the old one first."
+        ),
+    ] = "PairedRolling"
+    max_surge: Annotated[
+        int,
+        Meta(ge=0, le=1000, description="Pods that each pool may have above its wanted number."),
+    ] = 1
+    max_unavailable: Annotated[
+        int,
+        Meta(ge=0, le=1000, description="Pods that each pool may lack below its wanted number."),
+    ] = 0
+    progress_deadline_seconds: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=86400,
+            description="A new revision that gets no further for so long is called failed: the "
+            "rollout stops and the old revision keeps serving.",
+        ),
+    ] = 600
 
 
-PodResources = Annotated[
-    Resources,
-    Meta(description="Compute resources of each pod. A CPU limit also sets the engine's threads."),
-]
-PodTemplate = Annotated[
-    dict[str, Any],
-    Meta(
-        description="A partial pod template (metadata, spec) merged over the rendered one: objects "
-        "field by field, containers by name, env, volumes, volumeMounts and ports replaced by "
-        "name; null deletes a field.",
-        extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
-    ),
-]
+class Availability(SpecPart, frozen=True):
+    pod_disruption_budget: Annotated[
+        Literal["Managed", "None"],
+        Meta(description="Managed: voluntary evictions take one pod of a pool at a time."),
+    ] = "Managed"
+    drain_seconds: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=86400,
+            description="How long a pod that is to go may take to end or move its work: prefill "
+            "until its blocks are read, decode until its streams have ended or moved.",
+        ),
+    ] = 60
 
 
-class Pool(_Spec, frozen=True):
-    replicas: Annotated[int, Meta(ge=1, le=1000, description="Engine pods in this pool.")]
-    resources: PodResources = Resources()
-    pod_template: PodTemplate = {}
+class Network(SpecPart, frozen=True):
+    policy: Annotated[
+        Literal["Managed", "None"],
+        Meta(
+            description="Managed: KV and engine ports are open between the service's own pods "
+            "only, the admin port to the operator only."
+        ),
+    ] = "Managed"
 
 
-class Router(_Spec, frozen=True):
-    image: Annotated[
-        str,
-        Meta(min_length=1, max_length=512, description="Container image of the router pods."),
-    ] = "diptych-router:0.1.0"
-    replicas: Annotated[int, Meta(ge=1, le=100, description="Router pods.")] = 1
-    resources: Annotated[Resources, Meta(description="Compute resources of each router pod.")] = (
-        Resources()
-    )
-    pod_template: PodTemplate = {}
+STEP_BUDGET = Rule(
+    "self.maxNumBatchedTokens >= self.maxNumSeqs",
+    "must be at least maxNumSeqs: every request of a step takes a token",
+    ".maxNumBatchedTokens",
+)
+ROLLOUT_STEP = Rule(
+    "self.maxSurge + self.maxUnavailable > 0",
+    "maxSurge and maxUnavailable cannot both be 0: no pod could ever be replaced",
+)
+DRAIN_OUTLIVES_LEASE = Rule(
+    # Not every API server compares an integer with a number.
+    "double(self.availability.drainSeconds) >= self.transfer.leaseSeconds",
+    "must be at least transfer.leaseSeconds: a prefill pod may not leave while its blocks can "
+    "still be read",
+    ".availability.drainSeconds",
+)
+_PREFILL_SLEEPS, _DECODE_SLEEPS = (
+    f"(has(self.{pool}.autoscaling) && self.{pool}.autoscaling.minReplicas == 0)"
+    for pool in ("prefill", "decode")
+)
+SLEEP_TOGETHER = Rule(
+    f"{_PREFILL_SLEEPS} == {_DECODE_SLEEPS}",
+    "autoscaling.minReplicas must be 0 in both pools or in none: one pool alone cannot serve",
+)
+SLEEPERS_WAKE = Rule(
+    f"!{_PREFILL_SLEEPS} || self.router.holdSeconds > 0",
+    "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
+    ".router.holdSeconds",
+)
+SPEC_RULES = (DRAIN_OUTLIVES_LEASE, SLEEP_TOGETHER, SLEEPERS_WAKE)
+"""Over more than one part. `diptych_operator.rules` says all rules in Python."""
 
 
-_STEP_BUDGET_RULE = {
-    "rule": "self.maxNumBatchedTokens >= self.maxNumSeqs",
-    "message": "maxNumBatchedTokens must be at least maxNumSeqs",
-}
-
-
-class Spec(_Spec, frozen=True, kw_only=True):
-    model: Annotated[Model, Meta(description="The model that both pools serve.")]
+class Spec(SpecPart, frozen=True, kw_only=True):
+    model: Annotated[
+        Model,
+        Meta(
+            description="The model that both pools serve.",
+            extra_json_schema=validations(*MODEL_RULES),
+        ),
+    ]
     engine: Annotated[
         Engine,
         Meta(
             description="Engine settings, equal in both pools.",
-            extra_json_schema={"x-kubernetes-validations": [_STEP_BUDGET_RULE]},
+            extra_json_schema=validations(STEP_BUDGET),
         ),
     ] = Engine()
     transfer: Annotated[
         Transfer, Meta(description="The hand-off of KV blocks from prefill to decode.")
     ] = Transfer()
     prefill: Annotated[
-        Pool, Meta(description="The pool that computes prompts.", examples=["{replicas: 1}"])
+        PrefillPool,
+        Meta(
+            description="The pool that computes prompts.",
+            examples=["{replicas: 1}"],
+            extra_json_schema=validations(ONE_SCALE),
+        ),
     ]
     decode: Annotated[
-        Pool, Meta(description="The pool that generates tokens.", examples=["{replicas: 1}"])
+        DecodePool,
+        Meta(
+            description="The pool that generates tokens.",
+            examples=["{replicas: 1}"],
+            extra_json_schema=validations(ONE_SCALE),
+        ),
     ]
     router: Annotated[
         Router, Meta(description="The proxy that clients talk to; serves the OpenAI API.")
     ] = Router()
-
-
-class Condition(_Spec, frozen=True):
-    type: str
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str
-    last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
-    observed_generation: int = 0
-
-
-class Status(_Spec, frozen=True):
-    observed_generation: Annotated[
-        int, Meta(description="The metadata.generation that this status speaks of.")
-    ] = 0
-    url: Annotated[str, Meta(description="Base URL of the OpenAI API inside the cluster.")] = ""
-    prefill: Annotated[str, Meta(description="Ready of wanted prefill pods, such as 2/2.")] = ""
-    decode: Annotated[str, Meta(description="Ready of wanted decode pods, such as 4/4.")] = ""
-    conditions: Annotated[
-        list[Condition],
+    rollout: Annotated[
+        Rollout,
         Meta(
-            description="The state of the service, one condition per type.",
-            extra_json_schema={
-                "x-kubernetes-list-type": "map",
-                "x-kubernetes-list-map-keys": ["type"],
-            },
+            description="How a changed service replaces the running one.",
+            extra_json_schema=validations(ROLLOUT_STEP),
         ),
-    ] = []
+    ] = Rollout()
+    availability: Annotated[
+        Availability, Meta(description="What the service promises while pods come and go.")
+    ] = Availability()
+    network: Annotated[Network, Meta(description="Who may talk to the pods.")] = Network()
+    suspend: Annotated[
+        bool, Meta(description="Stop all pods and keep everything else; requests are refused.")
+    ] = False
 
 
-class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The part of Kubernetes' metadata that matters here; the rest is Kubernetes' own business."""
 
     name: Annotated[
@@ -247,6 +269,7 @@ class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True):
             pattern=NAME_PATTERN,
             max_length=MAX_NAME_LENGTH,
             title="lower-case letters, digits and dashes",
+            description="Short enough that the names made from it fit Kubernetes' limits.",
             examples=["smollm2"],
         ),
     ]
@@ -259,18 +282,36 @@ class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True):
             examples=["default"],
         ),
     ] = "default"
+    uid: str = ""
+    generation: int = 0
+    annotations: dict[str, str] = {}
+    deletion_timestamp: str | None = None
 
 
-class InferenceService(_Spec, frozen=True):
+class InferenceService(SpecPart, frozen=True):
     """An LLM service in two pools, prefill and decode, joined by a KV cache that travels."""
 
-    api_version: Literal["diptych.dev/v1alpha1"]
-    kind: Literal["InferenceService"]
+    api_version: Annotated[
+        Literal["diptych.dev/v1alpha1"], Meta(description="Group and version of this kind.")
+    ]
+    kind: Annotated[Literal["InferenceService"], Meta(description="Always InferenceService.")]
     metadata: ObjectMeta
-    spec: Spec
-    status: Status = Status()
+    spec: Annotated[
+        Spec,
+        Meta(
+            description="What is to run.",
+            extra_json_schema=validations(*SPEC_RULES),
+        ),
+    ]
+    status: Annotated[Status, Meta(description="What runs, as the operator sees it.")] = Status()
 
     @property
     def served_name(self) -> str:
         """The model's name as clients send it."""
         return self.spec.model.served_name or self.metadata.name
+
+    @property
+    def sleeps_when_idle(self) -> bool:
+        """Both pools may be scaled to zero."""
+        scaling = self.spec.prefill.autoscaling
+        return scaling is not None and scaling.min_replicas == 0

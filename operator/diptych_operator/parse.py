@@ -1,23 +1,25 @@
-"""YAML text to an InferenceService, or a `SpecError` that names the field and the remedy.
+"""YAML, or an object of an API server, to an InferenceService; or a `SpecError`, in one line.
 
-The remedy is read off the same schema that the CRD carries, so the two cannot disagree.
+The error names the field and the remedy. The remedy is read off the same schema that the CRD
+carries, so the two cannot disagree.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any
 
 import msgspec
 import yaml
 
+from diptych_operator import rules
+from diptych_operator.api_status import Status
 from diptych_operator.api_types import API_VERSION, KIND, InferenceService
 from diptych_operator.crd import object_schema
 from diptych_operator.errors import SpecError
-from diptych_operator.render.config import check_engine
 
 MAX_TEXT_BYTES = 1 << 20
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
@@ -70,16 +72,32 @@ def parse(text: str) -> InferenceService:
     raw = _load(text)
     if not isinstance(raw, dict):
         raise SpecError("file", f"must hold one {KIND} object, not {_JSON_NAMES.get(type(raw))}")
+    return parse_object(raw)
+
+
+def parse_object(raw: Mapping[str, Any]) -> InferenceService:
+    """One InferenceService from plain values, such as an API server sends. Raises `SpecError`.
+
+    Its status is what some operator once wrote: where it cannot be read, it counts as empty.
+    """
     for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if raw.get(field) != wanted:
             found = repr(raw[field]) if field in raw else "nothing"
             raise SpecError(field, f"must be {wanted}, not {found}")
+    asked = {key: value for key, value in raw.items() if key != "status"}
     try:
-        service = msgspec.convert(raw, InferenceService)
+        service = msgspec.convert(asked, InferenceService)
     except msgspec.ValidationError as exc:
-        raise _explain(str(exc), raw) from exc
-    check_engine(service)
-    return service
+        raise _explain(str(exc), asked) from exc
+    rules.check(service)
+    return msgspec.structs.replace(service, status=_status(raw.get("status")))
+
+
+def _status(raw: Any) -> Status:
+    try:
+        return msgspec.convert(raw, Status)
+    except msgspec.ValidationError:
+        return Status()
 
 
 def _load(text: str) -> Any:
@@ -109,10 +127,11 @@ def _explain(complaint: str, raw: dict[str, Any]) -> SpecError:
             ".".join([*steps, missing["name"]]), f"is missing; it must be {_wanted(child)}"
         )
     if unknown := _UNKNOWN.match(problem):
-        known = sorted(schema.get("properties", {}))
-        return SpecError(".".join([*steps, unknown["name"]]), _no_such(unknown["name"], known))
+        name, known = unknown["name"], sorted(schema.get("properties", {}))
+        problem = _belongs_to_both(steps, name) or _no_such(name, known)
+        return SpecError(".".join([*steps, name]), problem)
     field = ".".join(steps) or "file"
-    return SpecError(field, f"must be {_wanted(schema)}, not {_shown(value)}")
+    return SpecError(field, f"must be {_wanted(schema)}, not {_shown(value, schema)}")
 
 
 def _walk(steps: list[str], raw: Any) -> tuple[dict[str, Any], Any, list[str]]:
@@ -135,8 +154,20 @@ def _walk(steps: list[str], raw: Any) -> tuple[dict[str, Any], Any, list[str]]:
 def _fits(value: Any, schema: dict[str, Any]) -> bool:
     """Whether one value of a map of quantities is right; maps hold nothing else."""
     if isinstance(value, str):
-        return re.search(schema.get("pattern", ""), value) is not None
+        short = len(value) <= schema.get("maxLength", len(value))
+        return short and re.search(schema.get("pattern", ""), value) is not None
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _belongs_to_both(steps: list[str], name: str) -> str | None:
+    """The answer to a pool that is given what both pools must have in common."""
+    if steps not in (["spec", "prefill"], ["spec", "decode"]):
+        return None
+    spec = _schema()["properties"]["spec"]["properties"]
+    for part in ("engine", "transfer", "model"):
+        if name in spec[part]["properties"]:
+            return f"unknown field; it stands in spec.{part}, where it holds for both pools"
+    return None
 
 
 def _no_such(name: str, known: list[str]) -> str:
@@ -161,12 +192,16 @@ def _wanted(schema: dict[str, Any]) -> str:
         phrase = _TYPE_PHRASES.get(schema.get("type", ""), "valid")
         if low is not None and high is not None:
             phrase += f" from {low} to {high}"
+        if "maxProperties" in schema:
+            phrase += f" of at most {schema['maxProperties']} fields"
     if "examples" in schema:
         phrase += f" such as {' or '.join(schema['examples'])}"
     return phrase
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, schema: dict[str, Any]) -> str:
+    if isinstance(value, dict) and "maxProperties" in schema:
+        return f"one of {len(value)}"
     if isinstance(value, (dict, list)) or value is None:
         return _JSON_NAMES[type(value)]
     shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)

@@ -19,6 +19,7 @@ from diptych.laptop.pods import (
 )
 from diptych_operator.parse import parse
 from diptych_operator.render import ServiceSecrets, render
+from diptych_operator.revision import key_set, revision
 from diptych_protocol import CurveKeys, EngineConfig
 
 RUN_DIR = Path("/run/here")
@@ -34,10 +35,13 @@ SERVICE: dict[str, Any] = {
     },
 }
 
+PARSED = parse(yaml.safe_dump(SERVICE))
+REVISION, KEYS = revision(PARSED), key_set(PARSED)
+
 
 def rendered(**spec: Any) -> list[dict[str, Any]]:
     service = SERVICE | {"spec": SERVICE["spec"] | spec}
-    secrets = ServiceSecrets(CurveKeys("P" * 40, "S" * 40))
+    secrets = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
     return render(parse(yaml.safe_dump(service)), secrets)
 
 
@@ -70,12 +74,13 @@ def test_the_engine_command_speaks_of_local_paths_and_ports() -> None:
     pod = pods()["svc-prefill-0"]
     assert pod.command == (
         "python", "-m", "diptych_engine",
-        "--config", "/run/here/configmaps/svc-prefill/engine.json",
-        "--keys", "/run/here/secrets/svc-curve",
+        "--config", f"/run/here/configmaps/svc-prefill-{REVISION}/engine.json",
+        "--keys", f"/run/here/secrets/svc-keys-{KEYS}",
         "--engine-id", "svc-prefill-0",
         "--host", "127.0.0.1",
         "--advertise-host", "127.0.0.1",
         "--port", str(pod.ports["http"]),
+        "--admin-port", str(pod.ports["admin"]),
         "--core-port", str(pod.ports["core"]),
         "--kv-port", str(pod.ports["kv"]),
     )  # fmt: skip
@@ -87,7 +92,7 @@ def test_the_router_is_told_of_every_engine_and_takes_the_given_port() -> None:
     router = local["svc-router-0"]
     prefill = f"127.0.0.1:{local['svc-prefill-0'].ports['core']}"
     decode = ",".join(f"127.0.0.1:{local[f'svc-decode-{i}'].ports['core']}" for i in range(2))
-    assert router.ports == {"http": 8080}
+    assert router.ports["http"] == 8080
     assert router.command[-4:] == ("--prefill", prefill, "--decode", decode)
     assert router.readiness is not None
     assert router.readiness.url == "http://127.0.0.1:8080/health"
@@ -95,7 +100,7 @@ def test_the_router_is_told_of_every_engine_and_takes_the_given_port() -> None:
 
 def test_no_two_pods_share_a_port() -> None:
     taken = [port for pod in pods(router={"replicas": 2}).values() for port in pod.ports.values()]
-    assert len(taken) == 3 * 3 + 2
+    assert len(taken) == 3 * 4 + 2 * 2
     assert len(set(taken)) == len(taken)
 
 
@@ -107,7 +112,7 @@ def test_prefill_may_use_all_cores_and_decode_its_share(
 ) -> None:
     made = files(rendered(), cores)
     for pool, threads in (("prefill", prefill), ("decode", decode)):
-        content = made[f"configmaps/svc-{pool}/engine.json"]
+        content = made[f"configmaps/svc-{pool}-{REVISION}/engine.json"]
         assert msgspec.json.decode(content, type=EngineConfig).num_threads == threads
 
 
@@ -118,14 +123,14 @@ def test_decode_gives_way_to_prefill() -> None:
 
 def test_a_cpu_limit_overrules_the_sharing() -> None:
     limited = {"replicas": 2, "resources": {"limits": {"cpu": 3}}}
-    content = files(rendered(decode=limited), 64)["configmaps/svc-decode/engine.json"]
+    content = files(rendered(decode=limited), 64)[f"configmaps/svc-decode-{REVISION}/engine.json"]
     assert msgspec.json.decode(content, type=EngineConfig).num_threads == 3
 
 
 def test_the_files_are_those_of_the_mounts() -> None:
     found = files(rendered(), 2)
-    assert found["secrets/svc-curve/curve-public"] == b"P" * 40
-    assert found["secrets/svc-curve/curve-secret"] == b"S" * 40
+    assert found[f"secrets/svc-keys-{KEYS}/curve-public"] == b"P" * 40
+    assert found[f"secrets/svc-keys-{KEYS}/curve-secret"] == b"S" * 40
     assert "configmaps/svc-router/router.json" in found
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych_operator.api_status import Condition, PoolStatus, Status
 from diptych_operator.errors import SpecError
-from diptych_operator.parse import parse
+from diptych_operator.parse import parse, parse_object
 
 GOOD = """\
 apiVersion: diptych.dev/v1alpha1
@@ -32,10 +34,73 @@ def test_the_example_is_the_smallest_service_and_takes_every_default() -> None:
     assert service.spec.router.replicas == 1
 
 
-def test_status_and_unknown_metadata_of_a_real_cluster_are_accepted() -> None:
-    text = GOOD.replace("{name: smollm2}", "{name: a, uid: b, generation: 3}")
-    service = parse(text + "status: {observedGeneration: 3, prefill: 1/1}\n")
-    assert service.status.prefill == "1/1"
+def live(status: Any) -> dict[str, Any]:
+    """An object as an API server sends it."""
+    return {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {
+            "name": "smollm2",
+            "namespace": "team",
+            "uid": "0e7a1d38-2013-419a-b920-b07aa07bd684",
+            "generation": 3,
+            "resourceVersion": "312",
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "deletionTimestamp": "2026-01-02T00:00:00Z",
+            "deletionGracePeriodSeconds": 0,
+            "finalizers": ["example.org/keep"],
+            "annotations": {"diptych.dev/rotate-secrets": "1"},
+            "managedFields": [{"manager": "kubectl", "fieldsV1": {"f:spec": {".": {}}}}],
+        },
+        "spec": {
+            "model": {"uri": "dummy://", "cache": {}, "revision": ""},
+            "transfer": {"leaseSeconds": 45},
+            "prefill": {"podTemplate": {"spec": {"nodeSelector": None}}},
+            "decode": {"autoscaling": {"minReplicas": 1, "maxReplicas": 4}},
+        },
+        "status": status,
+    }
+
+
+def test_an_object_of_an_api_server_is_read_with_its_metadata_and_status() -> None:
+    ready = {
+        "type": "Available",
+        "status": "True",
+        "reason": "Ready",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    status = {"observedGeneration": 3, "prefill": {"summary": "1/1"}, "conditions": [ready]}
+    service = parse_object(live(status | {"ofANewerOperator": {"a": 1}}))
+    assert service.metadata.uid == "0e7a1d38-2013-419a-b920-b07aa07bd684"
+    assert (service.metadata.generation, service.metadata.namespace) == (3, "team")
+    assert service.metadata.deletion_timestamp == "2026-01-02T00:00:00Z"
+    assert service.spec.transfer.lease_seconds == 45.0
+    assert service.status == Status(
+        observed_generation=3,
+        prefill=PoolStatus(summary="1/1"),
+        conditions=[Condition("Available", "True", "Ready", "", "2026-01-01T00:00:00Z")],
+    )
+
+
+@pytest.mark.parametrize(
+    "status",
+    [None, {}, "gone", {"prefill": "1/1"}, {"conditions": [{"type": "Available"}]}],
+    ids=str,
+)
+def test_a_status_that_cannot_be_read_counts_as_empty(status: Any) -> None:
+    assert parse_object(live(status)).status == Status()
+
+
+@given(raw=st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(
+        st.sampled_from(["conditions", "prefill", "type", "bytes", "ready"]), inner
+    ),
+    max_leaves=5,
+))  # fmt: skip
+def test_no_status_whatever_keeps_a_service_from_being_read(raw: object) -> None:
+    assert parse_object(live(raw)).metadata.name == "smollm2"
 
 
 @pytest.mark.parametrize(
@@ -47,18 +112,34 @@ def test_status_and_unknown_metadata_of_a_real_cluster_are_accepted() -> None:
          "spec.prefill.replicas: must be an integer from 1 to 1000, not 0"),
         ("replicas: 1", "replicas: true",
          "spec.prefill.replicas: must be an integer from 1 to 1000, not true"),
-        ("replicas: 1", "replicas:",
-         "spec.prefill.replicas: must be an integer from 1 to 1000, not null"),
+        ("replicas: 1", "replicas: []",
+         "spec.prefill.replicas: must be an integer from 1 to 1000, not a list"),
         ("replicas: 1", "replica: 1",
          "spec.prefill.replica: unknown field; did you mean replicas?"),
         ("replicas: 1", "replicas: 1, zzz: 1",
-         "spec.prefill.zzz: unknown field; known here: podTemplate, replicas, resources"),
+         "spec.prefill.zzz: unknown field; known here: autoscaling, podTemplate, replicas, "
+         "resources"),
+        ("replicas: 1", "blockSize: 32",
+         "spec.prefill.blockSize: unknown field; it stands in spec.engine, where it holds for both "
+         "pools"),
+        ("replicas: 2", "autoscaling: {maxReplica: 4}",
+         "spec.decode.autoscaling.maxReplica: unknown field; did you mean maxReplicas?"),
+        ("replicas: 2", "autoscaling: {minReplicas: 4}",
+         "spec.decode.autoscaling.maxReplicas: is missing; it must be an integer from 1 to 1000"),
+        ("replicas: 2", "autoscaling: 4", "spec.decode.autoscaling: must be an object, not 4"),
+        ("replicas: 2", "replicas: 2, autoscaling: {maxReplicas: 4}",
+         "spec.decode: give replicas or autoscaling, not both"),
         ("replicas: 1", "replicas: 1, replicas: 2",
          "line 6: 'replicas' stands here twice; keep one"),
         ("replicas: 1", "replicas: 1, resources: {limits: {memory: 1Gi, cpu: 0.5}}",
          "spec.prefill.resources.limits.cpu: must be a quantity such as 500m or 4Gi, not 0.5"),
         ("replicas: 1", "replicas: 1, resources: {limits: {cpu: -1}}",
          "spec.prefill.resources.limits.cpu: must be a quantity such as 500m or 4Gi, not -1"),
+        ("replicas: 1", "replicas: 1, resources: {limits: {cpu: '%s'}}" % ("1" * 33),
+         "spec.prefill.resources.limits.cpu: must be a quantity such as 500m or 4Gi, not "
+         f"'{'1' * 33}'"),
+        ("replicas: 1", f"resources: {{limits: {{{', '.join(f'r{i}: 1' for i in range(33))}}}}}",
+         "spec.prefill.resources.limits: must be an object of at most 32 fields, not one of 33"),
         ("replicas: 1", "replicas: 1, podTemplate: []",
          "spec.prefill.podTemplate: must be an object, not a list"),
         ("replicas: 1", "replicas: 1, podTemplate: {metadata: {labels: {1: a}}}",
@@ -67,10 +148,20 @@ def test_status_and_unknown_metadata_of_a_real_cluster_are_accepted() -> None:
          "spec.decode: is missing; it must be an object such as {replicas: 1}"),
         ('{uri: "dummy://"}', "{}",
          "spec.model.uri: is missing; it must be a URI (at most 1024 characters) such as "
-         "package://PKG/FILE or file:///PATH or dummy://"),
-        ("dummy://", "hf://meta/llama",
-         "spec.model.uri: must be a URI (at most 1024 characters) such as package://PKG/FILE or "
-         "file:///PATH or dummy://, not 'hf://meta/llama'"),
+         "hf://ORG/REPO or pvc://CLAIM/PATH or package://PKG/FILE"),
+        ("dummy://", "gs://bucket/model",
+         "spec.model.uri: must be a URI (at most 1024 characters) such as hf://ORG/REPO or "
+         "pvc://CLAIM/PATH or package://PKG/FILE, not 'gs://bucket/model'"),
+        ("dummy://", "hf://llama",
+         "spec.model.uri: must be hf://ORG/REPO or hf://ORG/REPO/FILE.gguf"),
+        ('{uri: "dummy://"}', '{uri: "dummy://", sha256: abc}',
+         "spec.model.sha256: must be 64 hexadecimal digits, not 'abc'"),
+        ('{uri: "dummy://"}', '{uri: "dummy://", cache: {hostPath: models}}',
+         "spec.model.cache.hostPath: must be an absolute path (at most 1024 characters), not "
+         "'models'"),
+        ('{uri: "dummy://"}', '{uri: "dummy://", cache: {pvc: {claimName: A b}}}',
+         "spec.model.cache.pvc.claimName: must be the name of a PersistentVolumeClaim (at most 253 "
+         "characters), not 'A b'"),
         ("{name: smollm2}", "{name: SmolLM2}",
          "metadata.name: must be lower-case letters, digits and dashes (at most 40 characters) "
          "such as smollm2, not 'SmolLM2'"),
@@ -81,7 +172,15 @@ def test_status_and_unknown_metadata_of_a_real_cluster_are_accepted() -> None:
         ("spec:", "spec:\n  engine: {blockSize: 3}",
          "spec.engine.blockSize: must be 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 or 1024, not 3"),
         ("spec:", "spec:\n  engine: {maxNumSeqs: 64, maxNumBatchedTokens: 8}",
-         "spec.engine.maxNumBatchedTokens: must be at least maxNumSeqs, not 8"),
+         "spec.engine.maxNumBatchedTokens: must be at least maxNumSeqs: every request of a step "
+         "takes a token"),
+        ("spec:", "spec:\n  engine: {image: a b}",
+         "spec.engine.image: must be an image reference (at most 512 characters), not 'a b'"),
+        ("spec:", "spec:\n  rollout: {type: Rolling}",
+         "spec.rollout.type: must be BlueGreen, PairedRolling or Recreate, not 'Rolling'"),
+        ("spec:", "spec:\n  suspend: 1", "spec.suspend: must be true or false, not 1"),
+        ("spec:", "spec:\n  network: {policy: }",
+         "spec.network.policy: must be Managed or None, not null"),
         ("spec:", "spec:\n  engine: {kvCacheMemory: 3GB}",
          "spec.engine.kvCacheMemory: must be text such as 512Mi or 24Gi, not '3GB'"),
         ("spec:", "spec:\n  transfer: {leaseSeconds: .nan}",

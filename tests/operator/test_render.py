@@ -14,13 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_operator.api_types import InferenceService
+from diptych_operator.cluster import Cluster
 from diptych_operator.errors import SpecError
 from diptych_operator.parse import parse
-from diptych_operator.render import ServiceSecrets, render
+from diptych_operator.render import (
+    KeySets,
+    ServiceSecrets,
+    Serving,
+    render,
+    render_shared,
+)
+from diptych_operator.revision import revision
 from diptych_protocol import CurveKeys, EngineConfig, RouterConfig
 
 GOLDEN = Path(__file__).parent / "golden"
-SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40))
+SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
 
 FEATURES: dict[str, dict[str, Any]] = {
     "smallest": {},
@@ -90,23 +98,27 @@ def test_a_feature_renders_as_its_golden_file(feature: str) -> None:
 
 def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     objects = render(service(FEATURES["engine_settings"]), SECRETS)
+    name = revision(service(FEATURES["engine_settings"]))
     configs = by_kind(objects, "ConfigMap")
     engines = [
-        msgspec.json.decode(configs[name]["data"]["engine.json"], type=EngineConfig)
-        for name in ("svc-prefill", "svc-decode")
+        msgspec.json.decode(configs[f"svc-{pool}-{name}"]["data"]["engine.json"], type=EngineConfig)
+        for pool in ("prefill", "decode")
     ]
+    assert engines[0].revision == name
     router = msgspec.json.decode(configs["svc-router"]["data"]["router.json"], type=RouterConfig)
     assert engines[0] == engines[1]
     assert engines[0].kv_cache_bytes == 24 << 30
     assert engines[0].kv_transfer is not None
     assert engines[0].kv_transfer.lease_seconds == 45
-    assert router == RouterConfig(model="file:///models/qwen", served_name="qwen")
+    assert router == RouterConfig(
+        model="file:///models/qwen", served_name="qwen", drain_seconds=60, hold_seconds=30
+    )
 
 
 def test_the_secret_holds_the_key_files_that_programs_read() -> None:
-    secret = by_kind(render(service({}), SECRETS), "Secret")["svc-curve"]
+    (secret,) = by_kind(render(service({}), SECRETS), "Secret").values()
     files = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
-    assert files == {"curve-public": "P" * 40, "curve-secret": "S" * 40}
+    assert files == {"curve-public": "P" * 40, "curve-secret": "S" * 40, "admin-token": "token"}
 
 
 @pytest.mark.parametrize(
@@ -114,26 +126,111 @@ def test_the_secret_holds_the_key_files_that_programs_read() -> None:
 )
 def test_a_cpu_limit_sets_the_threads(limit: int | str, threads: int) -> None:
     spec = {"prefill": {"replicas": 1, "resources": {"limits": {"cpu": limit}}}}
-    data = by_kind(render(service(spec), SECRETS), "ConfigMap")["svc-prefill"]["data"]
+    wanted = service(spec)
+    data = by_kind(render(wanted, SECRETS), "ConfigMap")[f"svc-prefill-{revision(wanted)}"]["data"]
     assert msgspec.json.decode(data["engine.json"], type=EngineConfig).num_threads == threads
 
 
-def test_a_changed_setting_rolls_both_pools_and_not_the_router() -> None:
-    def hashes(spec: dict[str, Any]) -> list[str]:
-        deployments = by_kind(render(service(spec), SECRETS), "Deployment").values()
-        templates = [deployment["spec"]["template"] for deployment in deployments]
-        return [item["metadata"]["annotations"]["diptych.dev/config-hash"] for item in templates]
+SAME_REVISION: list[dict[str, Any]] = [
+    {"prefill": {"replicas": 9}},
+    {"decode": {"replicas": 1, "resources": {"limits": {"cpu": 2}}}},
+    {"decode": {"replicas": 1, "podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}},
+    {"router": {"replicas": 3}},
+    {"transfer": {"leaseSeconds": 20}},
+    {"suspend": True},
+]
+OTHER_REVISION: list[dict[str, Any]] = [
+    {"model": {"uri": "dummy://?num_hidden_layers=3"}},
+    {"engine": {"image": "example.org/engine:2"}},
+    {"engine": {"blockSize": 32}},
+    {"engine": {"dtype": "bfloat16"}},
+    {"transfer": {"transport": "tcp"}},
+]
 
-    before, after = hashes({}), hashes({"engine": {"blockSize": 32}})
-    assert [old == new for old, new in zip(before, after, strict=True)] == [False, False, True]
-    assert hashes({"prefill": {"replicas": 9}}) == before
+
+@pytest.mark.parametrize("spec", SAME_REVISION)
+def test_what_pods_of_a_pair_may_differ_in_makes_no_new_revision(spec: dict[str, Any]) -> None:
+    assert revision(service(spec)) == revision(service({}))
 
 
-def test_a_router_is_not_restarted_because_a_pool_is_empty() -> None:
-    router = by_kind(render(service({}), SECRETS), "Deployment")["svc-router"]
-    container = router["spec"]["template"]["spec"]["containers"][0]
-    assert "httpGet" not in container["livenessProbe"]
-    assert "startupProbe" not in container
+@pytest.mark.parametrize("spec", OTHER_REVISION)
+def test_what_pods_of_a_pair_must_share_makes_a_new_revision(spec: dict[str, Any]) -> None:
+    assert revision(service(spec)) != revision(service({}))
+
+
+def test_a_rotation_of_the_keys_makes_a_new_revision_with_a_secret_of_its_own() -> None:
+    before = service({})
+    annotations = {"diptych.dev/rotate-secrets": "2"}
+    metadata = msgspec.structs.replace(before.metadata, annotations=annotations)
+    after = msgspec.structs.replace(before, metadata=metadata)
+    assert revision(after) != revision(before)
+    secrets = [set(by_kind(render(one, SECRETS), "Secret")) for one in (before, after)]
+    assert not secrets[0] & secrets[1]
+
+
+def test_routers_hold_the_older_keys_too_while_engines_may_have_them() -> None:
+    objects = render_shared(service({}), Cluster(), KeySets("new", "old"), Serving())
+    router = by_kind(objects, "Deployment")["svc-router"]
+    volumes = {v["name"]: v for v in router["spec"]["template"]["spec"]["volumes"]}
+    new, old = (source["secret"] for source in volumes["keys"]["projected"]["sources"])
+    assert (new["name"], old["name"]) == ("svc-keys-new", "svc-keys-old")
+    assert {item["path"] for item in old["items"]} == {
+        "previous-curve-public", "previous-curve-secret", "previous-admin-token",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["policy/v1", "policy/v1beta1"])
+def test_budgets_are_written_in_the_newest_version_that_the_cluster_serves(policy: str) -> None:
+    cluster = Cluster(policy_api=policy)
+    objects = render_shared(service({}), cluster, KeySets("k"), Serving())
+    budgets = by_kind(objects, "PodDisruptionBudget").values()
+    assert [budget["apiVersion"] for budget in budgets] == [policy] * 3
+
+
+def test_only_the_services_own_pods_reach_the_ports_of_engines() -> None:
+    objects = render_shared(service({}), Cluster(), KeySets("k"), Serving())
+    for policy in by_kind(objects, "NetworkPolicy").values():
+        own, anybody, operator = policy["spec"]["ingress"]
+        (peer,) = own["from"]
+        assert peer == {"podSelector": {"matchLabels": {"diptych.dev/service": "svc"}}}
+        assert "from" not in anybody
+        assert [port["port"] for port in anybody["ports"]] == [8000]
+        assert [port["port"] for port in operator["ports"]] == [8081]
+        assert operator["from"][0]["podSelector"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "missing"),
+    [
+        ({"availability": {"podDisruptionBudget": "None"}}, "PodDisruptionBudget"),
+        ({"network": {"policy": "None"}}, "NetworkPolicy"),
+    ],
+)
+def test_what_is_not_to_be_managed_is_not_rendered(spec: dict[str, Any], missing: str) -> None:
+    assert by_kind(render(service({}), SECRETS), missing)
+    assert not by_kind(render(service(spec), SECRETS), missing)
+
+
+def test_pods_get_the_time_to_drain_and_no_access_to_the_api() -> None:
+    objects = render(service({"availability": {"drainSeconds": 90}}), SECRETS)
+    accounts = by_kind(objects, "ServiceAccount")
+    for deployment in by_kind(objects, "Deployment").values():
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] > 90
+        assert pod["automountServiceAccountToken"] is False
+        assert accounts[pod["serviceAccountName"]]["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for container in pod["containers"]:
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["livenessProbe"]["httpGet"]["path"] == "/live"
+
+
+def test_a_suspended_service_keeps_its_objects_and_has_no_pods() -> None:
+    running, suspended = (render(service({"suspend": s}), SECRETS) for s in (False, True))
+    assert {d["spec"]["replicas"] for d in by_kind(suspended, "Deployment").values()} == {0}
+    assert [(o["kind"], o["metadata"]["name"]) for o in running] == [
+        (o["kind"], o["metadata"]["name"]) for o in suspended
+    ]
 
 
 @pytest.mark.parametrize(

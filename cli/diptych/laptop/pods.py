@@ -23,12 +23,14 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.render.names import (
+from diptych_operator.names import (
     BIND_HOST_VARIABLE,
     COMPONENT_LABEL,
     ENGINE_FILE,
+    LINGER_VARIABLE,
     PORT_VARIABLES,
     ROLE_LABEL,
+    SERVICE_LABEL,
 )
 from diptych_protocol import EngineConfig
 
@@ -169,9 +171,10 @@ def _place(objects: Sequence[Object], free_ports: Sequence[int], router_port: in
             if labels.get(ROLE_LABEL) == "router" and not front_door_taken:
                 own["http"] = router_port
                 front_door_taken = True
-            metadata = deployment["metadata"]
-            name = f"{metadata['name']}-{index}"
-            placed.append(_Placed(name, metadata["namespace"], labels, template["spec"], own))
+            namespace = deployment["metadata"]["namespace"]
+            # Here is one revision only, so no name needs to tell it.
+            name = f"{labels[SERVICE_LABEL]}-{labels[ROLE_LABEL]}-{index}"
+            placed.append(_Placed(name, namespace, labels, template["spec"], own))
     return placed
 
 
@@ -223,6 +226,8 @@ def _value(pod: _Placed, variable: Object) -> str:
     name = variable["name"]
     if name == BIND_HOST_VARIABLE:
         return LOOPBACK
+    if name == LINGER_VARIABLE:
+        return "0"  # nobody but the user sends requests here, and the user said stop
     if name in _PORT_OF_VARIABLE:
         return str(pod.ports[_PORT_OF_VARIABLE[name]])
     if "valueFrom" not in variable:

@@ -5,34 +5,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from diptych_operator.api_types import InferenceService
-from diptych_operator.render.config import ServiceSecrets, config_hash, config_map, secret
+from diptych_operator.cluster import Cluster
+from diptych_operator.counts import Counts
+from diptych_operator.names import Role
+from diptych_operator.render.config import (
+    config_hash,
+    engine_config_map,
+    router_config_map,
+    serving_config_map,
+)
+from diptych_operator.render.guards import (
+    ROLES,
+    disruption_budget,
+    network_policy,
+    service_account,
+)
+from diptych_operator.render.keys import KeySets, ServiceSecrets, secret
+from diptych_operator.render.model import model_mount
 from diptych_operator.render.pods import engine_deployment, router_deployment
 from diptych_operator.render.services import pool_service, router_service
+from diptych_operator.revision import key_set, revision
 
-__all__ = ["ServiceSecrets", "render"]
+__all__ = ["KeySets", "ServiceSecrets", "Serving", "render", "render_revision", "render_shared"]
+
+Object = dict[str, Any]
+POOLS: tuple[Role, Role] = ("prefill", "decode")
 
 
-def render(service: InferenceService, secrets: ServiceSecrets) -> list[dict[str, Any]]:
-    """All objects of a service, each before those that refer to it.
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What routers are told while they run."""
+
+    revisions: Sequence[str] = ()
+    """Those that may serve; none named means all."""
+    asleep: bool = False
+    """The pools are at zero on purpose: hold requests rather than report unready."""
+
+
+def render(service: InferenceService, secrets: ServiceSecrets) -> list[Object]:
+    """A service at rest: all its objects, each before those that refer to it.
 
     Raises `SpecError` for a podTemplate that does not fit the pod it is laid over.
     """
-    prefill, decode, router = (
-        config_map(service, role) for role in ("prefill", "decode", "router")
-    )
-    spec = service.spec
+    keys = KeySets(key_set(service))
     return [
-        secret(service, secrets),
-        prefill,
-        decode,
-        router,
+        secret(service, keys.current, secrets),
+        *render_shared(service, Cluster(), keys, Serving()),
+        *render_revision(service, Cluster(), revision(service), keys, fixed_counts(service)),
+    ]
+
+
+def fixed_counts(service: InferenceService) -> Counts:
+    """Pods that the spec asks for; an autoscaled pool starts at its minimum, at least at one."""
+    if service.spec.suspend:
+        return Counts(0, 0)
+    prefill, decode = (
+        max(1, pool.autoscaling.min_replicas) if pool.autoscaling else pool.replicas or 1
+        for pool in (service.spec.prefill, service.spec.decode)
+    )
+    return Counts(prefill, decode)
+
+
+def render_shared(
+    service: InferenceService, cluster: Cluster, keys: KeySets, serving: Serving
+) -> list[Object]:
+    """All that a service has once, whatever its revision; the Secret is made elsewhere."""
+    model = model_mount(service, "router", cluster_has_image_volumes=cluster.has_image_volumes)
+    config = router_config_map(service, model.uri)
+    routers = 0 if service.spec.suspend else service.spec.router.replicas
+    objects = [
+        *(service_account(service, role) for role in ROLES),
+        config,
+        serving_config_map(service, serving.revisions, serving.asleep),
         pool_service(service, "prefill"),
         pool_service(service, "decode"),
         router_service(service),
-        engine_deployment(service, "prefill", spec.prefill, config_hash(prefill)),
-        engine_deployment(service, "decode", spec.decode, config_hash(decode)),
-        router_deployment(service, config_hash(router)),
     ]
+    if service.spec.availability.pod_disruption_budget == "Managed":
+        objects += [disruption_budget(service, role, cluster) for role in ROLES]
+    if service.spec.network.policy == "Managed":
+        objects += [network_policy(service, role, cluster) for role in ROLES]
+    return [*objects, router_deployment(service, routers, keys, config_hash(config), model)]
+
+
+def render_revision(
+    service: InferenceService, cluster: Cluster, name: str, keys: KeySets, counts: Counts
+) -> list[Object]:
+    """The two pools of the revision that the spec describes. Raises `SpecError`, as `render`."""
+    image_volumes = cluster.has_image_volumes
+    configs, deployments = [], []
+    for role in POOLS:
+        model = model_mount(service, role, cluster_has_image_volumes=image_volumes)
+        config = engine_config_map(service, role, name, model.uri)
+        configs.append(config)
+        deployments.append(
+            engine_deployment(
+                service, role, name, counts.of(role), keys, config_hash(config), model
+            )
+        )
+    return [*configs, *deployments]

@@ -1,30 +1,26 @@
-"""The configuration files inside the pods, and the objects that carry them."""
+"""The configuration files inside the pods, and the ConfigMaps that carry them."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import math
+from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from diptych_operator.api_types import InferenceService, Pool
-from diptych_operator.errors import SpecError
-from diptych_operator.render.names import (
+from diptych_operator.api_pools import Pool
+from diptych_operator.api_types import InferenceService
+from diptych_operator.names import (
     ENGINE_FILE,
-    PUBLIC_KEY_FILE,
     ROUTER_FILE,
-    SECRET_KEY_FILE,
+    SERVING_FILE,
     Role,
-    labels,
-    object_name,
+    metadata,
 )
 from diptych_protocol import (
-    CurveKeys,
     EngineConfig,
-    InvalidRequestError,
     KVTransferConfig,
     RouterConfig,
 )
@@ -34,24 +30,21 @@ _UNITS = {
     "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
     "T": Decimal(10**12),
 }  # fmt: skip
-_FIELDS = {
-    "model": "spec.model.uri",
-    "kv_cache_bytes": "spec.engine.kvCacheMemory",
+_VERIFY: dict[str, Literal["required", "warn", "off"]] = {
+    "Required": "required",
+    "Warn": "warn",
+    "Off": "off",
 }
-"""Fields of EngineConfig that are not `spec.engine` in camelCase."""
 
 
-class ServiceSecrets(msgspec.Struct, frozen=True):
-    """What a service must not share with others; made once and kept."""
+def engine_config(service: InferenceService, pool: Pool, revision: str, model: str) -> EngineConfig:
+    """What one engine pod reads; `model` is where it finds it.
 
-    curve: CurveKeys
-
-
-def engine_config(service: InferenceService, pool: Pool) -> EngineConfig:
-    """What one engine pod reads. The pools differ in `num_threads` only."""
+    The pools differ in `num_threads` only.
+    """
     engine = service.spec.engine
     return EngineConfig(
-        model=service.spec.model.uri,
+        model=model,
         served_name=service.served_name,
         device=engine.device,
         dtype=engine.dtype,
@@ -64,18 +57,9 @@ def engine_config(service: InferenceService, pool: Pool) -> EngineConfig:
         enable_prefix_caching=engine.enable_prefix_caching,
         num_threads=cpu_threads(pool),
         kv_transfer=KVTransferConfig(lease_seconds=service.spec.transfer.lease_seconds),
+        revision=revision,
+        drain_seconds=service.spec.availability.drain_seconds,
     )
-
-
-def check_engine(service: InferenceService) -> None:
-    """Raise `SpecError` for values that are right one by one but not together."""
-    try:
-        engine_config(service, service.spec.prefill).check()
-    except InvalidRequestError as exc:
-        name = exc.param or "model"
-        field = _FIELDS.get(name, f"spec.engine.{_camel(name)}")
-        problem = str(exc).removeprefix(f"{name} ").replace("max_num_seqs", "maxNumSeqs")
-        raise SpecError(field, problem) from exc
 
 
 def cpu_threads(pool: Pool) -> int | None:
@@ -86,22 +70,51 @@ def cpu_threads(pool: Pool) -> int | None:
     return max(1, math.floor(_amount(limit)))
 
 
-def config_map(service: InferenceService, role: Role) -> dict[str, Any]:
-    """The ConfigMap that one role's pods mount."""
-    if role == "router":
-        config = RouterConfig(model=service.spec.model.uri, served_name=service.served_name)
-        files = {ROUTER_FILE: _json(config)}
-    else:
-        pool = service.spec.prefill if role == "prefill" else service.spec.decode
-        files = {ENGINE_FILE: _json(engine_config(service, pool))}
+def router_config(service: InferenceService, model: str) -> RouterConfig:
+    """What a router pod reads; `model` is where it finds it."""
+    return RouterConfig(
+        model=model,
+        served_name=service.served_name,
+        verify=_VERIFY[service.spec.transfer.verify],
+        hold_seconds=service.spec.router.hold_seconds,
+        drain_seconds=service.spec.availability.drain_seconds,
+    )
+
+
+def engine_config_map(
+    service: InferenceService, role: Role, revision: str, model: str
+) -> dict[str, Any]:
+    """The ConfigMap of one pool of one revision."""
+    pool = service.spec.prefill if role == "prefill" else service.spec.decode
+    config = engine_config(service, pool, revision, model)
+    return _config_map(service, role, {ENGINE_FILE: _json(config)}, revision)
+
+
+def router_config_map(service: InferenceService, model: str) -> dict[str, Any]:
+    """The ConfigMap of the routers."""
+    return _config_map(service, "router", {ROUTER_FILE: _json(router_config(service, model))})
+
+
+def serving_config_map(
+    service: InferenceService, revisions: Sequence[str], asleep: bool
+) -> dict[str, Any]:
+    """What routers read again and again while they run: which revisions may serve."""
+    text = msgspec.json.encode({"revisions": list(revisions), "asleep": asleep}).decode()
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {
-            "name": object_name(service, role),
-            "namespace": service.metadata.namespace,
-            "labels": labels(service, role),
-        },
+        "metadata": metadata(service, "serving", "router"),
+        "data": {SERVING_FILE: text},
+    }
+
+
+def _config_map(
+    service: InferenceService, role: Role, files: dict[str, str], revision: str = ""
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(service, role, role, revision),
         "data": files,
     }
 
@@ -110,22 +123,6 @@ def config_hash(config: dict[str, Any]) -> str:
     """Changes exactly when the files of a ConfigMap change."""
     data = msgspec.json.encode(config["data"], order="sorted")
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def secret(service: InferenceService, secrets: ServiceSecrets) -> dict[str, Any]:
-    """The Secret with the CURVE pair that all pods of the service share."""
-    files = {PUBLIC_KEY_FILE: secrets.curve.public, SECRET_KEY_FILE: secrets.curve.secret}
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "type": "Opaque",
-        "metadata": {
-            "name": object_name(service, "curve"),
-            "namespace": service.metadata.namespace,
-            "labels": labels(service, "curve"),
-        },
-        "data": {name: base64.b64encode(text.encode()).decode() for name, text in files.items()},
-    }
 
 
 def _json(config: msgspec.Struct) -> str:
@@ -152,8 +149,3 @@ def _amount(quantity: int | str) -> Decimal:
     text = str(quantity)
     unit = text.lstrip("0123456789.")
     return Decimal(text.removesuffix(unit)) * _UNITS.get(unit, 1)
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(part.capitalize() for part in rest)

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from diptych_operator.api_types import InferenceService, Pool, Resources, Router
+from diptych_operator.api_pools import Pool, Resources, Router
+from diptych_operator.api_types import InferenceService
 from diptych_operator.errors import SpecError
-from diptych_operator.render.merge import merge
-from diptych_operator.render.names import (
+from diptych_operator.names import (
     BIND_HOST_VARIABLE,
     CONFIG_DIR,
     CONFIG_HASH_ANNOTATION,
+    CURRENT_KEYS_ANNOTATION,
     ENGINE_FILE,
     ENGINE_PORTS,
     KEYS_DIR,
+    KEYS_LABEL,
+    LINGER_VARIABLE,
     PORT_VARIABLES,
+    PREVIOUS_KEYS_ANNOTATION,
+    REVISION_LABEL,
     ROUTER_FILE,
     ROUTER_PORTS,
+    SERVING_DIR,
+    SERVING_FILE,
     Role,
     dns_target,
-    labels,
+    metadata,
     object_name,
     selector,
 )
+from diptych_operator.render.keys import KeySets, keys_volume
+from diptych_operator.render.merge import merge
+from diptych_operator.render.model import ModelMount
 
 USER_ID = 10001
-GRACE_SECONDS = 60
-"""From SIGTERM to SIGKILL; streams that run may end within it."""
+LINGER_SECONDS = 3
+"""Kubernetes takes a moment to send clients elsewhere once a router is on its way out."""
+EXIT_SECONDS = 15
+"""What a drained program may still need to end, before SIGKILL."""
 
 UCX_TLS = {
     "rdma": "ib,self,cuda_copy,gdr_copy",
@@ -43,6 +56,7 @@ _ENGINE_ARGUMENTS = [
     *("--host", "$(DIPTYCH_BIND_HOST)"),
     *("--advertise-host", "$(POD_IP)"),
     *("--port", "$(DIPTYCH_HTTP_PORT)"),
+    *("--admin-port", "$(DIPTYCH_ADMIN_PORT)"),
     *("--core-port", "$(DIPTYCH_CORE_PORT)"),
     *("--kv-port", "$(DIPTYCH_KV_PORT)"),
 ]
@@ -52,11 +66,15 @@ _ROUTER_ARGUMENTS = [
     *("--keys", "$(DIPTYCH_KEYS_DIR)"),
     *("--host", "$(DIPTYCH_BIND_HOST)"),
     *("--port", "$(DIPTYCH_HTTP_PORT)"),
+    *("--admin-port", "$(DIPTYCH_ADMIN_PORT)"),
+    *("--serving", f"{SERVING_DIR}/{SERVING_FILE}"),
+    *("--linger-seconds", f"$({LINGER_VARIABLE})"),
     *("--prefill", "$(DIPTYCH_PREFILL_TARGETS)"),
     *("--decode", "$(DIPTYCH_DECODE_TARGETS)"),
 ]
 
 _HEALTH = {"path": "/health", "port": "http"}
+_LIVE = {"path": "/live", "port": "http"}
 _ENGINE_PROBES: dict[str, Any] = {
     # Ten minutes to load weights; until then neither of the others is asked.
     "startupProbe": {
@@ -65,8 +83,9 @@ _ENGINE_PROBES: dict[str, Any] = {
     "readinessProbe": {
         "httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 2, "failureThreshold": 2,
     },
+    # Says no to a dead or stalled core only, never to a busy one.
     "livenessProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6,
+        "httpGet": _LIVE, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6,
     },
 }  # fmt: skip
 _ROUTER_PROBES: dict[str, Any] = {
@@ -75,16 +94,36 @@ _ROUTER_PROBES: dict[str, Any] = {
     },
     # /health of a router also speaks of its pools, and no restart of a router heals a pool.
     "livenessProbe": {
-        "tcpSocket": {"port": "http"}, "periodSeconds": 10, "timeoutSeconds": 5,
-        "failureThreshold": 3,
+        "httpGet": _LIVE, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3,
     },
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Pods:
+    """One Deployment's worth of pods, before the user's podTemplate is laid over them."""
+
+    role: Role
+    part: Pool | Router
+    replicas: int
+    container: dict[str, Any]
+    volumes: list[dict[str, Any]]
+    config_hash: str
+    model: ModelMount
+    revision: str = ""
+
+
 def engine_deployment(
-    service: InferenceService, role: Role, pool: Pool, config_hash: str
+    service: InferenceService,
+    role: Role,
+    revision: str,
+    replicas: int,
+    keys: KeySets,
+    config_hash: str,
+    model: ModelMount,
 ) -> dict[str, Any]:
-    """One pool of engines. Raises `SpecError` for a podTemplate that does not fit."""
+    """One pool of one revision. Raises `SpecError` for a podTemplate that does not fit."""
+    pool: Pool = service.spec.prefill if role == "prefill" else service.spec.decode
     transport = service.spec.transfer.transport
     environment = [
         *_environment(ENGINE_PORTS),
@@ -100,14 +139,26 @@ def engine_deployment(
         **_ENGINE_PROBES,
         **_resources(pool.resources),
     }
-    return _deployment(service, role, pool, container, config_hash)
+    config = object_name(service, role, revision)
+    volumes = [_config_volume("config", config), keys_volume(service, KeySets(keys.current))]
+    pods = _Pods(role, pool, replicas, container, volumes, config_hash, model, revision)
+    deployment = _deployment(service, pods)
+    deployment["metadata"]["labels"][KEYS_LABEL] = keys.current
+    return deployment
 
 
-def router_deployment(service: InferenceService, config_hash: str) -> dict[str, Any]:
+def router_deployment(
+    service: InferenceService,
+    replicas: int,
+    keys: KeySets,
+    config_hash: str,
+    model: ModelMount,
+) -> dict[str, Any]:
     """The router pods. Raises `SpecError` for a podTemplate that does not fit."""
     router = service.spec.router
     environment = [
         *_environment(ROUTER_PORTS),
+        _variable(LINGER_VARIABLE, str(LINGER_SECONDS)),
         _variable("DIPTYCH_PREFILL_TARGETS", dns_target(service, "prefill")),
         _variable("DIPTYCH_DECODE_TARGETS", dns_target(service, "decode")),
     ]
@@ -121,81 +172,114 @@ def router_deployment(service: InferenceService, config_hash: str) -> dict[str, 
         **_ROUTER_PROBES,
         **_resources(router.resources),
     }
-    return _deployment(service, "router", router, container, config_hash)
+    volumes = [
+        _config_volume("config", object_name(service, "router")),
+        keys_volume(service, keys),
+        _config_volume("serving", object_name(service, "serving")),
+    ]
+    pods = _Pods("router", router, replicas, container, volumes, config_hash, model)
+    deployment = _deployment(service, pods)
+    deployment["metadata"]["annotations"] = {
+        CURRENT_KEYS_ANNOTATION: keys.current,
+        PREVIOUS_KEYS_ANNOTATION: keys.previous,
+    }
+    return deployment
 
 
-def _deployment(
-    service: InferenceService,
-    role: Role,
-    part: Pool | Router,
-    container: dict[str, Any],
-    config_hash: str,
-) -> dict[str, Any]:
+def _deployment(service: InferenceService, pods: _Pods) -> dict[str, Any]:
+    role = pods.role
     template = merge(
-        _pod_template(service, role, container, config_hash),
-        part.pod_template,
-        f"spec.{role}.podTemplate",
+        _pod_template(service, pods), pods.part.pod_template, f"spec.{role}.podTemplate"
     )
-    _check_template(template, selector(service, role), container["name"], role)
+    selected = _selected(service, pods)
+    _check_template(template, selected, pods.container["name"], role)
+    rollout = service.spec.rollout
+    # Routers are replaced one more at a time, whatever the pools do: they are cheap.
+    surge, unavailable = (
+        (1, 0) if role == "router" else (rollout.max_surge, rollout.max_unavailable)
+    )
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {
-            "name": object_name(service, role),
-            "namespace": service.metadata.namespace,
-            "labels": labels(service, role) | selector(service, role),
-        },
+        "metadata": metadata(service, role, role, pods.revision),
         "spec": {
-            "replicas": part.replicas,
-            "selector": {"matchLabels": selector(service, role)},
+            "replicas": pods.replicas,
+            "revisionHistoryLimit": 2,
+            "progressDeadlineSeconds": max(rollout.progress_deadline_seconds, 60),
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable},
+            },
+            "selector": {"matchLabels": selected},
             "template": template,
         },
     }
 
 
-def _pod_template(
-    service: InferenceService, role: Role, container: dict[str, Any], config_hash: str
-) -> dict[str, Any]:
-    container = container | {
+def _selected(service: InferenceService, pods: _Pods) -> dict[str, str]:
+    chosen = selector(service, pods.role)
+    return chosen | {REVISION_LABEL: pods.revision} if pods.revision else chosen
+
+
+def _pod_template(service: InferenceService, pods: _Pods) -> dict[str, Any]:
+    role = pods.role
+    mount_paths = {"config": CONFIG_DIR, "keys": KEYS_DIR, "serving": SERVING_DIR}
+    container = pods.container | {
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
         },
+        # A program that fails says why in its last line; status shows it.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
-            {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
-            {"name": "keys", "mountPath": KEYS_DIR, "readOnly": True},
+            *(
+                {"name": name, "mountPath": mount_paths[name], "readOnly": True}
+                for name in (volume["name"] for volume in pods.volumes)
+            ),
             {"name": "tmp", "mountPath": "/tmp"},
+            *pods.model.volume_mounts,
         ],
     }
+    own_labels = metadata(service, role, role, pods.revision)["labels"]
     return {
         "metadata": {
-            "labels": labels(service, role) | selector(service, role),
-            "annotations": {CONFIG_HASH_ANNOTATION: config_hash},
+            "labels": own_labels,
+            "annotations": {CONFIG_HASH_ANNOTATION: pods.config_hash},
         },
         "spec": {
+            "serviceAccountName": object_name(service, role),
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": GRACE_SECONDS,
+            "terminationGracePeriodSeconds": LINGER_SECONDS
+            + service.spec.availability.drain_seconds
+            + EXIT_SECONDS,
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": USER_ID,
                 "runAsGroup": USER_ID,
                 "fsGroup": USER_ID,
+                # A big model volume is not walked at every mount.
+                "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [container],
-            "volumes": [
-                {"name": "config", "configMap": {"name": object_name(service, role)}},
+            "topologySpreadConstraints": [
                 {
-                    "name": "keys",
-                    # Readable for the group of the pod (fsGroup) and for nobody else.
-                    "secret": {"secretName": object_name(service, "curve"), "defaultMode": 0o440},
-                },
-                {"name": "tmp", "emptyDir": {}},
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": {"matchLabels": selector(service, role)},
+                }
             ],
+            **({"initContainers": fetchers} if (fetchers := pods.model.init_containers) else {}),
+            "containers": [container],
+            "volumes": [*pods.volumes, {"name": "tmp", "emptyDir": {}}, *pods.model.volumes],
         },
     }
+
+
+def _config_volume(name: str, config_map: str) -> dict[str, Any]:
+    return {"name": name, "configMap": {"name": config_map}}
 
 
 def _check_template(
@@ -228,7 +312,10 @@ def _variable(name: str, value: str) -> dict[str, Any]:
 
 
 def _container_ports(ports: dict[str, int]) -> list[dict[str, Any]]:
-    return [{"name": name, "containerPort": port} for name, port in ports.items()]
+    # The protocol is part of a port's identity for server-side apply.
+    return [
+        {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()
+    ]
 
 
 def _resources(resources: Resources) -> dict[str, Any]:

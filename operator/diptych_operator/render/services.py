@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from diptych_operator.api_types import InferenceService
-from diptych_operator.render.names import (
+from diptych_operator.names import (
     ENGINE_PORTS,
-    ROUTER_PORTS,
+    HTTP_PORT,
     Role,
-    labels,
-    object_name,
+    metadata,
     selector,
 )
 
@@ -23,7 +22,7 @@ def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:
 
 def router_service(service: InferenceService) -> dict[str, Any]:
     """The service's front door: the OpenAI API."""
-    return _service(service, "router", ROUTER_PORTS, {"type": "ClusterIP"})
+    return _service(service, "router", {"http": HTTP_PORT}, {"type": "ClusterIP"})
 
 
 def _service(
@@ -32,16 +31,13 @@ def _service(
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {
-            "name": object_name(service, role),
-            "namespace": service.metadata.namespace,
-            "labels": labels(service, role) | selector(service, role),
-        },
+        "metadata": metadata(service, role, role),
         "spec": {
             **kind,
             "selector": selector(service, role),
             "ports": [
-                {"name": name, "port": port, "targetPort": name} for name, port in ports.items()
+                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+                for name, port in ports.items()
             ],
         },
     }

@@ -1,0 +1,157 @@
+"""What the plugin asks of a cluster: plain GETs, with the rights of whoever runs it.
+
+`kubernetes` is imported only here, and only once a command needs a cluster.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote, urlencode
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+Raw = dict[str, Any]
+
+TIMEOUT_S = (5.0, 20.0)
+"""To connect, and to read."""
+MAX_EVENTS = 500
+SERVICES = "inferenceservices"
+_GROUP_PATH = "/apis/diptych.dev/v1alpha1"
+_SERVICE_LABEL = "diptych.dev/service"
+
+
+class ClusterError(click.ClickException):
+    """The question cannot be asked or answered; exit code 2, for 1 is an answer of `why`."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status of the API server's answer; 0 without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Which cluster, and where in it; None takes what the kubeconfig says."""
+
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str | None = None
+
+
+class Cluster:
+    """A session with one API server."""
+
+    def __init__(self, api: ApiClient, namespace: str) -> None:
+        self._api = api
+        self.namespace = namespace
+
+    @classmethod
+    def connect(cls, access: Access) -> Self:
+        """Read the kubeconfig. Raises `ClusterError`."""
+        from kubernetes import client, config
+
+        file = access.kubeconfig or os.environ.get("KUBECONFIG") or None
+        settings = client.Configuration()
+        try:
+            config.load_kube_config(file, access.context, settings, persist_config=False)
+            contexts, active = config.list_kube_config_contexts(file)
+        except (config.ConfigException, OSError) as exc:
+            said = " ".join(str(exc).split()).rstrip(".")
+            raise ClusterError(
+                f"no cluster to talk to: {said}; set KUBECONFIG, or give --kubeconfig or --context"
+            ) from exc
+        settings.retries = False
+        chosen = next((c for c in contexts if c["name"] == access.context), active)
+        namespace = access.namespace or chosen["context"].get("namespace") or "default"
+        return cls(client.ApiClient(settings), namespace)
+
+    def services(self, *, everywhere: bool = False) -> list[Raw]:
+        """All InferenceServices of the namespace, or of the cluster."""
+        where = "" if everywhere else f"/namespaces/{quote(self.namespace, safe='')}"
+        return self._list(f"{_GROUP_PATH}{where}/{SERVICES}")
+
+    def service(self, name: str) -> Raw:
+        """One of them. Raises `ClusterError` if there is none of that name."""
+        namespace = quote(self.namespace, safe="")
+        return self._get(f"{_GROUP_PATH}/namespaces/{namespace}/{SERVICES}/{quote(name, safe='')}")
+
+    def pods(self, name: str) -> list[Raw]:
+        """The pods of a service."""
+        return self._list(self._core("pods"), {"labelSelector": f"{_SERVICE_LABEL}={name}"})
+
+    def warnings(self) -> list[Raw]:
+        """Warning events of the namespace."""
+        query = {"fieldSelector": "type=Warning", "limit": str(MAX_EVENTS)}
+        return self._list(self._core("events"), query)
+
+    def metrics(self, pod: str, port: int) -> str:
+        """`/metrics` of a pod, through the API server: no port-forward, no way to the pod."""
+        path = f"{self._core('pods')}/{quote(pod, safe='')}:{port}/proxy/metrics"
+        return self._request(path, {}, "text/plain").decode(errors="replace")
+
+    def _core(self, kind: str) -> str:
+        return f"/api/v1/namespaces/{quote(self.namespace, safe='')}/{kind}"
+
+    def _list(self, path: str, query: Mapping[str, str] | None = None) -> list[Raw]:
+        items = self._get(path, query).get("items")
+        return items if isinstance(items, list) else []
+
+    def _get(self, path: str, query: Mapping[str, str] | None = None) -> Raw:
+        data = self._request(path, query or {}, "application/json")
+        try:
+            return msgspec.json.decode(data, type=Raw)
+        except msgspec.MsgspecError as exc:
+            host = self._api.configuration.host
+            raise ClusterError(f"{host} does not answer as an API server does: {exc}") from exc
+
+    def _request(self, path: str, query: Mapping[str, str], accept: str) -> bytes:
+        import urllib3
+
+        host = self._api.configuration.host
+        headers = {"Accept": accept}
+        self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
+        url = host + path + (f"?{urlencode(query)}" if query else "")
+        try:
+            answer = self._api.call_api("GET", url, headers, _request_timeout=TIMEOUT_S)
+            data: bytes = answer.read()
+        except urllib3.exceptions.HTTPError as exc:
+            raise ClusterError(f"the API server {host} does not answer: {_cause(exc)}") from exc
+        if answer.status >= 400:
+            raise ClusterError(refusal(answer.status, data, path), answer.status)
+        return data
+
+
+def refusal(status: int, data: bytes, path: str) -> str:
+    """What the API server's refusal means here, and what to do."""
+    try:
+        said = msgspec.json.decode(data, type=Raw)
+    except msgspec.MsgspecError:
+        said = {}
+    message = str(said.get("message") or data[:200].decode(errors="replace")).strip()
+    if status == 401:
+        return f"the cluster does not know you ({message}); log in again, or renew the kubeconfig"
+    if status == 403:
+        return f"you may not do that: {message}; ask for a role that may"
+    if status == 404 and path.startswith(_GROUP_PATH):
+        if (said.get("details") or {}).get("name"):
+            return f"{message}; `kubectl diptych status -A` lists those that are there"
+        return (
+            "this cluster knows no InferenceService; install Diptych first: its CRD by "
+            "kubectl apply --server-side -f crds/, then its operator"
+        )
+    return f"HTTP {status} of {path}: {message}"
+
+
+def _cause(error: Exception) -> str:
+    """The innermost reason of urllib3's nested ones."""
+    reason = getattr(error, "reason", None)
+    return " ".join(str(reason if isinstance(reason, Exception) else error).split())

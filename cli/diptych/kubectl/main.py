@@ -1,0 +1,293 @@
+"""`kubectl diptych`: kubectl runs the program `kubectl-diptych` for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+import msgspec
+from rich.console import Console, RenderableType
+
+from diptych.kubectl.cluster import Access, Cluster, ClusterError
+from diptych.main import CONTEXT, SERVICE_FILE
+from diptych.main import render as render_file
+
+if TYPE_CHECKING:
+    from diptych.kubectl.top import Sample
+    from diptych.kubectl.why import Explanation
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+WATCH_INTERVAL_S = 2.0
+PIPE_COLUMNS = 240
+"""Width of what does not go to a terminal, so that tables keep one line for each row."""
+
+
+def _access(command: Command) -> Command:
+    """The options that say which cluster, gathered into one `access` argument."""
+    for option in (
+        click.option("--kubeconfig", metavar="FILE", help="Instead of $KUBECONFIG."),
+        click.option("--context", metavar="NAME", help="Instead of the kubeconfig's current one."),
+        click.option("-n", "--namespace", help="Instead of the context's."),
+    ):
+        command = option(command)
+    return command
+
+
+_watch_option = click.option("-w", "--watch", is_flag=True, help="Show it anew until Ctrl-C.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
+
+
+@click.group(name="kubectl diptych", context_settings=CONTEXT)
+@click.version_option(package_name="diptych")
+def main() -> None:
+    """Look at InferenceServices in a cluster, and learn what keeps them.
+
+    \b
+    Example:
+      kubectl diptych status            every service of the namespace
+      kubectl diptych why smollm2       what is wrong with one, and what to do
+      kubectl diptych top smollm2 -w    its engines' load
+
+    \b
+    Exit codes: 0 well, 1 not well (why), 2 the question was wrong or could not be asked.
+    """
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of the whole cluster.")
+@_access
+@_watch_option
+@_json_option
+def status(
+    name: str | None,
+    everywhere: bool,
+    kubeconfig: str | None,
+    context: str | None,
+    namespace: str | None,
+    watch: bool,
+    as_json: bool,
+) -> None:
+    """List the services, or show all of service NAME: pools, revision, hand-off, conditions.
+
+    \b
+    Example:
+      kubectl diptych status -A
+      kubectl diptych status smollm2 --watch
+      kubectl diptych status --json | jq -r '.[] | select(.reported | not) | .name'
+    """
+    from diptych.kubectl import view
+
+    if name and everywhere:
+        raise click.UsageError("give NAME or --all-namespaces, not both")
+    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+
+    def look() -> list[view.ServiceView]:
+        raws = [cluster.service(name)] if name else cluster.services(everywhere=everywhere)
+        return [view.service_view(raw) for raw in raws]
+
+    if as_json:
+        found = view.as_json(look())
+        _print_json(found[0] if name else found)
+        return
+
+    def picture() -> RenderableType:
+        views = look()
+        return view.details(views[0]) if name else view.listing(views, everywhere=everywhere)
+
+    _show(picture, watch)
+
+
+@main.command()
+@click.argument("name")
+@_access
+@_json_option
+def why(
+    name: str,
+    kubeconfig: str | None,
+    context: str | None,
+    namespace: str | None,
+    as_json: bool,
+) -> None:
+    """Explain why service NAME is not well: causes, remedies, the newest warnings.
+
+    Ends with 0 if it is available and nothing wants attention, else with 1.
+
+    \b
+    Example:
+      kubectl diptych why smollm2
+      kubectl diptych why smollm2 -n models --json | jq -r '.causes[0].message'
+    """
+    from diptych.kubectl.view import service_view
+    from diptych.kubectl.why import explain
+
+    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    view = service_view(cluster.service(name))
+    found = explain(view, _warnings(cluster))
+    if as_json:
+        _print_json(found)
+    else:
+        _print_explanation(found, _console())
+    raise SystemExit(0 if found.healthy else 1)
+
+
+@main.command()
+@click.argument("name")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.5, 60),
+    default=WATCH_INTERVAL_S,
+    show_default=True,
+    help="Seconds over which tokens per second are counted.",
+)
+@_access
+@_watch_option
+@_json_option
+def top(
+    name: str,
+    interval: float,
+    kubeconfig: str | None,
+    context: str | None,
+    namespace: str | None,
+    watch: bool,
+    as_json: bool,
+) -> None:
+    """Show what each engine of service NAME does now.
+
+    Reads the metrics of the service's routers through the API server, which needs the right to
+    `get` the subresource pods/proxy.
+
+    \b
+    Example:
+      kubectl diptych top smollm2 --watch
+      kubectl diptych top smollm2 --json | jq '[.[].running] | add'
+    """
+    from diptych.kubectl import top as view
+
+    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    cluster.service(name)
+    before, seen_at = _samples(cluster, name), time.monotonic()
+
+    def look() -> list[view.Load]:
+        nonlocal before, seen_at
+        time.sleep(interval)
+        now, at = _samples(cluster, name), time.monotonic()
+        found = view.loads(before, now, at - seen_at)
+        before, seen_at = now, at
+        return found
+
+    if as_json:
+        _print_json(view.as_json(look()))
+        return
+    _show(lambda: view.table(look()), watch, pause_s=0.0)
+
+
+@main.command()
+@click.argument("file", type=SERVICE_FILE)
+@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml")
+@click.pass_context
+def render(ctx: click.Context, file: Path, output: str) -> None:
+    """Print the Kubernetes objects of FILE's service; asks no cluster. The keys are made anew.
+
+    \b
+    Example:
+      kubectl diptych render examples/smollm2.yaml
+    """
+    ctx.invoke(render_file, file=file, output=output)
+
+
+def _warnings(cluster: Cluster) -> list[dict[str, Any]]:
+    """Nothing for somebody who may not read events: the conditions tell most of it."""
+    try:
+        return cluster.warnings()
+    except ClusterError as exc:
+        if exc.status != 403:
+            raise
+        click.echo("(no events: you may not list them in this namespace)", err=True)
+        return []
+
+
+def _samples(cluster: Cluster, name: str) -> dict[str, Sample]:
+    """From all ready routers that answer. Raises `ClusterError` if none does."""
+    from diptych.kubectl.top import merged, read_samples
+    from diptych_operator.names import HTTP_PORT
+    from diptych_operator.observed import pod_view
+
+    pods = sorted(map(pod_view, cluster.pods(name)), key=lambda pod: pod.name)
+    routers = [pod.name for pod in pods if pod.role == "router" and pod.ready]
+    if not routers:
+        raise ClusterError(
+            f"no router of {name} is ready, so nobody knows the engines' load; "
+            f"`kubectl diptych why {name}` tells more"
+        )
+    found, problems = [], list[ClusterError]()
+    for router in routers:
+        try:
+            found.append(read_samples(cluster.metrics(router, HTTP_PORT)))
+        except ClusterError as exc:
+            problems.append(exc)
+        except ValueError as exc:
+            problems.append(ClusterError(f"the metrics of {router} cannot be read: {exc}"))
+    if not found:
+        raise problems[0]
+    return merged(found)
+
+
+def _show(
+    picture: Callable[[], RenderableType], watch: bool, pause_s: float = WATCH_INTERVAL_S
+) -> None:
+    """Print it once, or keep it up to date on a terminal; elsewhere one after another."""
+    console = _console()
+    if not watch:
+        console.print(picture())
+        return
+    try:
+        if console.is_terminal:
+            _keep_up(picture, console, pause_s)
+        while True:
+            console.print(picture())
+            time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _keep_up(picture: Callable[[], RenderableType], console: Console, pause_s: float) -> NoReturn:
+    from rich.live import Live
+
+    with Live(picture(), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(pause_s)
+            live.update(picture(), refresh=True)
+
+
+def _print_explanation(found: Explanation, console: Console) -> None:
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    say(found.headline, "green" if found.healthy else "bold red")
+    for cause in found.causes:
+        say(f"\n{cause.what}", "bold")
+        say(f"  {cause.message}")
+        if cause.remedy:
+            say(f"  -> {cause.remedy}")
+    if found.events:
+        say("\nNewest warnings", "bold")
+        for event in found.events:
+            say(f"  {event}")
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What `kubectl diptych top` shows: each engine's load, read off a router's metrics. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.markup import escape
+from rich.table import Table
+
+_GAUGES = {
+    "diptych:num_requests_running": "running",
+    "diptych:num_requests_waiting": "waiting",
+    "diptych:queued_prompt_tokens": "queued_tokens",
+    "diptych:kv_cache_usage_perc": "kv_usage",
+    "diptych:kv_transfer_leases_held": "leases",
+    "diptych:engine_prompt_tokens_computed_total": "prompt_tokens",
+    "diptych:engine_tokens_generated_total": "generated_tokens",
+}
+ROLE_ORDER = {"prefill": 0, "decode": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One engine at one moment, as a router knows it."""
+
+    role: str
+    name: str
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens that are still to be computed."""
+    kv_usage: float = 0.0
+    """Share of KV blocks in use, 0 to 1."""
+    leases: int = 0
+    prompt_tokens: int = 0
+    """Computed since the engine's start."""
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A sample, and what went on since the one before it."""
+
+    sample: Sample
+    tokens_per_s: float | None
+    """Prompt tokens computed and tokens generated; None for an engine that was not there."""
+
+
+def read_samples(metrics: str) -> dict[str, Sample]:
+    """The engines of a router's /metrics, by its label. Raises `ValueError` if it is none."""
+    values: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(metrics):
+        for item in family.samples:
+            field = _GAUGES.get(item.name)
+            engine = item.labels.get("engine")
+            if field and engine and math.isfinite(item.value):
+                values.setdefault(engine, {})[field] = item.value
+    return {engine: _sample(engine, found) for engine, found in values.items()}
+
+
+def _sample(engine: str, values: Mapping[str, float]) -> Sample:
+    role, _, name = engine.rpartition("/")
+    counts: dict[str, Any] = {
+        key: value if key == "kv_usage" else int(value) for key, value in values.items()
+    }
+    return Sample(role=role, name=name, **counts)
+
+
+def merged(of_routers: Sequence[Mapping[str, Sample]]) -> dict[str, Sample]:
+    """What several routers know: an engine tells all of them the same, but one may know more."""
+    known: dict[str, Sample] = {}
+    for samples in of_routers:
+        known = {**samples, **known}
+    return known
+
+
+def loads(before: Mapping[str, Sample], now: Mapping[str, Sample], seconds: float) -> list[Load]:
+    """Prefill engines first, each pool by name."""
+    found = [Load(sample, _rate(before.get(key), sample, seconds)) for key, sample in now.items()]
+    return sorted(found, key=lambda x: (ROLE_ORDER.get(x.sample.role, 2), x.sample.name))
+
+
+def _rate(before: Sample | None, now: Sample, seconds: float) -> float | None:
+    if before is None or seconds <= 0:
+        return None
+    done = now.prompt_tokens + now.generated_tokens
+    # Totals start at zero again with the engine.
+    already = before.prompt_tokens + before.generated_tokens
+    return (done - already if done >= already else done) / seconds
+
+
+def table(found: Sequence[Load]) -> Table:
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("ENGINE", "ROLE"):
+        shown.add_column(column, no_wrap=True)
+    for column in ("RUNNING", "WAITING", "QUEUED TOKENS", "KV", "LEASES", "TOKENS/S"):
+        shown.add_column(column, justify="right")
+    for load in found:
+        sample = load.sample
+        shown.add_row(
+            escape(sample.name),
+            escape(sample.role),
+            *map(str, (sample.running, sample.waiting, sample.queued_tokens)),
+            f"{sample.kv_usage:.0%}",
+            str(sample.leases),
+            "-" if load.tokens_per_s is None else f"{load.tokens_per_s:.1f}",
+        )
+    return shown
+
+
+def as_json(found: Sequence[Load]) -> list[dict[str, Any]]:
+    return [asdict(load.sample) | {"tokens_per_s": load.tokens_per_s} for load in found]

@@ -1,0 +1,190 @@
+"""What `kubectl diptych status` shows. Pure: from raw objects to tables and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from diptych_operator.api_status import Condition, PoolStatus, Status
+from diptych_operator.canaries import duration, size
+
+Raw = dict[str, Any]
+
+POOLS = ("prefill", "decode", "router")
+_WORDS = {"True": "yes", "False": "no", "Unknown": "?"}
+_GOOD_WHEN_FALSE = frozenset({"Degraded"})
+_NEUTRAL = frozenset({"Progressing"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceView:
+    """One InferenceService, as far as the plugin speaks of it."""
+
+    namespace: str
+    name: str
+    generation: int
+    model: str
+    status: Status
+
+    @property
+    def reported(self) -> bool:
+        """An operator has judged the newest spec."""
+        return bool(self.status.conditions) and self.status.observed_generation >= self.generation
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((c for c in self.status.conditions if c.type == kind), None)
+
+
+def service_view(raw: Raw) -> ServiceView:
+    """Lenient: the plugin may be older or newer than the operator that wrote the status."""
+    meta, spec = raw.get("metadata") or {}, raw.get("spec") or {}
+    try:
+        status = msgspec.convert(raw.get("status") or {}, Status, strict=False)
+    except msgspec.ValidationError:
+        status = Status()
+    return ServiceView(
+        namespace=str(meta.get("namespace", "")),
+        name=str(meta.get("name", "")),
+        generation=int(meta.get("generation", 0)),
+        model=str((spec.get("model") or {}).get("uri", "")),
+        status=status,
+    )
+
+
+def as_json(views: Sequence[ServiceView]) -> list[Raw]:
+    """For programs: name, namespace, model, and the status as the cluster has it."""
+    return [
+        {
+            "namespace": view.namespace,
+            "name": view.name,
+            "model": view.model,
+            "reported": view.reported,
+            "status": msgspec.to_builtins(view.status),
+        }
+        for view in views
+    ]
+
+
+def listing(views: Sequence[ServiceView], *, everywhere: bool = False) -> RenderableType:
+    """One line for each service."""
+    if not views:
+        where = "in this cluster" if everywhere else "in this namespace; -A looks in all"
+        return Text(f"no InferenceService {where}")
+    table = _table(
+        *(("NAMESPACE",) if everywhere else ()),
+        *("NAME", "AVAILABLE", "REASON", "PREFILL", "DECODE", "ROUTER", "KV", "REVISION"),
+    )
+    for view in views:
+        available = view.condition("Available")
+        table.add_row(
+            *((escape(view.namespace),) if everywhere else ()),
+            escape(view.name),
+            _word(available),
+            escape(available.reason if available else "NotReported"),
+            *(escape(_pool(view, role).summary or "-") for role in POOLS),
+            _word(view.condition("KVTransferVerified")),
+            escape(_revisions(view.status)),
+        )
+    return table
+
+
+def details(view: ServiceView) -> RenderableType:
+    """Everything that the status of one service says."""
+    status = view.status
+    parts: list[RenderableType] = [
+        Text(f"{view.namespace}/{view.name}  {view.model}", style="bold"),
+        Text(f"url       {status.url or '-'}"),
+        Text(f"revision  {_revisions(status)}"),
+        Text(f"rollout   {_rollout(status)}"),
+        Text(f"transfer  {_transfer(status)}"),
+    ]
+    if not view.reported:
+        parts.append(Text(unreported(view), style="yellow"))
+    return Group(*parts, Text(), _pools(view), Text(), _conditions(view))
+
+
+def unreported(view: ServiceView) -> str:
+    """Why the status does not speak of the newest spec."""
+    if not view.status.conditions:
+        return (
+            "No operator has reported on this service. Is it running? "
+            "kubectl get pods -A -l app.kubernetes.io/name=diptych-operator"
+        )
+    return (
+        f"The status speaks of generation {view.status.observed_generation}, the spec is at "
+        f"{view.generation}: the operator has not looked yet."
+    )
+
+
+def _pools(view: ServiceView) -> Table:
+    table = _table("POOL", "READY", "UPDATED", "DRAINING")
+    for role in POOLS:
+        pool = _pool(view, role)
+        table.add_row(role, escape(pool.summary or "-"), str(pool.updated), str(pool.draining))
+    return table
+
+
+def _conditions(view: ServiceView) -> Table:
+    table = _table("CONDITION", "", "REASON", "SINCE", "MESSAGE")
+    table.columns[-1].overflow = "fold"
+    for condition in view.status.conditions:
+        table.add_row(
+            escape(condition.type),
+            _word(condition),
+            escape(condition.reason),
+            escape(condition.last_transition_time),
+            escape(condition.message),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=column not in ("MESSAGE", "REASON"))
+    return table
+
+
+def _pool(view: ServiceView, role: str) -> PoolStatus:
+    pools = {"prefill": view.status.prefill, "decode": view.status.decode}
+    return pools.get(role, view.status.router)
+
+
+def _word(condition: Condition | None) -> str:
+    """yes, no or ?, in a colour that says whether that is good."""
+    if condition is None:
+        return "?"
+    word = _WORDS[condition.status]
+    if condition.status == "Unknown" or condition.type in _NEUTRAL:
+        return word
+    good = (condition.status == "True") != (condition.type in _GOOD_WHEN_FALSE)
+    return f"[{'green' if good else 'red'}]{word}[/]"
+
+
+def _revisions(status: Status) -> str:
+    if not status.current_revision or status.current_revision == status.update_revision:
+        return status.update_revision or "-"
+    return f"{status.current_revision} -> {status.update_revision}"
+
+
+def _rollout(status: Status) -> str:
+    message = f": {status.rollout.message}" if status.rollout.message else ""
+    return f"{status.rollout.phase or '-'}{message}"
+
+
+def _transfer(status: Status) -> str:
+    found = status.transfer
+    if not found.verified_revision:
+        return "not verified"
+    over = f" over {found.transport}" if found.transport else ""
+    return (
+        f"{found.blocks} blocks, {size(found.bytes)} in {duration(found.milliseconds)}{over}, "
+        f"{found.verified_engines} engines verified at {found.verified_at}"
+    )

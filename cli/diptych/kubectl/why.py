@@ -1,0 +1,143 @@
+"""What `kubectl diptych why` says: in plain words, what is not as wanted and what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.kubectl.view import ServiceView, unreported
+from diptych_operator.api_status import Condition
+from diptych_operator.reasons import Reason
+
+Raw = dict[str, Any]
+
+NEWEST_EVENTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`healthy` is the command's exit code; there may be something to say all the same."""
+
+    healthy: bool
+    headline: str
+    causes: tuple[Cause, ...] = ()
+    """The worst first."""
+    events: tuple[str, ...] = ()
+    """The newest warnings, newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    what: str
+    message: str
+    remedy: str = ""
+
+
+def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> Explanation:
+    """`warnings`: Warning events of the namespace; those of other objects are left out."""
+    name = f"{view.namespace}/{view.name}"
+    if not view.reported:
+        cause = Cause("The status is not up to date", unreported(view))
+        return Explanation(False, f"{name}: nothing is known of its newest spec.", (cause,))
+    causes = tuple(_causes(view))
+    available = _is(view, "Available", "True")
+    failing = _is(view, "Degraded", "True") or _reason(view, "Progressing") == Reason.ROLLOUT_FAILED
+    healthy = available and not failing
+    if healthy:
+        message = _message(view, "Available")
+        return Explanation(True, f"{name} is available. {message}".rstrip(), causes)
+    headline = f"{name} {'answers requests, but wants attention' if available else _down(view)}."
+    return Explanation(False, headline, causes, tuple(_newest(view.name, warnings)))
+
+
+def _down(view: ServiceView) -> str:
+    if _reason(view, "Available") == Reason.SUSPENDED:
+        return "is suspended"
+    if _is(view, "Progressing", "True") and not _is(view, "Degraded", "True"):
+        return "is not available yet; it is on its way, and nothing has failed"
+    return "is not available"
+
+
+_WANTED = {
+    "Degraded": "False",
+    "Available": "True",
+    "KVTransferVerified": "True",
+    "PrefillReady": "True",
+    "DecodeReady": "True",
+    "RouterReady": "True",
+}
+"""In the order in which they are told: the cause before what follows from it."""
+
+
+def _causes(view: ServiceView) -> Iterable[Cause]:
+    """Conditions that are not as wanted; what one has told, the next does not tell again."""
+    told: list[str] = []
+    progressing = view.condition("Progressing")
+    for kind, wanted in _WANTED.items():
+        condition = view.condition(kind)
+        if condition is None or condition.status == wanted:
+            continue
+        if kind == "KVTransferVerified" and condition.reason == Reason.VERIFICATION_OFF:
+            continue
+        if any(condition.message in earlier for earlier in told):
+            continue
+        told.append(condition.message)
+        yield _cause(condition)
+    under_way = progressing is not None and progressing.status == "True"
+    failed = progressing is not None and progressing.reason == Reason.ROLLOUT_FAILED
+    if progressing is not None and (under_way or failed):
+        yield _cause(progressing)
+
+
+def _cause(condition: Condition) -> Cause:
+    known = next((reason for reason in Reason if reason == condition.reason), None)
+    remedy = known.remedy if known else ""
+    if remedy and remedy in condition.message:
+        remedy = ""
+    what = f"{condition.type} is {condition.status} ({condition.reason})"
+    return Cause(f"{what} since {condition.last_transition_time}", condition.message, remedy)
+
+
+def _newest(name: str, warnings: Sequence[Raw]) -> Iterable[str]:
+    """Warnings on the service and on what it owns, each text once."""
+    ours = [event for event in warnings if _concerns(event, name)]
+    ours.sort(key=_time, reverse=True)
+    told: set[tuple[str, str]] = set()
+    for event in ours:
+        about = event.get("involvedObject") or {}
+        message = " ".join(str(event.get("message", "")).split())
+        key = (str(event.get("reason", "")), message)
+        if key in told or len(told) == NEWEST_EVENTS:
+            continue
+        told.add(key)
+        yield f"{_time(event)} {about.get('kind', '')}/{about.get('name', '')}: {key[0]}: {message}"
+
+
+def _concerns(event: Raw, name: str) -> bool:
+    about = str((event.get("involvedObject") or {}).get("name", ""))
+    owned = tuple(f"{name}-{part}" for part in ("prefill", "decode", "router", "keys", "serving"))
+    return about == name or about.startswith(owned)
+
+
+def _time(event: Raw) -> str:
+    """RFC 3339; empty sorts as the oldest."""
+    for key in ("lastTimestamp", "eventTime", "firstTimestamp"):
+        if event.get(key):
+            return str(event[key])
+    return ""
+
+
+def _is(view: ServiceView, kind: str, status: str) -> bool:
+    condition = view.condition(kind)
+    return condition is not None and condition.status == status
+
+
+def _reason(view: ServiceView, kind: str) -> str:
+    condition = view.condition(kind)
+    return condition.reason if condition else ""
+
+
+def _message(view: ServiceView, kind: str) -> str:
+    condition = view.condition(kind)
+    return condition.message if condition else ""

@@ -1,0 +1,150 @@
+"""The operator: `python -m diptych_operator [--namespaces a,b]`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+
+import kopf
+from pythonjsonlogger.json import JsonFormatter
+
+from diptych_operator.api_types import API_VERSION
+from diptych_operator.cluster import Cluster, read_cluster
+from diptych_operator.kube import Kube
+from diptych_operator.leader import Candidate, lead
+from diptych_operator.metrics import OperatorMetrics
+from diptych_operator.probes import serve_probes
+from diptych_operator.reconcile import Reconciler
+from diptych_operator.routers import Routers
+from diptych_operator.watch import Indexed, registry, settings
+from diptych_operator.work_queue import WorkQueue
+from diptych_protocol import DiptychError
+
+log = logging.getLogger("diptych_operator")
+
+CONCURRENT_PASSES = 8
+BATCH_S = 0.2
+"""Events of one service that arrive within this time are one pass."""
+
+
+async def run(args: argparse.Namespace) -> None:
+    """Stand for election, lead, and return on SIGTERM. Raises `DiptychError`."""
+    metrics = OperatorMetrics()
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    async with await Kube.connect() as kube:
+        versions = await kube.group_versions()
+        if API_VERSION not in versions:
+            raise DiptychError(f"the cluster does not serve {API_VERSION}: apply the CRD first")
+        cluster = read_cluster(*await kube.version(), versions, args.lease_namespace)
+        metrics.watch_gauge("api_requests", "Requests to the API server.", lambda: kube.requests)
+        async with serve_probes(args.metrics_host, args.metrics_port, metrics):
+            candidate = Candidate(args.identity, args.lease_namespace, args.lease_name)
+            await lead(kube, candidate, lambda: operate(kube, cluster, metrics, args, stop), stop)
+    log.info("stopped")
+
+
+async def operate(
+    kube: Kube,
+    cluster: Cluster,
+    metrics: OperatorMetrics,
+    args: argparse.Namespace,
+    stop: asyncio.Event,
+) -> None:
+    """What the leader does, until told to stop. Whatever ends it ends the process."""
+    metrics.leader.set(1)
+    log.info("leading as %s on %s", args.identity, cluster)
+    indexed = Indexed()
+    try:
+        async with Routers() as routers:
+            reconciler = Reconciler(kube, indexed, cluster, routers, metrics)
+            queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
+            metrics.watch_gauge("queue_length", "Services that wait for a pass.", queue.__len__)
+            working = asyncio.create_task(queue.run(), name="work queue")
+            watching = asyncio.create_task(
+                kopf.operator(
+                    registry=registry(cluster, indexed, queue.add),
+                    settings=settings(cluster),
+                    standalone=True,
+                    # kopf would look for the user's name, which a container may not have.
+                    identity=args.identity,
+                    clusterwide=not args.namespaces,
+                    namespaces=args.namespaces,
+                    stop_flag=stop,
+                ),
+                name="watches",
+            )
+            done, _ = await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+            for task in done:
+                task.result()
+    finally:
+        metrics.leader.set(0)
+        stop.set()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+
+def set_up_logging(level: str) -> None:
+    """JSON lines on stderr, ours and those of the libraries."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter(
+            "{asctime}{levelname}{name}{message}",
+            style="{",
+            rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
+        )
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # kopf tells of every object that it sees.
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m diptych_operator", description=__doc__)
+    parser.add_argument(
+        "--namespaces",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=[],
+        help="namespaces to serve, with commas; left out, the whole cluster",
+    )
+    parser.add_argument(
+        "--lease-namespace",
+        default=os.environ.get("POD_NAMESPACE", "default"),
+        help="where the Lease is by which one of several operators leads",
+    )
+    parser.add_argument("--lease-name", default="diptych-operator")
+    parser.add_argument(
+        "--identity",
+        default=os.environ.get("POD_NAME") or socket.gethostname(),
+        help="unique name of this operator in the election",
+    )
+    parser.add_argument("--metrics-host", default="0.0.0.0", help="address of the port below")
+    parser.add_argument(
+        "--metrics-port", type=int, default=8080, help="port of /metrics, /healthz and /readyz"
+    )
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    args = parser.parse_args()
+    set_up_logging(args.log_level)
+    try:
+        asyncio.run(run(args))
+    except (DiptychError, OSError, ValueError) as exc:
+        log.error("%s", exc)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""How many pods each pool should have, from what routers report. Pure: no clock, no metrics server.
+
+Each pool has a signal of its own, so that a shortage scales the pool that is short:
+
+    prefill = queued prompt tokens / queuedTokensPerReplica
+    decode  = the larger of  KV in use / kvUtilization  and  waiting requests / waitingPerReplica
+
+Queued prompt tokens are those that no step has computed and no cached prefix covers. Tokens whose
+blocks wait to be read by decode are taken off: they hold prefill's memory, and so its queue, but it
+is decode that is short, and more prefill pods would only make more blocks wait.
+
+There is no guard on the ratio of the pools. Prompts and answers change their mix within minutes; a
+ratio that is right now is wrong then, and a bound on it would scale a pool that has nothing to do.
+
+More pods come at once, at most twice as many and one more per decision. Fewer come once fewer
+would have been enough for all of scaleDownSeconds. Both pools sleep (0 pods) together, when nothing
+at all was going on for so long, and wake together with the first request that a router holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from diptych_operator.api_pools import (
+    DecodeAutoscaling,
+    DecodePool,
+    PrefillAutoscaling,
+    PrefillPool,
+)
+from diptych_operator.counts import NOTHING, Counts
+from diptych_protocol.admin import EngineReport, RouterReport
+
+TOLERANCE = 0.1
+"""Decode keeps its size while its use of KV is this near to the wanted one, as a share of it."""
+_NOISE = 1e-6
+"""Sums of shares are not exact; so little more than a whole pod is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """A number of pods that was enough at a time."""
+
+    at: float
+    pods: int
+
+
+Recent = tuple[Recommendation, ...]
+"""Oldest first; each larger than all after it, since only the largest of a window counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one decision hands to the next. If it is lost, nothing shrinks for a while."""
+
+    prefill: Recent = ()
+    decode: Recent = ()
+    busy_at: float | None = None
+    """When anything was last going on, or could not be ruled out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    desired: Counts
+    memory: Memory
+    reason: str
+    """One line for people."""
+
+
+def autoscale(
+    prefill: PrefillPool,
+    decode: DecodePool,
+    wanted: Counts,
+    ready: Counts,
+    reports: Sequence[RouterReport],
+    memory: Memory,
+    now: float,
+    *,
+    block_size: int,
+    unreachable_routers: int = 0,
+) -> Scaling:
+    """The pods that both pools should have now. A pool without autoscaling keeps its `replicas`.
+
+    `wanted`: the size that the service aims at now. `ready`: ready pods by the kubelet, of all
+    revisions; one that no router lists is out of reach, and then its pool does not shrink. `now`:
+    seconds of a clock that does not jump back. `block_size`: tokens in a KV block.
+    """
+    engines = merged(reports)
+    may_sleep = _may_sleep(prefill.autoscaling, decode.autoscaling)
+    if may_sleep and not (wanted.prefill and wanted.decode):
+        return _woken(reports, now)
+
+    in_view = Counts(_listed(engines, "prefill"), _listed(engines, "decode"))
+    in_reach = bool(reports) and not unreachable_routers
+    all_in_view = in_view.prefill >= ready.prefill and in_view.decode >= ready.decode
+    idle = in_reach and all_in_view and not _busy(reports, engines)
+    busy_at = memory.busy_at if idle and memory.busy_at is not None else now
+    patience = max(_patience(prefill.autoscaling), _patience(decode.autoscaling))
+    if may_sleep and idle and memory.busy_at is not None and now - busy_at >= patience:
+        return Scaling(NOTHING, Memory(busy_at=busy_at), f"asleep: nothing to do for {patience} s")
+
+    p = _prefill(prefill, engines, wanted.prefill, block_size)
+    d = _decode(decode, engines, wanted.decode)
+    p_pods, p_recent, p_why = p.settle(
+        memory.prefill, now, known=in_reach and in_view.prefill >= ready.prefill
+    )
+    d_pods, d_recent, d_why = d.settle(
+        memory.decode, now, known=in_reach and in_view.decode >= ready.decode
+    )
+    return Scaling(Counts(p_pods, d_pods), Memory(p_recent, d_recent, busy_at), f"{p_why}; {d_why}")
+
+
+def merged(reports: Sequence[RouterReport]) -> list[EngineReport]:
+    """Each engine that any router lists, once.
+
+    An engine tells all routers the same, only not at the same moment. Of two numbers the one that
+    asks for more pods is taken.
+    """
+    engines: dict[str, EngineReport] = {}
+    for report in reports:
+        for engine in report.engines:
+            if engine.listed:
+                known = engines.get(engine.engine_id)
+                engines[engine.engine_id] = _busier(known, engine) if known else engine
+    return list(engines.values())
+
+
+def _busier(a: EngineReport, b: EngineReport) -> EngineReport:
+    return msgspec.structs.replace(
+        a,
+        open_tokens=max(a.open_tokens, b.open_tokens),
+        num_running=max(a.num_running, b.num_running),
+        num_waiting=max(a.num_waiting, b.num_waiting),
+        queued_prompt_tokens=max(a.queued_prompt_tokens, b.queued_prompt_tokens),
+        kv_usage=max(a.kv_usage, b.kv_usage),
+        leases_held=max(a.leases_held, b.leases_held),
+        blocks_held=min(a.blocks_held, b.blocks_held),
+    )
+
+
+def _listed(engines: Sequence[EngineReport], role: str) -> int:
+    return sum(1 for engine in engines if engine.role == role)
+
+
+def _busy(reports: Sequence[RouterReport], engines: Sequence[EngineReport]) -> bool:
+    """Any request anywhere, or blocks that somebody may still read."""
+    return any(report.open_requests or report.held_requests for report in reports) or any(
+        engine.num_running or engine.num_waiting or engine.leases_held or engine.open_tokens
+        for engine in engines
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """One pool's bounds, and what its signal asks for."""
+
+    role: str
+    current: int
+    asked: int
+    why: str
+    least: int
+    most: int
+    patience: int
+
+    def settle(self, recent: Recent, now: float, *, known: bool) -> tuple[int, Recent, str]:
+        """The pods to have, the recommendations to remember, and why.
+
+        `known`: every ready engine is in view. If not, what is seen may only add pods.
+        """
+        current = self._bounded(self.current)
+        asked = self._bounded(min(self.asked, 2 * current + 1))
+        if not known:
+            asked = max(asked, current)
+        kept = _remember(recent or (Recommendation(now, current),), now, asked, self.patience)
+        pods = asked if asked >= current else min(current, kept[0].pods)
+        return pods, kept, f"{self.role}: {self._reason(pods, asked, known)}"
+
+    def _bounded(self, pods: int) -> int:
+        return min(max(pods, self.least), self.most)
+
+    def _reason(self, pods: int, asked: int, known: bool) -> str:
+        count = f"{pods} pod{'s' * (pods != 1)}"
+        if pods > asked:
+            return f"{self.why}: {count}, fewer if that lasts {self.patience} s"
+        if not known:
+            return f"{self.why}, not all engines in view: {count}"
+        return f"{self.why}: {count}"
+
+
+def _remember(recent: Recent, now: float, asked: int, patience: int) -> Recent:
+    """The window's recommendations that may still be its largest, the newest last."""
+    fresh = [r for r in recent if now - r.at < patience and r.pods > asked]
+    return (*fresh, Recommendation(now, asked))
+
+
+def _prefill(
+    pool: PrefillPool, engines: Sequence[EngineReport], current: int, block_size: int
+) -> _Pool:
+    scaling = pool.autoscaling
+    if scaling is None:
+        return _fixed("prefill", pool.replicas)
+    tokens = sum(
+        max(0, engine.queued_prompt_tokens - engine.blocks_held * block_size)
+        for engine in engines
+        if engine.role == "prefill"
+    )
+    each = scaling.queued_tokens_per_replica
+    return _Pool(
+        "prefill",
+        current,
+        -(-tokens // each),
+        f"{tokens} uncached tokens wait, {each} each",
+        max(1, scaling.min_replicas),
+        scaling.max_replicas,
+        scaling.scale_down_seconds,
+    )
+
+
+def _decode(pool: DecodePool, engines: Sequence[EngineReport], current: int) -> _Pool:
+    scaling = pool.autoscaling
+    if scaling is None:
+        return _fixed("decode", pool.replicas)
+    mine = [engine for engine in engines if engine.role == "decode"]
+    used = sum(min(1.0, max(0.0, engine.kv_usage)) for engine in mine)
+    waiting = sum(max(0, engine.num_waiting) for engine in mine)
+    by_memory = _proportional(used * 100 / scaling.kv_utilization, current)
+    by_queue = -(-waiting // scaling.waiting_per_replica)
+    if by_queue > by_memory:
+        why = f"{waiting} requests wait, {scaling.waiting_per_replica} each"
+    else:
+        why = f"KV of {used:.1f} pods in use, {scaling.kv_utilization} % each"
+    return _Pool(
+        "decode",
+        current,
+        max(by_memory, by_queue),
+        why,
+        max(1, scaling.min_replicas),
+        scaling.max_replicas,
+        scaling.scale_down_seconds,
+    )
+
+
+def _proportional(exact: float, current: int) -> int:
+    """Pods for so much use, or those there are if that is near enough."""
+    if abs(exact - current) <= TOLERANCE * current + _NOISE:
+        return current
+    return math.ceil(exact - _NOISE)
+
+
+def _fixed(role: str, replicas: int | None) -> _Pool:
+    number = replicas or 1
+    return _Pool(role, number, number, "fixed", number, number, 0)
+
+
+def _may_sleep(prefill: PrefillAutoscaling | None, decode: DecodeAutoscaling | None) -> bool:
+    """Both pools may have 0 pods; one alone never has."""
+    return all(s is not None and s.min_replicas == 0 for s in (prefill, decode))
+
+
+def _patience(scaling: PrefillAutoscaling | DecodeAutoscaling | None) -> int:
+    return scaling.scale_down_seconds if scaling else 0
+
+
+def _woken(reports: Sequence[RouterReport], now: float) -> Scaling:
+    """From no pods: stay asleep until a router holds a request, then one pod in each pool."""
+    held = sum(report.held_requests for report in reports)
+    if not held:
+        return Scaling(NOTHING, Memory(), "asleep: no request is held")
+    reason = f"woken: {held} request{'s' * (held != 1)} held, 1 pod in each pool"
+    return Scaling(Counts(1, 1), Memory(busy_at=now), reason)

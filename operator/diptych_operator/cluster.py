@@ -1,0 +1,48 @@
+"""What a cluster can do, read from its discovery; the operator uses the newest that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Pure facts; the defaults are those of every Kubernetes since 1.31."""
+
+    version: tuple[int, int] = (1, 31)
+    policy_api: str = "policy/v1"
+    """The API version of PodDisruptionBudgets."""
+    operator_namespace: str = "diptych-system"
+    """From where admin ports may be called."""
+
+    @property
+    def has_image_volumes(self) -> bool:
+        """`oci://` models are mounted as image volumes, on by default since 1.33."""
+        return self.version >= (1, 33)
+
+    def limits(self) -> tuple[str, ...]:
+        """What this cluster lacks that a service would get on a newer one, in words."""
+        lacking = []
+        if self.version < (1, 25):
+            lacking.append(
+                "CEL rules of the CRD are not evaluated before Kubernetes 1.25; the operator "
+                "checks them itself and reports in this status"
+            )
+        return tuple(lacking)
+
+
+def read_cluster(
+    major: str, minor: str, group_versions: Iterable[str], operator_namespace: str
+) -> Cluster:
+    """From `/version` (whose minor may end in a plus) and the group versions of `/apis`.
+
+    Raises `ValueError` for a cluster that serves no PodDisruptionBudget this operator knows.
+    """
+    served = set(group_versions)
+    policy = next((v for v in ("policy/v1", "policy/v1beta1") if v in served), None)
+    if policy is None:
+        raise ValueError("the cluster serves neither policy/v1 nor policy/v1beta1")
+    numbers = (int("".join(filter(str.isdigit, part)) or 0) for part in (major, minor))
+    first, second = numbers
+    return Cluster((first, second), policy, operator_namespace)

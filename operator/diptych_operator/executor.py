@@ -1,0 +1,121 @@
+"""Carries a plan out: applies, scales and deletes, in an order that never takes before it gives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from diptych_operator.children import Children, child_id, with_owner
+from diptych_operator.cluster import Cluster
+from diptych_operator.counts import NOTHING
+from diptych_operator.key_keeper import KeyKeeper
+from diptych_operator.kube import ApiError, Kube
+from diptych_operator.names import DELETION_COST_ANNOTATION, REVISION_LABEL, ROLE_LABEL
+from diptych_operator.plan import Step
+from diptych_operator.render import Serving, render_revision, render_shared
+from diptych_operator.scene import Scene, annotation, label
+
+log = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+
+class Executor:
+    """The hands of the reconciler."""
+
+    def __init__(self, kube: Kube, cluster: Cluster, children: Children, keys: KeyKeeper) -> None:
+        self._kube = kube
+        self._cluster = cluster
+        self._children = children
+        self._keys = keys
+
+    async def carry_out(self, scene: Scene, step: Step) -> None:
+        """Make the cluster as the step wants it.
+
+        Raises `SpecError` and `ApiError` for what does not render or is refused; nothing has been
+        changed then that the old revision needs.
+        """
+        service = scene.service
+        asleep = service.sleeps_when_idle and not step.replicas.get(scene.target, NOTHING)
+        shared = render_shared(
+            service, self._cluster, scene.keys, Serving(step.serving, asleep=asleep)
+        )
+        revision = self._revision_objects(scene, step)
+        await self._check_templates([*shared, *revision], scene)
+        await self._name_the_idlest(scene, step)
+        await self._children.apply_all(service, [*shared, *revision], scene.children)
+        await self._scale_older(scene, step)
+        await self._remove(scene, step, shared)
+
+    def _revision_objects(self, scene: Scene, step: Step) -> list[Object]:
+        counts = step.replicas.get(scene.target)
+        exists = bool(scene.deployments(scene.target))
+        if counts is None or (not counts and not exists) or scene.routers_lack_keys():
+            return []
+        return render_revision(scene.service, self._cluster, scene.target, scene.keys, counts)
+
+    async def _check_templates(self, objects: Iterable[Object], scene: Scene) -> None:
+        """Let the API server read changed pod templates before anything is changed.
+
+        The CRD does not know what a podTemplate may hold; the API server does.
+        """
+        for obj in objects:
+            if obj["kind"] == "Deployment":
+                owned = with_owner(obj, scene.service)
+                if self._children.is_news(owned):
+                    await self._kube.apply(owned, dry_run=True)
+
+    async def _scale_older(self, scene: Scene, step: Step) -> None:
+        """Revisions that the spec no longer describes change in number only."""
+        for name, counts in step.replicas.items():
+            if name == scene.target:
+                continue
+            for raw in scene.deployments(name):
+                wanted = counts.of(label(raw, ROLE_LABEL))
+                if raw["spec"]["replicas"] != wanted:
+                    await self._children.scale(raw, wanted)
+
+    async def _name_the_idlest(self, scene: Scene, step: Step) -> None:
+        """Before a pool shrinks, mark its pods with their open work: the idlest goes first."""
+        shrinking = {
+            (name, role)
+            for name, counts in step.replicas.items()
+            for role in ("prefill", "decode")
+            if counts.of(role) < scene.observed.wanted(name).of(role)
+        }
+        if not shrinking:
+            return
+        work = {
+            engine.engine_id: engine.num_running + engine.num_waiting + engine.leases_held
+            for router in scene.observed.routers
+            for engine in router.engines
+        }
+        for pod in scene.pods:
+            kind = (label(pod, REVISION_LABEL), label(pod, ROLE_LABEL))
+            meta = pod["metadata"]
+            cost = str(work.get(meta["name"], 0))
+            if kind in shrinking and annotation(pod, DELETION_COST_ANNOTATION) != cost:
+                await self._annotate_pod(meta, {DELETION_COST_ANNOTATION: cost})
+
+    async def _annotate_pod(self, meta: Mapping[str, Any], annotations: dict[str, str]) -> None:
+        patch = {"metadata": {"annotations": annotations}}
+        try:
+            await self._kube.merge("v1", "Pod", meta["namespace"], meta["name"], patch)
+        except ApiError as exc:
+            if exc.status != 404:
+                log.warning("pod %s: %s", meta["name"], exc)
+
+    async def _remove(self, scene: Scene, step: Step, shared: Iterable[Object]) -> None:
+        """Revisions that are over, and shared objects that the spec no longer asks for."""
+        rendered = {child_id(obj) for obj in shared}
+        victims = [
+            raw
+            for name, raw in scene.children.items()
+            if label(raw, REVISION_LABEL) in step.removable
+            or (not label(raw, REVISION_LABEL) and name not in rendered)
+        ]
+        await self._children.delete(scene.service, victims)
+        older = scene.keys.previous
+        if older and older not in scene.held_keys():
+            await self._keys.remove_once(scene.service, older)

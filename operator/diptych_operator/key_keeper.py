@@ -1,0 +1,97 @@
+"""Makes, finds and removes the Secrets of services. They are never listed or watched."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from dataclasses import dataclass
+
+from diptych_operator.api_types import InferenceService
+from diptych_operator.children import NotOursError, belongs_to, with_owner
+from diptych_operator.kube import ApiError, Kube
+from diptych_operator.new_secrets import new_secrets
+from diptych_operator.render.keys import secret, secret_name
+from diptych_protocol.admin import ADMIN_TOKEN_FILE
+
+RECHECK_S = 600.0
+"""A Secret that somebody deleted is made anew after so long; running pods keep what they read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    token: str
+    checked_at: float
+
+
+class KeyKeeper:
+    """Secrets by service and name of the key set."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._known: dict[tuple[str, str, str], _Known] = {}
+        self._removed: set[tuple[str, str, str]] = set()
+
+    async def ensure(self, service: InferenceService, keys: str) -> str:
+        """The admin token of a key set, which exists then.
+
+        Raises `NotOursError`, `ApiError`.
+        """
+        known = self._known.get(_id(service, keys))
+        if known is not None and time.monotonic() - known.checked_at < RECHECK_S:
+            return known.token
+        token = await self._read(service, keys)
+        while token is None:
+            self._removed.discard(_id(service, keys))
+            try:
+                await self._kube.create(with_owner(secret(service, keys, new_secrets()), service))
+            except ApiError as exc:
+                if exc.status != 409:
+                    raise
+            token = await self._read(service, keys)
+        return token
+
+    async def tokens(self, service: InferenceService, key_sets: list[str]) -> list[str]:
+        """Admin tokens of those key sets that exist."""
+        there = [keys for keys in key_sets if keys and _id(service, keys) not in self._removed]
+        found = [await self._read(service, keys) for keys in there]
+        return [token for token in found if token is not None]
+
+    async def remove_once(self, service: InferenceService, keys: str) -> None:
+        """Delete a key set that nobody holds any more; the API server is asked only once."""
+        if _id(service, keys) in self._removed:
+            return
+        name, namespace = secret_name(service, keys), service.metadata.namespace
+        raw = await self._kube.get("v1", "Secret", namespace, name)
+        if raw is not None and belongs_to(raw, service):
+            await self._kube.delete("v1", "Secret", namespace, name, raw["metadata"]["uid"])
+        self._known.pop(_id(service, keys), None)
+        self._removed.add(_id(service, keys))
+
+    def forget(self, key: tuple[str, str]) -> None:
+        for known in [k for k in self._known if k[:2] == key]:
+            del self._known[known]
+        self._removed = {removed for removed in self._removed if removed[:2] != key}
+
+    async def _read(self, service: InferenceService, keys: str) -> str | None:
+        known = self._known.get(_id(service, keys))
+        if known is not None and time.monotonic() - known.checked_at < RECHECK_S:
+            return known.token
+        name = secret_name(service, keys)
+        raw = await self._kube.get("v1", "Secret", service.metadata.namespace, name)
+        if raw is None:
+            return None
+        if not belongs_to(raw, service):
+            raise NotOursError("Secret", name)
+        try:
+            token = base64.b64decode(raw["data"][ADMIN_TOKEN_FILE], validate=True).decode()
+        except (KeyError, binascii.Error, UnicodeDecodeError) as exc:
+            raise ApiError(
+                422, "Invalid", f"Secret {name} holds no {ADMIN_TOKEN_FILE}; delete it"
+            ) from exc
+        self._known[_id(service, keys)] = _Known(token, time.monotonic())
+        return token
+
+
+def _id(service: InferenceService, keys: str) -> tuple[str, str, str]:
+    return service.metadata.namespace, service.metadata.name, keys

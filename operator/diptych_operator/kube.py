@@ -1,0 +1,199 @@
+"""The Kubernetes API as this operator uses it: a handful of verbs on plain objects.
+
+The typed classes of the `kubernetes` package are not used: what is rendered is plain data already,
+and server-side apply wants exactly that data. The package brings configuration, authentication,
+token refresh and the HTTP session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+from kubernetes.aio import client, config
+
+from diptych_protocol import DiptychError
+
+FIELD_MANAGER = "diptych"
+REQUEST_TIMEOUT_S = 30.0
+Raw = Mapping[str, Any]
+
+PLURALS = {
+    "ConfigMap": "configmaps",
+    "Deployment": "deployments",
+    "Event": "events",
+    "InferenceService": "inferenceservices",
+    "Lease": "leases",
+    "NetworkPolicy": "networkpolicies",
+    "Pod": "pods",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "Secret": "secrets",
+    "Service": "services",
+    "ServiceAccount": "serviceaccounts",
+}
+
+
+class ApiError(DiptychError):
+    """The API server refused, or did not answer (status 0)."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message or reason or f"HTTP {status}")
+        self.status = status
+        self.reason = reason
+        """Kubernetes' own word for it, such as Conflict, Invalid, Forbidden."""
+
+    @property
+    def is_refusal(self) -> bool:
+        """The request itself is at fault: it would be refused again."""
+        # Kubernetes before 1.21 calls an unknown field an internal error.
+        unknown_field = "failed to create typed patch object" in str(self)
+        return unknown_field or (400 <= self.status < 500 and self.status not in (409, 429))
+
+
+class Kube:
+    """An authenticated session. Use as an async context manager."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+        self.requests = 0
+        """Made since the start; watches are not among them."""
+
+    @classmethod
+    async def connect(cls) -> Self:
+        """From the pod's service account, or else from the kubeconfig.
+
+        Raises `ApiError` if there is neither.
+        """
+        settings = client.Configuration()
+        try:
+            config.load_incluster_config(settings)
+        except config.ConfigException:
+            try:
+                await config.load_kube_config(client_configuration=settings)
+            except (config.ConfigException, OSError) as exc:
+                raise ApiError(0, "NoConfig", f"no cluster to talk to: {exc}") from exc
+        return cls(client.ApiClient(settings))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._api.close()
+
+    # --- objects ------------------------------------------------------------------------------
+
+    async def apply(self, obj: Raw, *, dry_run: bool = False) -> Raw:
+        """Server-side apply: the fields of `obj` become ours, all others are left alone."""
+        meta = obj["metadata"]
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        if dry_run:
+            query["dryRun"] = "All"
+        path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
+        return await self.request("PATCH", path, query, obj, "application/apply-patch+yaml")
+
+    async def apply_status(self, obj: Raw) -> Raw:
+        meta = obj["metadata"]
+        path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self.request(
+            "PATCH", f"{path}/status", query, obj, "application/apply-patch+yaml"
+        )
+
+    async def create(self, obj: Raw) -> Raw:
+        meta = obj["metadata"]
+        path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"])
+        return await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, obj)
+
+    async def replace(self, obj: Raw) -> Raw:
+        """Only if nobody changed the object since its resourceVersion: status 409 otherwise."""
+        meta = obj["metadata"]
+        path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
+        return await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, obj)
+
+    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Raw | None:
+        """None if there is no such object."""
+        try:
+            return await self.request("GET", object_path(api_version, kind, namespace, name))
+        except ApiError as exc:
+            if exc.status == 404:
+                return None
+            raise
+
+    async def merge(
+        self, api_version: str, kind: str, namespace: str, name: str, patch: Raw
+    ) -> Raw:
+        path = object_path(api_version, kind, namespace, name)
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self.request("PATCH", path, query, patch, "application/merge-patch+json")
+
+    async def delete(
+        self, api_version: str, kind: str, namespace: str, name: str, uid: str
+    ) -> None:
+        """Delete exactly this object: one of the same name but another uid is left alone."""
+        options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        try:
+            path = object_path(api_version, kind, namespace, name)
+            await self.request("DELETE", path, None, options)
+        except ApiError as exc:
+            if exc.status not in (404, 409):  # gone, or another one by now
+                raise
+
+    async def group_versions(self) -> list[str]:
+        """All `group/version` that the cluster serves."""
+        answer = await self.request("GET", "/apis")
+        return [v["groupVersion"] for group in answer["groups"] for v in group["versions"]]
+
+    async def version(self) -> tuple[str, str]:
+        answer = await self.request("GET", "/version")
+        return str(answer["major"]), str(answer["minor"])
+
+    # --- HTTP ---------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Raw | None = None,
+        content_type: str = "application/json",
+    ) -> Raw:
+        """One request with a deadline. Raises `ApiError`."""
+        self.requests += 1
+        headers: dict[str, str] = {"Accept": "application/json", "Content-Type": content_type}
+        await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")
+        try:
+            response = await self._api.call_api(
+                method, url, headers, body, _request_timeout=REQUEST_TIMEOUT_S
+            )
+            data = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise ApiError(0, "Unreachable", f"the API server does not answer: {exc}") from exc
+        if response.status >= 400:
+            raise _refusal(response.status, data)
+        answer: Raw = msgspec.json.decode(data, type=dict[str, Any])
+        return answer
+
+
+def object_path(api_version: str, kind: str, namespace: str, name: str = "") -> str:
+    """The REST path of an object, or of its collection."""
+    prefix = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+    parts: Iterable[str] = (prefix, "namespaces", namespace, PLURALS[kind], name)
+    return "/".join(filter(None, parts))
+
+
+def _refusal(status: int, data: bytes) -> ApiError:
+    try:
+        said = msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError:
+        said = {"message": data[:200].decode(errors="replace")}
+    return ApiError(status, str(said.get("reason", "")), str(said.get("message", "")))

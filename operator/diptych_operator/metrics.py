@@ -1,0 +1,88 @@
+"""What the operator tells Prometheus of itself and of its services."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diptych_operator.api_status import Status
+
+PREFIX = "diptych_operator_"
+_PASS_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+ServiceKey = tuple[str, str]
+
+
+class OperatorMetrics:
+    """One registry; nothing is registered globally."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._passes = Counter(
+            f"{PREFIX}reconcile", "Passes over services, by result: done or failed.", ("result",),
+            registry=self.registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            f"{PREFIX}reconcile_seconds", "Time of a pass.", buckets=_PASS_BUCKETS_S,
+            registry=self.registry,
+        )  # fmt: skip
+        self.leader = Gauge(
+            f"{PREFIX}leader", "1 while this process leads.", registry=self.registry
+        )
+        self._status: dict[ServiceKey, Status] = {}
+        self.registry.register(_Conditions(self._status))
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Times a pass and counts how it ended."""
+        started = time.perf_counter()
+        result = "failed"
+        try:
+            yield
+            result = "done"
+        finally:
+            self._passes.labels(result).inc()
+            self._seconds.observe(time.perf_counter() - started)
+
+    def saw(self, key: ServiceKey, status: Status) -> None:
+        """The newest status of a service."""
+        self._status[key] = status
+
+    def forget(self, key: ServiceKey) -> None:
+        self._status.pop(key, None)
+
+    def watch_gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
+        """A gauge that is read when somebody scrapes."""
+        gauge = Gauge(PREFIX + name, meaning, registry=self.registry)
+        gauge.set_function(read)
+
+
+class _Conditions(Collector):
+    """Services by condition: few series, however many services there are."""
+
+    def __init__(self, status: dict[ServiceKey, Status]) -> None:
+        self._status = status
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        tally = Tally(
+            (condition.type, condition.status)
+            for status in self._status.values()
+            for condition in status.conditions
+        )
+        family = GaugeMetricFamily(
+            f"{PREFIX}services",
+            "Services by condition and its status.",
+            labels=("condition", "status"),
+        )
+        for (condition, value), count in sorted(tally.items()):
+            family.add_metric((condition, value), count)
+        yield family

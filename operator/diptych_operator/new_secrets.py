@@ -1,0 +1,16 @@
+"""Fresh secrets for a service. The one place of this package that rolls dice."""
+
+from __future__ import annotations
+
+import secrets
+
+import zmq
+
+from diptych_operator.render.keys import ServiceSecrets
+from diptych_protocol import CurveKeys
+
+
+def new_secrets() -> ServiceSecrets:
+    """A CURVE pair and an admin token of 256 random bits."""
+    public, secret = zmq.curve_keypair()
+    return ServiceSecrets(CurveKeys(public.decode(), secret.decode()), secrets.token_urlsafe(32))

@@ -1,0 +1,53 @@
+"""A whole rollout: one step after the other, each pod ready as soon as it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from diptych_operator.api_types import Rollout
+from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.plan import Phase, RevisionState, Step, plan
+
+
+def sequence(
+    target: str,
+    desired: Counts,
+    rollout: Rollout,
+    revisions: Iterable[RevisionState],
+    *,
+    limit: int = 10_000,
+) -> Iterator[Step]:
+    """The steps of a rollout until it is done, in a cluster where everything works at once.
+
+    Raises RuntimeError after `limit` steps: a plan that never ends is a fault of the planner.
+    """
+    states = {state.revision: state for state in revisions}
+    serving: tuple[str, ...] = ()
+    for _ in range(limit):
+        step = plan(
+            target,
+            desired,
+            rollout,
+            list(states.values()),
+            verify=True,
+            failed=False,
+            routers_serving=[serving],
+            suspend=False,
+        )
+        yield step
+        if step.phase is Phase.Idle and not any(
+            counts for revision, counts in step.replicas.items() if revision != target
+        ):
+            return
+        serving = step.serving
+        states = {name: running(name, counts) for name, counts in step.replicas.items()}
+    raise RuntimeError(f"no end after {limit} steps")
+
+
+def running(revision: str, counts: Counts) -> RevisionState:
+    """A revision all of whose wanted pods are ready, and that works."""
+    return replace(
+        RevisionState(revision), wanted=counts, ready=counts, present=counts,
+        verified=counts != NOTHING,
+    )  # fmt: skip

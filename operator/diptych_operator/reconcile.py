@@ -1,0 +1,255 @@
+"""One pass over one service: read, decide, act, report.
+
+Every decision is made by a pure function elsewhere (`render`, `plan`, `autoscale`, `status`); here
+they are called in order and their results carried out. A pass can be repeated at any time, by
+another process too: nothing is remembered that the cluster does not say, except what saves work.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import msgspec
+
+from diptych_operator.api_types import API_VERSION, KIND, InferenceService
+from diptych_operator.autoscale import Memory, autoscale
+from diptych_operator.children import Children, NotOursError, child_id
+from diptych_operator.cluster import Cluster
+from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.errors import SpecError
+from diptych_operator.event_log import EventLog
+from diptych_operator.executor import Executor
+from diptych_operator.key_keeper import KeyKeeper
+from diptych_operator.kube import ApiError, Kube
+from diptych_operator.metrics import OperatorMetrics
+from diptych_operator.observed import Observed, Problem, observe, pod_view
+from diptych_operator.parse import parse_object
+from diptych_operator.plan import Phase, Step, plan
+from diptych_operator.render import fixed_counts
+from diptych_operator.revision import key_set, revision
+from diptych_operator.routers import Routers
+from diptych_operator.scene import Scene, key_sets
+from diptych_operator.status import build_status, deadline_missed, events_between
+
+log = logging.getLogger(__name__)
+
+Raw = Mapping[str, Any]
+ServiceKey = tuple[str, str]
+"""Namespace and name."""
+
+BUSY_INTERVAL_S = 2.0
+"""While something is under way, routers are asked so often; the API server is not."""
+AUTOSCALE_INTERVAL_S = 5.0
+REST_INTERVAL_S = 60.0
+"""At rest: only routers are asked, whether the hinge still fares well."""
+
+
+class Watched(Protocol):
+    """What the watches have seen; see `watch.Indexed`."""
+
+    def service(self, key: ServiceKey) -> Raw | None: ...
+
+    def children(self, key: ServiceKey) -> list[Raw]: ...
+
+    def pods(self, key: ServiceKey) -> list[Raw]: ...
+
+
+class Reconciler:
+    """Owns the children of every service that the watches show."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        watched: Watched,
+        cluster: Cluster,
+        routers: Routers,
+        metrics: OperatorMetrics,
+    ) -> None:
+        self._kube = kube
+        self._watched = watched
+        self._cluster = cluster
+        self._routers = routers
+        self._metrics = metrics
+        self._keys = KeyKeeper(kube)
+        self._children = Children(kube)
+        self._executor = Executor(kube, cluster, self._children, self._keys)
+        self._events = EventLog(kube)
+        self._scaling: dict[ServiceKey, Memory] = {}
+
+    async def reconcile(self, key: ServiceKey) -> float | None:
+        """Bring one service closer to its spec; seconds until it wants the next pass."""
+        raw = self._watched.service(key)
+        if raw is None or "deletionTimestamp" in raw["metadata"]:
+            self._forget(key)
+            return None
+        with self._metrics.timed():
+            try:
+                return await self._pass(key, parse_object(raw))
+            except SpecError as exc:
+                # The schema of a cluster with CEL refuses these before they get here.
+                await self._report_unusable(raw, exc)
+                return None
+
+    def _forget(self, key: ServiceKey) -> None:
+        self._scaling.pop(key, None)
+        self._keys.forget(key)
+        self._children.forget(*key)
+        self._metrics.forget(key)
+
+    async def _pass(self, key: ServiceKey, service: InferenceService) -> float:
+        try:
+            scene = await self._look(key, service)
+        except NotOursError as exc:
+            return await self._report_blocked(service, Problem("ObjectNotOurs", str(exc)))
+        desired = self._desired(key, scene)
+        step = _decide(scene, desired)
+        problem = await self._act(scene, step)
+        problems = (problem,) if problem else ()
+        observed = replace(scene.observed, problems=problems)
+        await self._report(service, observed, step, scene.target, desired)
+        return _interval(service, step)
+
+    async def _look(self, key: ServiceKey, service: InferenceService) -> Scene:
+        """Everything that is known of the service now."""
+        children = {child_id(raw): raw for raw in self._watched.children(key)}
+        deployments = [raw for raw in children.values() if raw["kind"] == "Deployment"]
+        pods = self._watched.pods(key)
+        keys = key_sets(key_set(service), deployments)
+        tokens = [await self._keys.ensure(service, keys.current)]
+        tokens += await self._keys.tokens(service, [keys.previous])
+        # Routers report from their first moments on: they are not ready before a canary was.
+        views = map(pod_view, pods)
+        asked = [p.ip for p in views if p.role == "router" and p.ip and not p.terminating]
+        polled = await self._routers.poll(asked, tokens)
+        observed = observe(deployments, pods, polled.reports, polled.unreachable)
+        return Scene(service, revision(service), keys, children, pods, observed)
+
+    async def _act(self, scene: Scene, step: Step) -> Problem | None:
+        """Carry the step out; what the user has to mend comes back, all else is raised."""
+        try:
+            await self._executor.carry_out(scene, step)
+        except SpecError as exc:
+            return Problem("PodTemplateRejected", f"{exc}; correct the spec")
+        except NotOursError as exc:
+            return Problem("ObjectNotOurs", str(exc))
+        except ApiError as exc:
+            if not exc.is_refusal:
+                raise  # not the service's fault: the queue tries again
+            return Problem("PodTemplateRejected", f"the API server refuses the pods: {exc}")
+        return None
+
+    def _desired(self, key: ServiceKey, scene: Scene) -> Counts:
+        """Pods that each pool should have: what the spec says, or what the load asks for."""
+        service, status = scene.service, scene.service.status
+        prefill, decode = service.spec.prefill, service.spec.decode
+        if service.spec.suspend or not (prefill.autoscaling or decode.autoscaling):
+            self._scaling.pop(key, None)
+            return fixed_counts(service)
+        aim = Counts(status.prefill.desired, status.decode.desired)
+        if not status.update_revision or not (aim or service.sleeps_when_idle):
+            aim = fixed_counts(service)
+        ready = [scene.observed.ready(name) for name in scene.observed.revisions()]
+        scaling = autoscale(
+            prefill,
+            decode,
+            aim,
+            sum(ready, NOTHING),
+            scene.observed.routers,
+            self._scaling.get(key, Memory()),
+            time.monotonic(),
+            block_size=service.spec.engine.block_size,
+            unreachable_routers=scene.observed.unreachable_routers,
+        )
+        self._scaling[key] = scaling.memory
+        if scaling.desired != aim:
+            log.info("%s/%s: %s", *key, scaling.reason)
+        return scaling.desired
+
+    # --- the status ---------------------------------------------------------------------------
+
+    async def _report(
+        self,
+        service: InferenceService,
+        observed: Observed,
+        step: Step,
+        target: str,
+        desired: Counts,
+    ) -> None:
+        """Write the status if it says anything new, and then tell of what changed."""
+        before = service.status
+        after = build_status(
+            service,
+            observed,
+            step,
+            before,
+            target=target,
+            desired=desired,
+            cluster_limits=self._cluster.limits(),
+            now=_now(),
+        )
+        meta = service.metadata
+        self._metrics.saw((meta.namespace, meta.name), after)
+        if after == before:
+            return
+        await self._kube.apply_status(
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "metadata": {"name": meta.name, "namespace": meta.namespace},
+                "status": msgspec.to_builtins(after),
+            }
+        )
+        for note in events_between(before, after):
+            await self._events.post(service, note)
+
+    async def _report_blocked(self, service: InferenceService, problem: Problem) -> float:
+        """Nothing could be done at all."""
+        step = Step({}, (), Phase.Failed, problem.message, ())
+        observed = Observed(problems=(problem,))
+        await self._report(service, observed, step, revision(service), fixed_counts(service))
+        return REST_INTERVAL_S
+
+    async def _report_unusable(self, raw: Raw, error: SpecError) -> None:
+        """Say what is wrong with a spec that cannot even be read; pods that run are left alone."""
+        problem = Problem("SpecInvalid", f"{error}; correct the spec")
+        service = parse_object({**raw, "spec": _READABLE_SPEC})
+        await self._report_blocked(service, problem)
+
+
+_READABLE_SPEC = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
+"""Stands in for one that is not, so that a status can be written for it."""
+
+
+def _decide(scene: Scene, desired: Counts) -> Step:
+    service = scene.service
+    return plan(
+        scene.target,
+        desired,
+        service.spec.rollout,
+        scene.revision_states(),
+        verify=service.spec.transfer.verify == "Required",
+        failed=deadline_missed(service.status.rollout, service, _now()),
+        routers_serving=[
+            *(tuple(router.serving_revisions) for router in scene.observed.routers),
+            *[None] * scene.observed.unreachable_routers,
+        ],
+        suspend=service.spec.suspend,
+    )
+
+
+def _interval(service: InferenceService, step: Step) -> float:
+    """Until the next pass, if nothing happens before."""
+    if step.phase not in (Phase.Idle, Phase.Suspended):
+        return BUSY_INTERVAL_S
+    scaled = service.spec.prefill.autoscaling or service.spec.decode.autoscaling
+    return AUTOSCALE_INTERVAL_S if scaled and not service.spec.suspend else REST_INTERVAL_S
+
+
+def _now() -> str:
+    """RFC 3339, in whole seconds, as Kubernetes writes times."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,70 @@
+"""What protects a service's pods: accounts without rights, budgets for evictions, closed ports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych_operator.api_types import InferenceService
+from diptych_operator.cluster import Cluster
+from diptych_operator.names import (
+    ADMIN_PORT,
+    HTTP_PORT,
+    OPERATOR_LABELS,
+    SERVICE_LABEL,
+    Role,
+    metadata,
+    selector,
+)
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "router")
+_NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
+
+
+def service_account(service: InferenceService, role: Role) -> dict[str, Any]:
+    """Pods talk to each other, never to the Kubernetes API: no rights, and no token to steal."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(service, role, role),
+        "automountServiceAccountToken": False,
+    }
+
+
+def disruption_budget(service: InferenceService, role: Role, cluster: Cluster) -> dict[str, Any]:
+    """Node drains and the like take one pod of a pool at a time.
+
+    Not `minAvailable`, with which a pool of one pod would block a node's drain for ever.
+    """
+    return {
+        "apiVersion": cluster.policy_api,
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(service, role, role),
+        "spec": {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": selector(service, role)},
+        },
+    }
+
+
+def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> dict[str, Any]:
+    """Pods of the service reach each other on every port, because UCX listens on ports of its own
+    choice; anybody reaches HTTP; only the operator reaches the admin port."""
+    own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.metadata.name}}}
+    operator = {
+        "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: cluster.operator_namespace}},
+        "podSelector": {"matchLabels": OPERATOR_LABELS},
+    }
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(service, role, role),
+        "spec": {
+            "podSelector": {"matchLabels": selector(service, role)},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [own_pods]},
+                {"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]},
+                {"from": [operator], "ports": [{"port": ADMIN_PORT, "protocol": "TCP"}]},
+            ],
+        },
+    }

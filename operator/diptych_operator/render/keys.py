@@ -1,0 +1,79 @@
+"""The Secret of a service: the CURVE pair between its pods and the token of its admin ports.
+
+A rotation makes a Secret of another name. Engines get the new one with their new revision; routers
+hold both while engines of both are there, so that nobody is ever without the right key.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych_operator.api_types import InferenceService
+from diptych_operator.names import (
+    KEYS_LABEL,
+    PUBLIC_KEY_FILE,
+    SECRET_KEY_FILE,
+    metadata,
+    object_name,
+)
+from diptych_protocol import CurveKeys
+from diptych_protocol.admin import ADMIN_TOKEN_FILE
+
+_FILES = (PUBLIC_KEY_FILE, SECRET_KEY_FILE, ADMIN_TOKEN_FILE)
+
+
+class ServiceSecrets(msgspec.Struct, frozen=True):
+    """What a service must not share with others; made once and kept."""
+
+    curve: CurveKeys
+    admin_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeySets:
+    """Names of the keys in use; see `revision.key_set`."""
+
+    current: str
+    previous: str = ""
+    """Keys that engines of an older revision may still have; empty if there are none."""
+
+
+def secret_name(service: InferenceService, keys: str) -> str:
+    return object_name(service, "keys", keys)
+
+
+def secret(service: InferenceService, keys: str, secrets: ServiceSecrets) -> dict[str, Any]:
+    """The Secret that all pods with these keys share."""
+    values = (secrets.curve.public, secrets.curve.secret, secrets.admin_token)
+    named = metadata(service, "keys", "keys")
+    named["name"] = secret_name(service, keys)
+    named["labels"][KEYS_LABEL] = keys
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": named,
+        "data": {
+            name: base64.b64encode(text.encode()).decode()
+            for name, text in zip(_FILES, values, strict=True)
+        },
+    }
+
+
+def keys_volume(service: InferenceService, keys: KeySets) -> dict[str, Any]:
+    """Readable for the group of the pod (fsGroup) and for nobody else."""
+    current = secret_name(service, keys.current)
+    if not keys.previous:
+        return {"name": "keys", "secret": {"secretName": current, "defaultMode": 0o440}}
+    older = {
+        "name": secret_name(service, keys.previous),
+        "optional": True,  # it goes when the last engine that held it is gone
+        "items": [{"key": file, "path": f"previous-{file}"} for file in _FILES],
+    }
+    sources = [{"secret": {"name": current}}, {"secret": older}]
+    return {"name": "keys", "projected": {"defaultMode": 0o440, "sources": sources}}

@@ -1,0 +1,151 @@
+"""How a model gets into a pod: read in place, mounted, or fetched by an init container.
+
+Credentials are mounted into that container alone; what serves requests never sees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from diptych_operator.api_model import ModelCache
+from diptych_operator.api_pools import Resources
+from diptych_operator.api_types import InferenceService
+from diptych_operator.errors import SpecError
+from diptych_operator.names import MODEL_CONTAINER, Role
+from diptych_protocol.model_uri import ModelUri, Reader, cached_path, parse_model_uri
+
+MODEL_CACHE_DIR = "/var/cache/diptych/models"
+MODEL_DIR = "/var/lib/diptych/model"
+"""Where a model that is mounted rather than fetched appears."""
+CREDENTIALS_DIR = "/etc/diptych/credentials"
+
+_DIVISIBLE = ("cpu", "memory", "ephemeral-storage")
+"""What a container can have that only copies files; devices are not among it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMount:
+    """What one role's pods need in order to read the model."""
+
+    uri: str
+    """For EngineConfig or RouterConfig: the model as the program in the pod finds it."""
+    init_containers: list[dict[str, Any]] = field(default_factory=list)
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    volume_mounts: list[dict[str, Any]] = field(default_factory=list)
+    """Of the engine's or router's own container."""
+
+
+def model_mount(
+    service: InferenceService, role: Role, *, cluster_has_image_volumes: bool
+) -> ModelMount:
+    """Pure; for a service that keeps `rules.check`.
+
+    Raises `SpecError` for a model that this cluster cannot mount, naming a remedy.
+    """
+    uri = parse_model_uri(service.spec.model.uri)
+    if uri.is_fetched:
+        return _fetched(service, role, uri)
+    if uri.scheme == "pvc":
+        source = {"persistentVolumeClaim": {"claimName": uri.host, "readOnly": True}}
+        return _mounted(uri, source)
+    if uri.scheme == "oci":
+        if not cluster_has_image_volumes:
+            raise SpecError(
+                "spec.model.uri",
+                "oci:// needs a cluster with image volumes (Kubernetes 1.31 with the feature gate "
+                "ImageVolume, which 1.35 has on); use hf://, s3:// or pvc://",
+            )
+        return _mounted(uri, {"image": {"reference": uri.host, "pullPolicy": "IfNotPresent"}})
+    return ModelMount(uri.text)
+
+
+def _mounted(uri: ModelUri, source: dict[str, Any]) -> ModelMount:
+    path = f"{MODEL_DIR}/{uri.path}".rstrip("/")
+    return ModelMount(
+        _file_uri(path),
+        volumes=[{"name": "model", **source}],
+        volume_mounts=[{"name": "model", "mountPath": MODEL_DIR, "readOnly": True}],
+    )
+
+
+def _fetched(service: InferenceService, role: Role, uri: ModelUri) -> ModelMount:
+    model = service.spec.model
+    reader: Reader = "router" if role == "router" else "engine"
+    path = cached_path(uri, model.revision, model.sha256, reader)
+    volumes: list[dict[str, Any]] = [{"name": "model-cache", **_cache_volume(model.cache)}]
+    if model.credentials is not None:
+        secret = {"secretName": model.credentials.secret_name, "defaultMode": 0o440}
+        volumes.append({"name": "model-credentials", "secret": secret})
+    return ModelMount(
+        _file_uri(f"{MODEL_CACHE_DIR}/{path}"),
+        init_containers=[_init_container(service, role, reader)],
+        volumes=volumes,
+        volume_mounts=[{"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True}],
+    )
+
+
+def _init_container(service: InferenceService, role: Role, reader: Reader) -> dict[str, Any]:
+    model = service.spec.model
+    arguments = ["--uri", model.uri, "--for", reader, "--cache", MODEL_CACHE_DIR]
+    cache = {"name": "model-cache", "mountPath": MODEL_CACHE_DIR}
+    mounts: list[dict[str, Any]] = [
+        cache | {"readOnly": True} if _read_only(model.cache) else cache,
+        {"name": "tmp", "mountPath": "/tmp"},
+    ]
+    if model.revision:
+        arguments += ["--revision", model.revision]
+    if model.sha256:
+        arguments += ["--sha256", model.sha256]
+    if model.credentials is not None:
+        arguments += ["--credentials", CREDENTIALS_DIR]
+        mounts.append({"name": "model-credentials", "mountPath": CREDENTIALS_DIR, "readOnly": True})
+    spec = service.spec
+    return {
+        "name": MODEL_CONTAINER,
+        "image": spec.router.image if role == "router" else spec.engine.image,
+        "command": ["python", "-m", "diptych_frontend.model_fetch"],
+        # Kubernetes expands $(NAME); a doubled dollar is one.
+        "args": [argument.replace("$(", "$$(") for argument in arguments],
+        # The hub's client wants a home directory; the root file system is read-only.
+        "env": [{"name": "HF_HOME", "value": "/tmp/huggingface"}],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        # What went wrong is the last line of its log; status shows it.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": mounts,
+        **_resources(getattr(spec, role).resources),
+    }
+
+
+def _cache_volume(cache: ModelCache) -> dict[str, Any]:
+    if cache.pvc is not None:
+        claim: dict[str, Any] = {"claimName": cache.pvc.claim_name}
+        if cache.pvc.read_only:
+            claim["readOnly"] = True
+        return {"persistentVolumeClaim": claim}
+    if cache.host_path is not None:
+        return {"hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
+    return {"emptyDir": {"sizeLimit": cache.ephemeral} if cache.ephemeral else {}}
+
+
+def _read_only(cache: ModelCache) -> bool:
+    return cache.pvc is not None and cache.pvc.read_only
+
+
+def _resources(resources: Resources) -> dict[str, Any]:
+    """The pod's own, so that quotas and the QoS class stay as they are; no devices."""
+    given = {
+        kind: {name: amount for name, amount in amounts.items() if name in _DIVISIBLE}
+        for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))
+    }
+    given = {kind: amounts for kind, amounts in given.items() if amounts}
+    return {"resources": given} if given else {}
+
+
+def _file_uri(path: str) -> str:
+    return f"file://{quote(path)}"

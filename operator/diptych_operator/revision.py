@@ -1,0 +1,41 @@
+"""The name of everything that must be equal in both pools.
+
+Engines of one revision exchange KV; engines of two never do. What may differ between pods of one
+revision (replicas, resources, podTemplate, the lease's length) is not part of it, so that a change
+there replaces the pods of one Deployment and needs no second pair of pools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from diptych_operator.api_types import InferenceService
+from diptych_operator.names import ROTATE_ANNOTATION
+
+_LENGTH = 8
+
+
+def revision(service: InferenceService) -> str:
+    """Eight hexadecimal digits; equal for specs whose engines may be paired."""
+    spec = service.spec
+    model = spec.model
+    return _digest(
+        {
+            "model": [model.uri, model.revision, model.sha256],
+            "engine": spec.engine,
+            "transport": spec.transfer.transport,
+            "keys": key_set(service),
+        }
+    )
+
+
+def key_set(service: InferenceService) -> str:
+    """Which keys the service asks for: a new value of the rotation annotation is a new name."""
+    return _digest(service.metadata.annotations.get(ROTATE_ANNOTATION, ""))
+
+
+def _digest(value: object) -> str:
+    text = msgspec.json.encode(value, order="sorted")
+    return hashlib.sha256(text).hexdigest()[:_LENGTH]

@@ -1,0 +1,128 @@
+"""The plugin without a cluster: help, wrong usage, and refusals in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from diptych.kubectl.cluster import refusal
+from diptych.kubectl.main import main
+from diptych.main import main as laptop
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
+SERVICES = "/apis/diptych.dev/v1alpha1/namespaces/ns/inferenceservices"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, list(arguments), prog_name="kubectl diptych")
+
+
+def kubeconfig(path: Path, server: str) -> str:
+    cluster = {"name": "c", "cluster": {"server": server}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "models"}}
+    user = {"name": "u", "user": {"token": "t"}}
+    config = {"clusters": [cluster], "contexts": [context], "users": [user], "current-context": "c"}
+    file = path / "kubeconfig"
+    file.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **config}))
+    return str(file)
+
+
+def test_every_help_teaches_by_example() -> None:
+    assert isinstance(main, click.Group)
+    assert sorted(main.commands) == ["render", "status", "top", "why"]
+    for name in main.commands:
+        result = run(name, "--help")
+        assert result.exit_code == 0
+        assert f"Example:\n    kubectl diptych {name}" in result.stdout
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    heavy = ["kubernetes", "torch", "zmq", "prometheus_client", "diptych_operator"]
+    code = (
+        "import sys, diptych.kubectl.main, diptych.main;"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("output", ["yaml", "json"])
+def test_render_is_that_of_the_laptop_command(output: str) -> None:
+    ours = run("render", str(EXAMPLE), "-o", output)
+    theirs = CliRunner().invoke(laptop, ["render", str(EXAMPLE), "-o", output])
+    assert ours.exit_code == theirs.exit_code == 0
+    assert ours.stdout.splitlines()[:3] == theirs.stdout.splitlines()[:3]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("status", "svc", "-A"), ("why",), ("top",), ("top", "svc", "--interval", "0"), ("x",)],
+)
+def test_wrong_usage_ends_with_two(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [("status",), ("why", "svc"), ("top", "svc")])
+def test_without_a_kubeconfig_it_says_how_to_give_one(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    result = run(*command, "--kubeconfig", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: no cluster to talk to: ")
+    assert result.stderr.endswith("; set KUBECONFIG, or give --kubeconfig or --context\n")
+
+
+def test_an_unknown_context_is_named(tmp_path: Path) -> None:
+    file = kubeconfig(tmp_path, "http://127.0.0.1:9")
+    result = run("status", "--kubeconfig", file, "--context", "moon")
+    assert result.exit_code == 2
+    assert "moon" in result.stderr
+
+
+def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    file = kubeconfig(tmp_path, "http://127.0.0.1:9")
+    result = run("status", "--kubeconfig", file)
+    assert result.exit_code == 2
+    assert "the API server http://127.0.0.1:9 does not answer: " in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "path", "words"),
+    [
+        (404, b"404 page not found\n", SERVICES, "install Diptych first: its CRD by kubectl apply"),
+        (
+            404,
+            b'{"message": "inferenceservices.diptych.dev \\"svc\\" not found", '
+            b'"details": {"name": "svc", "kind": "inferenceservices"}}',
+            f"{SERVICES}/svc",
+            '"svc" not found; `kubectl diptych status -A` lists',
+        ),
+        (
+            403,
+            b'{"message": "pods \\"p\\" is forbidden: User \\"u\\" cannot get resource"}',
+            "/api/v1/namespaces/ns/pods/p:8000/proxy/metrics",
+            "you may not do that: pods",
+        ),
+        (401, b'{"message": "Unauthorized"}', SERVICES, "renew the kubeconfig"),
+        (
+            503,
+            b"error trying to reach service: dial tcp 10.0.0.7:8000: connect: refused",
+            "/api/v1/namespaces/ns/pods/p:8000/proxy/metrics",
+            "HTTP 503 of /api/v1/namespaces/ns/pods/p:8000/proxy/metrics: error trying to reach",
+        ),
+        (500, msgspec.json.encode({"message": None}), "/api", "HTTP 500 of /api"),
+    ],
+)
+def test_refusals_name_the_remedy(status: int, body: bytes, path: str, words: str) -> None:
+    assert words in refusal(status, body, path)

@@ -1,0 +1,42 @@
+"""What a cluster can do, from its discovery."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych_operator.cluster import read_cluster
+
+
+@pytest.mark.parametrize(
+    ("served", "policy"),
+    [
+        (["policy/v1", "policy/v1beta1"], "policy/v1"),
+        (["policy/v1beta1"], "policy/v1beta1"),
+        (["apps/v1", "policy/v1"], "policy/v1"),
+    ],
+)
+def test_the_newest_known_version_is_used(served: list[str], policy: str) -> None:
+    assert read_cluster("1", "27", served, "ns").policy_api == policy
+
+
+@pytest.mark.parametrize(
+    ("minor", "version", "image_volumes"),
+    [("20", (1, 20), False), ("20+", (1, 20), False), ("32", (1, 32), False),
+     ("33", (1, 33), True), ("34+", (1, 34), True)],
+)  # fmt: skip
+def test_features_follow_from_the_version(
+    minor: str, version: tuple[int, int], image_volumes: bool
+) -> None:
+    cluster = read_cluster("1", minor, ["policy/v1"], "ns")
+    assert (cluster.version, cluster.has_image_volumes) == (version, image_volumes)
+
+
+def test_an_old_cluster_says_what_it_lacks_and_a_new_one_lacks_nothing() -> None:
+    old, new = (read_cluster("1", minor, ["policy/v1"], "ns") for minor in ("20", "33"))
+    assert "CEL" in " ".join(old.limits())
+    assert new.limits() == ()
+
+
+def test_a_cluster_without_any_known_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="policy/v1"):
+        read_cluster("1", "99", ["policy/v2"], "ns")

@@ -1,0 +1,107 @@
+"""The rules of the CRD, in CEL and in Python, judge the same objects in the same words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from crd_kit import BROKEN, GOOD, SCHEMA, Broken, broken_rules, inference_service, rules_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych_operator.errors import SpecError
+from diptych_operator.parse import parse_object
+from diptych_protocol.model_uri import parse_model_uri
+
+
+def complaint(service: dict[str, Any]) -> tuple[str, str] | None:
+    """What Python says of a service."""
+    try:
+        parse_object(service)
+    except SpecError as exc:
+        return exc.field, exc.problem
+    return None
+
+
+@pytest.mark.parametrize("spec", GOOD.values(), ids=GOOD.keys())
+def test_a_good_service_breaks_no_rule(spec: dict[str, Any]) -> None:
+    service = inference_service(spec)
+    assert broken_rules(service) == set()
+    assert complaint(service) is None
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_rule_is_told_alike_by_cel_and_by_python(broken: Broken) -> None:
+    service = inference_service(broken.spec)
+    expected = (broken.field, broken.rule.message)
+    assert broken_rules(service) == {expected}
+    assert complaint(service) == expected
+
+
+def test_each_rule_of_the_crd_is_broken_by_some_service_here() -> None:
+    in_the_crd = {
+        (".".join(path) + rule.get("fieldPath", ""), rule["rule"])
+        for path, rule in rules_of(SCHEMA)
+    }
+    broken_here = {(broken.field, broken.rule.cel) for broken in BROKEN.values()}
+    assert in_the_crd == broken_here
+
+
+def test_of_several_faults_python_names_one_that_cel_names_too() -> None:
+    service = inference_service(
+        {"rollout": {"maxSurge": 0}, "transfer": {"leaseSeconds": 61}, "model": {"uri": "s3://"}}
+    )
+    assert len(broken_rules(service)) == 3
+    assert complaint(service) in broken_rules(service)
+
+
+counts = st.integers(0, 3)
+scaling = st.fixed_dictionaries({"minReplicas": counts, "maxReplicas": st.integers(1, 3)})
+pools = st.fixed_dictionaries({}, optional={"replicas": st.integers(1, 3), "autoscaling": scaling})
+checksums = st.sampled_from(["", "0" * 64])
+models = st.fixed_dictionaries(
+    {"uri": st.sampled_from(["dummy://", "hf://a/b", "hf://a/b/c.gguf", "s3://a/b", "pvc://a/b"])},
+    optional={"revision": st.sampled_from(["", "main"]), "sha256": checksums},
+)
+specs = st.fixed_dictionaries(
+    {"model": models, "prefill": pools, "decode": pools},
+    optional={
+        "router": st.fixed_dictionaries({"holdSeconds": counts}),
+        "rollout": st.fixed_dictionaries({"maxSurge": counts, "maxUnavailable": counts}),
+        "transfer": st.fixed_dictionaries({"leaseSeconds": st.floats(1, 4)}),
+        "availability": st.fixed_dictionaries({"drainSeconds": st.integers(1, 4)}),
+        "engine": st.fixed_dictionaries(
+            {"maxNumSeqs": st.integers(1, 3), "maxNumBatchedTokens": st.integers(1, 3)}
+        ),
+    },
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(spec=specs)
+def test_cel_and_python_agree_on_any_service(spec: dict[str, Any]) -> None:
+    service = inference_service(spec)
+    broken, said = broken_rules(service), complaint(service)
+    assert said in broken if broken else said is None
+
+
+pieces = st.sampled_from(
+    ["a", "b.gguf", ".", "..", "...", "/", "//", "@", ":", "?", "#", "\\", "-", "_", "é"]
+)
+schemes = st.sampled_from(["hf", "s3", "https", "pvc", "oci", "package", "file", "dummy"])
+
+
+@settings(max_examples=400)
+@given(scheme=schemes, rest=st.lists(pieces, max_size=8).map("".join))
+def test_what_the_rules_admit_the_programs_can_read(scheme: str, rest: str) -> None:
+    uri = f"{scheme}://{rest}"
+    if complaint(inference_service({"model": {"uri": uri}})) is None:
+        assert parse_model_uri(uri).scheme == scheme
+
+
+def test_a_port_that_does_not_exist_is_found_without_cel() -> None:
+    service = inference_service({"model": {"uri": "https://host:99999/f.gguf"}})
+    assert complaint(service) == (
+        "spec.model.uri",
+        "'https://host:99999/f.gguf' is not of the form https://HOST/FILE.gguf",
+    )
