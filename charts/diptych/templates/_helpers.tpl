@@ -1,0 +1,70 @@
+{{/* Name of the chart, short enough for the longest suffix that is put behind it. */}}
+{{- define "diptych.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Name of this release of the chart: "diptych" for a release of that name. */}}
+{{- define "diptych.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "diptych.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "diptych.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of the operator's objects. */}}
+{{- define "diptych.operator" -}}
+{{- include "diptych.fullname" . }}-operator
+{{- end -}}
+
+{{/* Name of what is not in a namespace: two releases of one name may live in two namespaces. */}}
+{{- define "diptych.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "diptych.operator" .) -}}
+{{- end -}}
+
+{{- define "diptych.serviceAccount" -}}
+{{- default (include "diptych.operator" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{/*
+The labels that pick the operator's pods; a Deployment can never change them. The first is fixed: by
+it the NetworkPolicies that the operator makes know who may call the admin ports of engines.
+*/}}
+{{- define "diptych.selector" -}}
+app.kubernetes.io/name: diptych-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Labels of every object. Helm itself adds app.kubernetes.io/managed-by. */}}
+{{- define "diptych.labels" -}}
+{{ include "diptych.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+{{- end -}}
+
+{{- define "diptych.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{/* What the "restricted" Pod Security Standard asks of a pod. */}}
+{{- define "diptych.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* What it asks of a container, and a read-only file system. */}}
+{{- define "diptych.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}

@@ -1,0 +1,40 @@
+{{/*
+All that the operator may do to the namespaces it serves: one list, which the ClusterRole of scope
+"cluster" and the Roles of scope "namespaced" share.
+*/}}
+{{- define "diptych.operatorRules" -}}
+- apiGroups: [diptych.dev]
+  resources: [inferenceservices]
+  verbs: [get, list, watch]
+# The specification is its users'; the operator writes only the status.
+- apiGroups: [diptych.dev]
+  resources: [inferenceservices/status]
+  verbs: [patch]
+# Where the cluster enforces it, nobody may name an owner that blocks deletion without this right.
+- apiGroups: [diptych.dev]
+  resources: [inferenceservices/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+# By name only: a list or a watch would carry every Secret of the namespace.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get, create, patch, delete]
+# Patched for the annotation that says which pod a scale-down should take.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}

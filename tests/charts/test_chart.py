@@ -1,0 +1,221 @@
+"""What the chart renders: complete, restricted, and nothing that was not asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart_kit import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, load_script, of_kind, only
+
+from diptych_operator.names import OPERATOR_LABELS
+from diptych_operator.parse import parse
+
+GOLDEN = Path(__file__).parent / "golden" / "default.yaml"
+MONITORING = {
+    name: {"enabled": True}
+    for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
+}
+MATRIX: dict[str, dict[str, Any]] = {
+    "default": {},
+    "namespaced": {"scope": "namespaced", "namespaces": ["team-a", "team-b"]},
+    "one replica": {"replicas": 1},
+    "own account and roles": {
+        "serviceAccount": {"create": False, "name": "mine"},
+        "rbac": {"create": False},
+    },
+    "monitoring": {"monitoring": MONITORING},
+    "monitoring of some namespaces": {
+        "scope": "namespaced", "namespaces": ["team-a"], "monitoring": MONITORING,
+    },
+    "everything set": {
+        "image": {"repository": "example.org/operator", "digest": "sha256:" + "a" * 64},
+        "imagePullSecrets": [{"name": "registry"}],
+        "logLevel": "debug",
+        "podLabels": {"team": "ml"}, "podAnnotations": {"note": "yes"},
+        "nodeSelector": {"pool": "system"},
+        "tolerations": [{"key": "system", "operator": "Exists", "effect": "NoSchedule"}],
+        "priorityClassName": "system-cluster-critical",
+        "resources": {"requests": {"cpu": 1}, "limits": {"memory": "1Gi"}},
+        "serviceAccount": {"annotations": {"note": "yes"}},
+    },
+    "long names": {"fullnameOverride": "x" * 63},
+}  # fmt: skip
+
+
+@pytest.fixture(params=MATRIX)
+def values(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return MATRIX[request.param]
+
+
+def pods(objects: list[Object]) -> list[Object]:
+    """The specification of every pod: of Deployments and bare ones."""
+    templates = [d["spec"]["template"] for d in of_kind(objects, "Deployment")]
+    return [pod["spec"] for pod in templates + of_kind(objects, "Pod")]
+
+
+def test_lint_finds_nothing(helm: Helm, values: dict[str, Any]) -> None:
+    done = helm("lint", "--strict", str(CHART), values=values)
+    assert done.returncode == 0, done.stdout
+    assert "WARNING" not in done.stdout
+
+
+def test_the_default_renders_as_its_golden_file(helm: Helm) -> None:
+    """`UPDATE_GOLDEN=1 pytest tests/charts` writes the file anew."""
+    text = helm.template({"crds": {"install": False}}, "--skip-tests")
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(text)
+    # Releases of Helm differ in the order.
+    golden, rendered = (
+        sorted(yaml.safe_load_all(part), key=lambda o: (o["kind"], o["metadata"]["name"]))
+        for part in (GOLDEN.read_text(), text)
+    )
+    assert golden == rendered
+
+
+def test_what_is_generated_is_up_to_date() -> None:
+    """The chart's CRD is the one in crds/, byte for byte; the README lists today's values."""
+    for path, content in load_script(ROOT / "charts" / "generate.py").generated().items():
+        assert path.read_bytes() == content, f"{path} is stale: run python charts/generate.py"
+
+
+def test_chart_and_project_have_one_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == project["version"]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_crd_is_rendered_unchanged_and_kept_if_asked(helm: Helm, keep: bool) -> None:
+    crd = only(helm.render({"crds": {"keep": keep}}), "CustomResourceDefinition")
+    metadata = crd["metadata"]
+    assert metadata.pop("annotations", {}) == ({"helm.sh/resource-policy": "keep"} if keep else {})
+    del metadata["labels"]
+    (source,) = (ROOT / "crds").glob("*.yaml")
+    assert crd == yaml.safe_load(source.read_text())
+
+
+def test_no_crd_where_another_release_brings_it(helm: Helm) -> None:
+    assert not of_kind(helm.render({"crds": {"install": False}}), "CustomResourceDefinition")
+
+
+def test_every_pod_is_restricted(helm: Helm, values: dict[str, Any]) -> None:
+    """As the Pod Security Standard "restricted" has it, with a read-only root besides."""
+    found = pods(helm.render(values))
+    assert len(found) == 2, "the operator and the test"
+    for pod in found:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 10001
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert all("hostPath" not in volume for volume in pod.get("volumes", ()))
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"requests", "limits"} <= container["resources"].keys()
+
+
+def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
+    (container,) = pods(helm.render(MATRIX["namespaced"]))[0]["containers"]
+    assert container["command"] == ["python", "-m", "diptych_operator"]
+    assert container["args"] == [
+        "--namespaces=team-a,team-b",
+        "--lease-namespace=$(POD_NAMESPACE)",
+        "--lease-name=diptych-operator",
+        "--metrics-port=8080",
+        "--log-level=info",
+    ]
+    fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
+    assert fields == {"POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace"}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+    assert container["ports"] == [{"name": "metrics", "containerPort": 8080, "protocol": "TCP"}]
+
+
+def test_the_operator_understands_its_arguments(helm: Helm, tmp_path: Path) -> None:
+    """It gets as far as looking for a cluster; wrong arguments would end it with status 2."""
+    (container,) = pods(helm.render(MATRIX["namespaced"]))[0]["containers"]
+    done = subprocess.run(
+        [sys.executable, *container["command"][1:], *container["args"]],
+        env={"PATH": os.environ["PATH"], "KUBECONFIG": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "no cluster" in done.stderr
+
+
+def test_what_is_set_arrives(helm: Helm) -> None:
+    everything = MATRIX["everything set"]
+    deployment = only(helm.render(everything), "Deployment")
+    template, pod = deployment["spec"]["template"], deployment["spec"]["template"]["spec"]
+    assert template["metadata"]["labels"].items() >= {"team": "ml"}.items()
+    assert template["metadata"]["annotations"] == {"note": "yes"}
+    for field in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName"):
+        assert pod[field] == everything[field]
+    (container,) = pod["containers"]
+    assert container["image"] == "example.org/operator@sha256:" + "a" * 64
+    assert container["resources"]["requests"] == {"cpu": 1, "memory": "128Mi"}
+    assert container["args"][-1] == "--log-level=debug"
+
+
+@pytest.mark.parametrize(
+    ("values", "rendered"),
+    [
+        ({}, True),
+        ({"replicas": 1}, False),
+        ({"podDisruptionBudget": {"enabled": False}}, False),
+    ],
+)
+def test_a_disruption_budget_never_blocks_a_lone_pod(
+    helm: Helm, values: dict[str, Any], rendered: bool
+) -> None:
+    assert bool(of_kind(helm.render(values), "PodDisruptionBudget")) is rendered
+
+
+def test_selectors_pick_the_operator_and_not_the_test_pod(helm: Helm) -> None:
+    objects = helm.render({"podLabels": {"team": "ml"}})
+    deployment, service = only(objects, "Deployment"), only(objects, "Service")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        service["spec"]["selector"],
+        deployment["spec"]["selector"]["matchLabels"],
+        only(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+        assert not selector.items() <= only(objects, "Pod")["metadata"]["labels"].items()
+
+
+def test_engines_let_the_operator_through(helm: Helm, values: dict[str, Any]) -> None:
+    """The NetworkPolicies of services know the operator's pods by these labels."""
+    labels = only(helm.render(values), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert OPERATOR_LABELS.items() <= labels.items()
+
+
+def test_names_fit_however_long_the_release(helm: Helm, values: dict[str, Any]) -> None:
+    done = helm("template", "r" * 53, str(CHART), "-n", "n" * 63, values=values)
+    assert done.returncode == 0, done.stderr
+    for item in yaml.safe_load_all(done.stdout):
+        # RBAC names may be path segments; all others end up in labels and host names.
+        limit = 253 if "rbac" in item["apiVersion"] or "Custom" in item["kind"] else 63
+        assert len(item["metadata"]["name"]) <= limit
+
+
+def test_the_notes_hold_an_example_that_works(helm: Helm) -> None:
+    done = helm("install", RELEASE, str(CHART), "-n", NAMESPACE, "--dry-run=client")
+    if "cluster unreachable" in done.stderr:
+        pytest.skip("Helm 3 prints notes only where there is a cluster")
+    assert done.returncode == 0, done.stderr
+    notes = done.stdout.partition("NOTES:")[2]
+    example = notes.partition("<<EOF\n")[2].partition("EOF\n")[0]
+    assert parse(example).metadata.name == "smollm2"
+    assert f"helm -n {NAMESPACE} test {RELEASE}" in notes

@@ -1,0 +1,238 @@
+"""The chart in a real cluster: installed, upgraded, removed, and its rights as the API sees them.
+
+Only where DIPTYCH_TEST_KUBECONFIG names an administrator's kubeconfig. Each test works in
+namespaces of its own. The CRD is one for the whole cluster: it is touched only if it is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart_kit import CHART, Helm
+from kube_tools import ToolUnavailable, find_tool
+
+KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
+pytestmark = pytest.mark.skipif(
+    not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to install the chart into"
+)
+CRD = "inferenceservices.diptych.dev"
+ACCOUNT = "diptych-operator"
+# No image is needed: what is tested is the objects, not the program in the pods.
+QUIET = {"image": {"pullPolicy": "Never"}, "replicas": 2}
+NO_CRD = QUIET | {"crds": {"install": False}}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """kubectl and helm against one cluster, and three namespaces of this test's own."""
+
+    kubectl_path: Path
+    helm: Helm
+    system: str
+    team_a: str
+    team_b: str
+
+    def kubectl(self, *arguments: str, stdin: Any = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.kubectl_path), "--kubeconfig", str(KUBECONFIG), *arguments],
+            input=None if stdin is None else json.dumps(stdin),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def read(self, *arguments: str, stdin: Any = None) -> Any:
+        """The answer as JSON. Fails the test if there is none."""
+        done = self.kubectl(*arguments, "-o", "json", stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def exists(self, kind: str, name: str, namespace: str | None = None) -> bool:
+        where = ("-n", namespace) if namespace else ()
+        return bool(self.kubectl("get", kind, name, *where, "--ignore-not-found").stdout)
+
+    def release(self, verb: str, *arguments: str, values: Any = None) -> str:
+        """`helm VERB` on the release of this test. Fails the test if helm does."""
+        done = self.helm(
+            *(*verb.split(), "diptych", *arguments, "-n", self.system),
+            *("--kubeconfig", str(KUBECONFIG)),
+            values=values,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def allows(self, user: str, verb: str, what: str, namespace: str = "", name: str = "") -> bool:
+        """Whether the API server would let a user do this; `what` is `resource[/sub][.group]`."""
+        resource, _, group = what.partition(".")
+        resource, _, subresource = resource.partition("/")
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {
+                "user": user,
+                "resourceAttributes": {
+                    "verb": verb, "group": group, "resource": resource, "name": name,
+                    "subresource": subresource, "namespace": namespace,
+                },
+            },
+        }  # fmt: skip
+        return bool(self.read("create", "-f", "-", stdin=review)["status"]["allowed"])
+
+
+@pytest.fixture
+def cluster(helm: Helm) -> Iterator[Cluster]:
+    try:
+        kubectl = find_tool("kubectl")
+    except ToolUnavailable as exc:
+        pytest.skip(str(exc))
+    mark = f"chart-{secrets.token_hex(3)}"
+    found = Cluster(kubectl, helm, f"{mark}-system", f"{mark}-team-a", f"{mark}-team-b")
+    namespaces = (found.system, found.team_a, found.team_b)
+    try:
+        for namespace in namespaces:
+            assert found.kubectl("create", "namespace", namespace).returncode == 0
+        yield found
+    finally:
+        uninstall = ("uninstall", "diptych", "-n", found.system, "--ignore-not-found")
+        found.helm(*uninstall, "--kubeconfig", str(KUBECONFIG))
+        found.kubectl("delete", "namespace", *namespaces, "--wait=false")
+
+
+def operator(cluster: Cluster) -> str:
+    return f"system:serviceaccount:{cluster.system}:{ACCOUNT}"
+
+
+def test_install_upgrade_and_uninstall_leave_nothing_behind(cluster: Cluster) -> None:
+    cluster.release("install", str(CHART), values=NO_CRD)
+    budget = cluster.read("get", "poddisruptionbudget", ACCOUNT, "-n", cluster.system)
+    assert budget["spec"]["minAvailable"] == 1
+    before = cluster.read("get", "deployment", ACCOUNT, "-n", cluster.system)
+
+    cluster.release("upgrade", str(CHART), values=NO_CRD | {"logLevel": "debug", "replicas": 1})
+    after = cluster.read("get", "deployment", ACCOUNT, "-n", cluster.system)
+    assert before["metadata"]["uid"] == after["metadata"]["uid"]
+    (container,) = after["spec"]["template"]["spec"]["containers"]
+    assert "--log-level=debug" in container["args"]
+    assert not cluster.exists("poddisruptionbudget", ACCOUNT, cluster.system)
+
+    manifest = cluster.release("get manifest")
+    installed = [o for o in yaml.safe_load_all(manifest) if o]
+    assert len(installed) > 5
+    cluster.release("uninstall", "--wait", "--timeout", "50s")
+    for item in installed:
+        metadata = item["metadata"]
+        assert not cluster.exists(item["kind"], metadata["name"], metadata.get("namespace"))
+
+
+def test_a_cluster_wide_operator_may_do_its_work_and_no_more(cluster: Cluster) -> None:
+    cluster.release("install", str(CHART), values=NO_CRD)
+    user = operator(cluster)
+    for namespace in (cluster.team_a, ""):
+        for verb, what in (
+            ("watch", "inferenceservices.diptych.dev"),
+            ("patch", "inferenceservices/status.diptych.dev"),
+            ("create", "deployments.apps"),
+            ("patch", "networkpolicies.networking.k8s.io"),
+            ("delete", "poddisruptionbudgets.policy"),
+            ("get", "secrets"),
+            ("patch", "pods"),
+            ("create", "events"),
+        ):
+            assert cluster.allows(user, verb, what, namespace), (verb, what, namespace)
+        for verb, what in (
+            ("patch", "inferenceservices.diptych.dev"),
+            ("delete", "inferenceservices.diptych.dev"),
+            ("list", "secrets"),
+            ("watch", "secrets"),
+            ("delete", "pods"),
+            ("create", "pods/exec"),
+            ("create", "roles.rbac.authorization.k8s.io"),
+            ("create", "serviceaccounts/token"),
+            ("get", "leases.coordination.k8s.io"),
+            ("get", "nodes"),
+        ):
+            assert not cluster.allows(user, verb, what, namespace), (verb, what, namespace)
+
+
+@pytest.mark.parametrize("scope", ["cluster", "namespaced"])
+def test_the_operator_may_hold_its_own_lease_only(cluster: Cluster, scope: str) -> None:
+    namespaces = [cluster.team_a] if scope == "namespaced" else []
+    values = NO_CRD | {"scope": scope, "namespaces": namespaces}
+    cluster.release("install", str(CHART), values=values)
+    user, lease = operator(cluster), "leases.coordination.k8s.io"
+    assert cluster.allows(user, "create", lease, cluster.system)
+    assert cluster.allows(user, "update", lease, cluster.system, ACCOUNT)
+    assert not cluster.allows(user, "update", lease, cluster.system, "another")
+    assert not cluster.allows(user, "create", lease, cluster.team_a)
+
+
+def test_a_namespaced_operator_sees_its_namespaces_only(cluster: Cluster) -> None:
+    values = NO_CRD | {"scope": "namespaced", "namespaces": [cluster.team_a]}
+    cluster.release("install", str(CHART), values=values)
+    user = operator(cluster)
+    for verb, what in (("watch", "inferenceservices.diptych.dev"), ("create", "deployments.apps")):
+        assert cluster.allows(user, verb, what, cluster.team_a)
+        assert not cluster.allows(user, verb, what, cluster.team_b)
+        assert not cluster.allows(user, verb, what)
+
+    # Told to serve another, it gives up the first.
+    cluster.release("upgrade", str(CHART), values=values | {"namespaces": [cluster.team_b]})
+    assert cluster.allows(user, "create", "deployments.apps", cluster.team_b)
+    assert not cluster.allows(user, "create", "deployments.apps", cluster.team_a)
+
+
+def test_the_built_in_roles_reach_inference_services(cluster: Cluster) -> None:
+    cluster.release("install", str(CHART), values=NO_CRD)
+    what = "inferenceservices.diptych.dev"
+    for role in ("view", "edit"):
+        bind = ("create", "rolebinding", role, "--clusterrole", role, "--user", f"a-{role}er")
+        assert cluster.kubectl(*bind, "-n", cluster.team_a).returncode == 0
+    deadline = time.monotonic() + 30  # Kubernetes aggregates roles in its own time
+    while not cluster.allows("a-editer", "create", what, cluster.team_a):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert cluster.allows("a-viewer", "watch", what, cluster.team_a)
+    assert not cluster.allows("a-viewer", "create", what, cluster.team_a)
+    assert not cluster.allows("a-editer", "create", what, cluster.team_b)
+
+
+def older_chart(folder: Path) -> Path:
+    """The chart as it was when its CRD had one printer column less."""
+    copy = Path(shutil.copytree(CHART, folder / "diptych"))
+    crd = copy / "files" / "crd.yaml"
+    definition = yaml.safe_load(crd.read_text())
+    definition["spec"]["versions"][0]["additionalPrinterColumns"].pop()
+    crd.write_text(yaml.safe_dump(definition))
+    return copy
+
+
+def test_the_crd_is_upgraded_and_outlives_the_release(cluster: Cluster, tmp_path: Path) -> None:
+    if cluster.exists("crd", CRD):
+        pytest.skip("the cluster has the CRD already, so it is somebody else's")
+
+    def columns() -> list[str]:
+        (version,) = cluster.read("get", "crd", CRD)["spec"]["versions"]
+        return [column["name"] for column in version["additionalPrinterColumns"]]
+
+    try:
+        cluster.release("install", str(older_chart(tmp_path)), values=QUIET)
+        assert "Age" not in columns()
+        cluster.release("upgrade", str(CHART), values=QUIET)
+        assert "Age" in columns()
+        cluster.release("uninstall")
+        assert cluster.exists("crd", CRD)
+        cluster.release("install", str(CHART), values=QUIET)  # finds its own CRD again
+    finally:
+        if cluster.exists("crd", CRD) and not cluster.read("get", CRD, "-A")["items"]:
+            cluster.kubectl("delete", "crd", CRD, "--wait=false")

@@ -1,0 +1,123 @@
+"""The images: pinned, without root, without a compiler, and with no more in them than they need."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from chart_kit import ROOT
+
+from diptych_operator.names import ENGINE_PORTS, ROUTER_PORTS
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+IMAGES = {path.name.removesuffix(".Dockerfile"): path for path in ROOT.glob("docker/*.Dockerfile")}
+PROGRAMS = {"operator": "operator", "router": "router", "engine": "engine", "engine.cuda": "engine"}
+PORTS = {"operator": {8080}, "router": set(ROUTER_PORTS.values())}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One FROM and the instructions behind it, each with its line breaks taken out."""
+
+    base: str
+    instructions: tuple[tuple[str, str], ...]
+
+    def all(self, keyword: str) -> list[str]:
+        return [text for word, text in self.instructions if word == keyword]
+
+    def only(self, keyword: str) -> str:
+        (text,) = self.all(keyword)
+        return text
+
+
+def stages(path: Path) -> list[Stage]:
+    lines = (line for line in path.read_text().splitlines() if not line.startswith("#"))
+    logical = "\n".join(lines).replace("\\\n", " ").splitlines()
+    found: list[Stage] = []
+    for line in filter(None, logical):
+        keyword, _, text = line.partition(" ")
+        if keyword == "FROM":
+            found.append(Stage(text, ()))
+        else:
+            stage = found.pop()
+            found.append(Stage(stage.base, (*stage.instructions, (keyword, text.strip()))))
+    return found
+
+
+def requirements(extra: str) -> set[str]:
+    """Names of all that an extra installs, through the extras it names."""
+    found: set[str] = set()
+    for requirement in EXTRAS[extra]:
+        if own := re.fullmatch(r"diptych\[([\w,]+)\]", requirement):
+            found |= {name for other in own[1].split(",") for name in requirements(other)}
+        else:
+            found.add(re.split(r"[=<>\[ ]", requirement)[0])
+    return found
+
+
+@pytest.fixture(params=PROGRAMS)
+def image(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_there_is_an_image_for_each_program() -> None:
+    assert IMAGES.keys() == PROGRAMS.keys()
+
+
+def test_all_stand_on_one_pinned_base() -> None:
+    bases = {stage.base.split()[0] for path in IMAGES.values() for stage in stages(path)}
+    (base,) = bases
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
+
+
+def test_the_final_stage_runs_as_nobody_and_builds_nothing(image: str) -> None:
+    *_, final = stages(IMAGES[image])
+    assert final.only("USER") == "10001:10001"
+    assert all("--from=build" in source for source in final.all("COPY"))
+    for tool in ("apt-get", "pip ", "gcc", "curl"):
+        assert all(tool not in command for command in final.all("RUN"))
+    environment = final.only("ENV")
+    for setting in ("HOME=/tmp", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"):
+        assert setting in environment.split()
+    labels = final.only("LABEL")
+    for label in ("title", "description", "licenses", "version"):
+        assert f"org.opencontainers.image.{label}=" in labels
+
+
+def test_an_image_runs_its_program_with_its_extra_and_says_its_ports(image: str) -> None:
+    build, final = stages(IMAGES[image])
+    program = PROGRAMS[image]
+    installed = re.findall(r"pip install '\.\[(\w+)\]'", " ".join(build.all("RUN")))
+    assert installed == [program]
+    assert final.only("ENTRYPOINT") == f'["python", "-m", "diptych_{program}"]'
+    ports = PORTS.get(program, set(ENGINE_PORTS.values()))
+    assert {int(port) for port in final.only("EXPOSE").split()} == ports
+
+
+@pytest.mark.parametrize("extra", ["operator", "router"])
+def test_only_engines_install_torch(extra: str) -> None:
+    assert "torch" in requirements("engine")
+    assert not {"torch", "ucxx-cu12", "numba", "cupy"} & requirements(extra)
+
+
+def test_the_cpu_image_takes_the_projects_torch_without_cuda() -> None:
+    build, _ = stages(IMAGES["engine"])
+    (version,) = (v.split("=")[1] for v in build.all("ARG") if v.startswith("TORCH_VERSION="))
+    assert f"torch=={version}" in EXTRAS["engine"]
+    first, second = (r for r in build.all("RUN") if "torch" in r or "'.[engine]'" in r)
+    assert "https://download.pytorch.org/whl/cpu" in first
+    assert "'.[engine]'" in second
+
+
+def test_the_build_sees_the_packages_and_nothing_else() -> None:
+    """`.dockerignore` lets in what hatchling needs."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    allowed = {line.removeprefix("!").rstrip("/") for line in lines if line.startswith("!")}
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    folders = {package.split("/")[0] for package in packages}
+    assert allowed == folders | {"pyproject.toml", "README.md", "LICENSE"}
