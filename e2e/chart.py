@@ -1,0 +1,83 @@
+"""The operator, installed as its users install it: with Helm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from e2e.kubectl import Kubectl, Object
+from kube_tools import find_tool
+
+CHART = Path(__file__).resolve().parent.parent / "charts/diptych"
+CRD = "inferenceservices.diptych.dev"
+RELEASE = "diptych"
+HELM_TIMEOUT_S = 240
+OPERATOR_PODS = {"app.kubernetes.io/name": "diptych-operator"}
+
+
+class Chart:
+    """A release in the tests' own namespace that serves only that namespace."""
+
+    def __init__(self, kubectl: Kubectl, image: str) -> None:
+        self._kubectl = kubectl
+        repository, _, tag = image.rpartition(":")
+        self._values = {
+            "scope": "namespaced",
+            "namespaces": f"{{{kubectl.namespace}}}",
+            "image.repository": repository,
+            "image.tag": tag,
+        }
+
+    def install(self, **values: str) -> None:
+        """Install or upgrade the release, and wait until the operator is ready.
+
+        `__` in the name of a value stands for a dot.
+        """
+        if "crds.install" not in self._values:
+            self._values["crds.install"] = "false" if self._renew_crd() else "true"
+        wanted = {**self._values, **{key.replace("__", "."): v for key, v in values.items()}}
+        settings = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+        self._helm("upgrade", "--install", RELEASE, str(CHART), *settings,
+                   "--wait", f"--timeout={HELM_TIMEOUT_S}s")  # fmt: skip
+
+    def _renew_crd(self) -> bool:
+        """Bring a CRD that is there already up to date; returns whether there is one.
+
+        It belongs to the whole cluster and outlives the release that brought it, so it can be an
+        earlier run's or another release's, from which Helm would not take it.
+        """
+        if self._kubectl.get("crd", CRD) is None:
+            return False
+        version = json.loads(self._kubectl.run("version", "--output", "json"))["serverVersion"]
+        rendered = self._helm(
+            *("template", RELEASE, str(CHART), "--kube-version", version["gitVersion"]),
+            *("--show-only", "templates/crd.yaml"),
+        )
+        options = ("--server-side", "--force-conflicts", "--filename", "-")
+        self._kubectl.run("apply", *options, stdin=rendered)
+        return True
+
+    def test(self) -> None:
+        """The chart's own tests."""
+        self._helm("test", RELEASE, f"--timeout={HELM_TIMEOUT_S}s")
+
+    def uninstall(self) -> None:
+        self._helm("uninstall", RELEASE, "--wait", f"--timeout={HELM_TIMEOUT_S}s")
+
+    def pods(self) -> list[Object]:
+        return self._kubectl.list("pods", OPERATOR_PODS)
+
+    def ready(self, timeout_s: float) -> None:
+        """Wait until every operator pod that is wanted is ready."""
+        options = ("--selector", "app.kubernetes.io/name=diptych-operator")
+        self._kubectl.run(
+            *("rollout", "status", "deployment", *options, f"--timeout={timeout_s:g}s"),
+            timeout_s=timeout_s + 10,
+        )
+
+    def _helm(self, *arguments: str) -> str:
+        command = [str(find_tool("helm")), "--namespace", self._kubectl.namespace, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HELM_TIMEOUT_S + 30)
+        assert done.returncode == 0, f"helm {arguments[0]}: {done.stderr}"
+        return done.stdout

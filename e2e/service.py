@@ -1,0 +1,142 @@
+"""An InferenceService under test: its spec, its conditions, its pods."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
+from e2e.traffic import Client
+
+KIND = "inferenceservices.diptych.dev"
+CHILD_KINDS = (
+    "deployments,configmaps,secrets,services,serviceaccounts,poddisruptionbudgets,networkpolicies"
+)
+ROLES = ("prefill", "decode", "router")
+READY_TIMEOUT_S = 300.0
+_SAMPLE = re.compile(r"^diptych:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+class Service:
+    """Verbs on one InferenceService."""
+
+    def __init__(self, kubectl: Kubectl, client: Client, name: str) -> None:
+        self._kubectl = kubectl
+        self._client = client
+        self.name = name
+
+    # --- the object ---------------------------------------------------------------------------
+
+    def apply(self, manifest: Object) -> None:
+        self._kubectl.apply({**manifest, "metadata": {**manifest["metadata"], "name": self.name}})
+
+    def patch_spec(self, patch: Mapping[str, Any]) -> None:
+        self._kubectl.merge(KIND, self.name, {"spec": patch})
+
+    def annotate(self, key: str, value: str) -> None:
+        self._kubectl.merge(KIND, self.name, {"metadata": {"annotations": {key: value}}})
+
+    def delete(self) -> None:
+        self._kubectl.delete(KIND, self.name)
+
+    def gone(self) -> None:
+        """Wait until neither the service nor a child is left."""
+        self._kubectl.gone(KIND, [self.name])
+        wait_for("all children gone", lambda: not self.children(), 120)
+        wait_for("all pods gone", lambda: not self.pods(), 120)
+
+    def observed(self) -> Object:
+        found = self._kubectl.get(KIND, self.name)
+        if found is None:
+            raise KubectlError(f"there is no InferenceService {self.name}")
+        return found
+
+    def status(self) -> Object:
+        found: Object = self.observed().get("status", {})
+        return found
+
+    def condition(self, kind: str) -> str:
+        """True, False, Unknown, or nothing if the operator has not said it of the newest spec."""
+        service = self.observed()
+        status = service.get("status", {})
+        if status.get("observedGeneration") != service["metadata"]["generation"]:
+            return ""
+        said = {c["type"]: c["status"] for c in status.get("conditions", [])}
+        found: str = said.get(kind, "")
+        return found
+
+    def settled(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until the newest spec is served in full, and nothing is under way."""
+
+        def look() -> bool:
+            return (
+                self.condition("Available") == "True"
+                and self.condition("Progressing") == "False"
+                and self.condition("Degraded") == "False"
+            )
+
+        wait_for(f"{self.name} is settled", look, timeout_s)
+
+    # --- what became of it --------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Base URL of the OpenAI API, as the status says it."""
+        found: str = self.status()["url"]
+        return found
+
+    def children(self) -> list[Object]:
+        return self._kubectl.list(CHILD_KINDS, {"diptych.dev/service": self.name})
+
+    def pods(self, role: str = "") -> list[Object]:
+        """Pods that are not on their way out already; of all roles by default."""
+        labels = {"diptych.dev/service": self.name, **({"diptych.dev/role": role} if role else {})}
+        pods = self._kubectl.list("pods", labels)
+        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+    def ready_pods(self, role: str) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.pods(role) if _is_ready(pod)]
+
+    def has_ready(self, role: str, number: int, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until exactly so many pods of a role are there, all ready."""
+        wait_for(
+            f"{number} {role} pods",
+            lambda: len(self.pods(role)) == number == len(self.ready_pods(role)),
+            timeout_s,
+        )
+
+    def revision(self) -> str:
+        """The revision that serves, once a rollout has ended."""
+        found: str = self.status().get("currentRevision", "")
+        return found
+
+    def chat(self, text: str, max_tokens: int = 24) -> Object:
+        """One answer of the OpenAI API, asked through the router's Service."""
+        body = {
+            "model": self.name,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        answer: Object = json.loads(self._client.fetch(f"{self.url}/chat/completions", body))
+        return answer
+
+    def metric(self, role: str, name: str) -> float:
+        """Sum of a metric over the ready pods of a role, each asked itself."""
+        total = 0.0
+        for pod in self.pods(role):
+            if _is_ready(pod):
+                text = self._client.fetch(f"http://{pod['status']['podIP']}:8000/metrics")
+                total += sum(float(value) for key, value in _SAMPLE.findall(text) if key == name)
+        return total
+
+    def blocks_moved(self) -> float:
+        """KV blocks that the present decode pods have received from prefill pods."""
+        return self.metric("decode", "kv_transfer_blocks_received_total")
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions = pod.get("status", {}).get("conditions", [])
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)

@@ -1,0 +1,65 @@
+"""From an empty cluster to an answer: the chart, the example, a chat, and blocks that moved."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from e2e.chart import Chart
+from e2e.figures import Figures
+from e2e.kubectl import Kubectl, Object
+from e2e.service import ROLES, Service
+
+QUESTION = "In a few words: what makes a bridge of two arches last for many hundreds of years?"
+FIND_TORCH = "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
+
+
+@pytest.fixture(scope="module")
+def running(smollm2: Service, example: Object, figures: Figures) -> Service:
+    """The example, applied as it is and settled."""
+    started = time.monotonic()
+    smollm2.apply(example)
+    smollm2.settled()
+    figures.add("apply the example", {"seconds": round(time.monotonic() - started, 1)})
+    return smollm2
+
+
+def test_the_chart_passes_its_own_tests(chart: Chart) -> None:
+    chart.test()
+
+
+@pytest.mark.parametrize(
+    "condition", ["Available", "PrefillReady", "DecodeReady", "RouterReady", "KVTransferVerified"]
+)
+def test_every_condition_holds(running: Service, condition: str) -> None:
+    assert running.condition(condition) == "True"
+
+
+def test_a_chat_is_answered_and_its_blocks_moved(running: Service) -> None:
+    before = running.blocks_moved()
+    answer = running.chat(QUESTION)
+    assert answer["choices"][0]["message"]["content"]
+    prompt_tokens = answer["usage"]["prompt_tokens"]
+    assert running.blocks_moved() - before >= prompt_tokens // 16
+
+
+def test_greedy_answers_repeat(running: Service) -> None:
+    first, second = (running.chat(QUESTION)["choices"][0]["message"] for _ in range(2))
+    assert first == second
+
+
+def test_only_engines_carry_torch(running: Service, chart: Chart, kubectl: Kubectl) -> None:
+    carriers = {
+        role: kubectl.exec(running.ready_pods(role)[0], "python", "-c", FIND_TORCH).strip()
+        for role in ROLES
+    }
+    operator = chart.pods()[0]["metadata"]["name"]
+    carriers["operator"] = kubectl.exec(operator, "python", "-c", FIND_TORCH).strip()
+    assert carriers == {"prefill": "True", "decode": "True", "router": "False", "operator": "False"}
+
+
+def test_deleting_the_service_leaves_nothing(running: Service, figures: Figures) -> None:
+    started = time.monotonic()
+    running.delete()
+    running.gone()
+    figures.add("delete the example", {"seconds": round(time.monotonic() - started, 1)})
