@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self
 
@@ -117,9 +118,24 @@ class AsyncLLM(AsyncEngine):
                 self._core.endpoint, None, on_outputs=self._on_outputs, on_lost=self._lose_core
             )
             self._watcher = asyncio.create_task(self._watch_core(), name="core watcher")
-        self.description = await self._client.describe(timeout_s)
+        self.description = await self._unless_dead(self._client.describe(timeout_s))
         self._core.unlink()
         self.input_processor.max_model_len = self.description.max_model_len
+
+    async def _unless_dead(
+        self, greeting: Coroutine[Any, Any, EngineDescription]
+    ) -> EngineDescription:
+        """A core that ends before it listens is nobody that a greeting could notice missing."""
+        described = asyncio.create_task(greeting)
+        watcher = self._watcher
+        try:
+            tasks = (described,) if watcher is None else (described, watcher)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not described.done():
+                raise self.dead_error
+            return described.result()
+        finally:
+            described.cancel()
 
     async def died(self) -> EngineDeadError:
         """Wait for the end of the core, and return its cause."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Coroutine
 from typing import Any
@@ -15,6 +16,9 @@ from diptych_protocol import DiptychError, InvalidRequestError
 
 def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
     """Run a program to its end. Exits with 2 for bad input and 1 for any other known failure."""
+    # The kernel keeps signals without a handler from a container's first process: without this a
+    # pod that is deleted while it starts would live until it is killed.
+    signal.signal(signal.SIGTERM, _end)
     setup_logging(name)
     try:
         uvloop.run(main)
@@ -22,6 +26,10 @@ def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
         sys.exit(_complain(name, exc, 2))
     except DiptychError as exc:
         sys.exit(_complain(name, exc, 1))
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _complain(name: str, error: Exception, code: int) -> int:

@@ -1,6 +1,6 @@
 """A real, small pod program for the tests of the laptop runtime; options say how it misbehaves.
 
-Serves /health, /metrics and a streaming /v1/chat/completions on the port of its environment.
+Serves /health, /live, /metrics and a streaming /v1/chat/completions on the port of its environment.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self.answer(503 if Handler.sick else 200, b"")
+        elif self.path == "/live":
+            self.answer(200, b"")
         elif self.path == "/metrics":
             self.answer(200, METRICS.encode())
         elif self.path == "/v1/models":

@@ -89,6 +89,10 @@ _ENGINE_PROBES: dict[str, Any] = {
     },
 }  # fmt: skip
 _ROUTER_PROBES: dict[str, Any] = {
+    # Starting takes a second on a quiet node and half a minute on one that starts six pods at once.
+    "startupProbe": {
+        "httpGet": _LIVE, "periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 180,
+    },
     "readinessProbe": {
         "httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2,
     },
