@@ -47,6 +47,16 @@ class HandOff:
     loads: int
     transports: tuple[str, ...]
 
+    def since(self, before: HandOff) -> HandOff:
+        """What came after `before`, such as after the canaries with which a router begins."""
+        return HandOff(
+            self.blocks - before.blocks,
+            self.bytes - before.bytes,
+            self.seconds - before.seconds,
+            self.loads - before.loads,
+            self.transports,
+        )
+
 
 def read_hand_off(metrics: str) -> HandOff:
     """Sum up the hinge's metrics of a text exposition. Raises `ValueError` if it is none."""
@@ -72,8 +82,9 @@ async def demonstrate(state: RunState, console: Console) -> None:
     async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
         console.print(f"\n[bold]you>[/] {QUESTION}")
         try:
+            before = await _hand_off_now(client, state)
             timing = await _ask(client, state, console)
-            hand_off = await _fetch_hand_off(client, state)
+            hand_off = await _hand_off_after(client, state, before)
         except (ChatError, httpx.HTTPError, ValueError) as exc:
             raise RunError(f"the demo failed: {exc}") from exc
     console.print("\n")
@@ -101,16 +112,20 @@ async def _ask(client: httpx.AsyncClient, state: RunState, console: Console) -> 
     return Timing(arrivals[0], arrivals[-1], tokens if tokens is not None else len(arrivals))
 
 
-async def _fetch_hand_off(client: httpx.AsyncClient, state: RunState) -> HandOff:
-    """The totals once they speak of a hand-off, or as they are after `METRICS_WAIT_S`."""
+async def _hand_off_after(client: httpx.AsyncClient, state: RunState, before: HandOff) -> HandOff:
+    """What was handed off since, once there is anything, or after `METRICS_WAIT_S`."""
     deadline = time.monotonic() + METRICS_WAIT_S
     while True:
-        response = await client.get(f"{state.url.removesuffix('/v1')}/metrics")
-        response.raise_for_status()
-        found = read_hand_off(response.text)
+        found = (await _hand_off_now(client, state)).since(before)
         if found.loads or time.monotonic() >= deadline:
             return found
         await asyncio.sleep(0.1)
+
+
+async def _hand_off_now(client: httpx.AsyncClient, state: RunState) -> HandOff:
+    response = await client.get(f"{state.url.removesuffix('/v1')}/metrics")
+    response.raise_for_status()
+    return read_hand_off(response.text)
 
 
 def summary(timing: Timing, hand_off: HandOff) -> Table:

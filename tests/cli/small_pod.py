@@ -32,6 +32,7 @@ diptych:kv_transfer_transport_info{engine="decode-0",transport="tcp"} 1
 
 class Handler(http.server.BaseHTTPRequestHandler):
     sick = False
+    has_answered = False
 
     def do_GET(self) -> None:
         if self.path == "/health":
@@ -39,7 +40,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif self.path == "/live":
             self.answer(200, b"")
         elif self.path == "/metrics":
-            self.answer(200, METRICS.encode())
+            self.answer(200, METRICS.encode() if Handler.has_answered else b"")
         elif self.path == "/v1/models":
             self.answer(200, b'{"data": [{"id": "small"}]}')
         else:
@@ -59,6 +60,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         usage = {"completion_tokens": 7, "prompt_tokens": len(body["messages"])}
         self.event(json.dumps({"choices": [], "usage": usage}))
+        Handler.has_answered = True
         self.event("[DONE]")
 
     def event(self, data: str) -> None:
