@@ -33,7 +33,7 @@ CREATORS = 16
 DEADLINE_S = 1800.0
 QUIET_S = 30.0
 WATCHED = ("inferenceservices", "deployments", "pods", "configmaps", "services",
-           "serviceaccounts", "poddisruptionbudgets", "networkpolicies")  # fmt: skip
+           "serviceaccounts", "poddisruptionbudgets", "networkpolicies", "poolscalers")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Bring the chart up to date with what it is made from: `python charts/generate.py`.
 
-The CRD in the chart is a copy of the one in crds/, and the table of values in the chart's README is
+The CRDs in the chart are copies of those in crds/, and the table of values in the chart's README is
 made from values.schema.json and values.yaml. `generated()` says what should be where, so that a
 test can tell whether somebody forgot to run this.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 CHART = Path(__file__).parent / "diptych"
-CRD = CHART.parent.parent / "crds" / "diptych.dev_inferenceservices.yaml"
+CRDS = CHART.parent.parent / "crds"
 BEGIN = "<!-- values: written by charts/generate.py -->"
 END = "<!-- end of values -->"
 
@@ -55,14 +55,14 @@ def generated() -> dict[Path, bytes]:
             f"{readme} lacks the lines {BEGIN!r} and {END!r}, between which the table goes"
         )
     return {
-        CHART / "files" / "crd.yaml": CRD.read_bytes(),
+        **{CHART / "files" / "crds" / crd.name: crd.read_bytes() for crd in CRDS.glob("*.yaml")},
         readme: f"{before}{BEGIN}\n{values_table()}\n{END}{after}".encode(),
     }
 
 
 def main() -> None:
     for path, content in generated().items():
-        if path.read_bytes() != content:
+        if not path.exists() or path.read_bytes() != content:
             path.write_bytes(content)
             print(f"wrote {path.relative_to(CHART.parent.parent)}")
 

@@ -6,13 +6,16 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
+from typing import Any
 
 import kopf
 from pythonjsonlogger.json import JsonFormatter
 
+from diptych_operator.api_scaler import SCALER_KIND
 from diptych_operator.api_types import API_VERSION
 from diptych_operator.cluster import Cluster, read_cluster
 from diptych_operator.kube import Kube
@@ -41,7 +44,12 @@ async def run(args: argparse.Namespace) -> None:
         versions = await kube.group_versions()
         if API_VERSION not in versions:
             raise DiptychError(f"the cluster does not serve {API_VERSION}: apply the CRD first")
-        cluster = read_cluster(*await kube.version(), versions, args.lease_namespace)
+        cluster = read_cluster(
+            *await kube.version(),
+            versions,
+            args.lease_namespace,
+            has_pool_scalers=await kube.can_list(API_VERSION, SCALER_KIND, args.namespaces),
+        )
         metrics.watch_gauge("api_requests", "Requests to the API server.", lambda: kube.requests)
         async with serve_probes(args.metrics_host, args.metrics_port, metrics):
             candidate = Candidate(args.identity, args.lease_namespace, args.lease_name)
@@ -57,37 +65,49 @@ async def operate(
     stop: asyncio.Event,
 ) -> None:
     """What the leader does, until told to stop. Whatever ends it ends the process."""
-    metrics.leader.set(1)
     log.info("leading as %s on %s", args.identity, cluster)
     indexed = Indexed()
-    try:
-        async with Routers() as routers:
-            reconciler = Reconciler(kube, indexed, cluster, routers, metrics)
-            queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
-            metrics.watch_gauge("queue_length", "Services that wait for a pass.", queue.__len__)
-            working = asyncio.create_task(queue.run(), name="work queue")
-            watching = asyncio.create_task(
-                kopf.operator(
-                    registry=registry(cluster, indexed, queue.add),
-                    settings=settings(cluster),
-                    standalone=True,
-                    # kopf would look for the user's name, which a container may not have.
-                    identity=args.identity,
-                    clusterwide=not args.namespaces,
-                    namespaces=args.namespaces,
-                    stop_flag=stop,
-                ),
-                name="watches",
-            )
-            done, _ = await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-            for task in (working, watching):
+    async with Routers() as routers:
+        reconciler = Reconciler(kube, indexed, cluster, routers, metrics)
+        queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
+        metrics.watch_gauge("queue_length", "Services that wait for a worker.", queue.backlog)
+        handlers = registry(cluster, indexed, queue.add)
+        tasks: tuple[asyncio.Task[Any], ...] = (
+            asyncio.create_task(queue.run(), name="work queue"),
+            asyncio.create_task(watch(handlers, settings(cluster), args, stop), name="watches"),
+            asyncio.create_task(stop.wait(), name="stop"),
+        )
+        metrics.leader.set(1)
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            metrics.leader.set(0)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
-            for task in done:
-                task.result()
-    finally:
-        metrics.leader.set(0)
-        stop.set()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+
+async def watch(
+    handlers: kopf.OperatorRegistry,
+    chosen: kopf.OperatorSettings,
+    args: argparse.Namespace,
+    stop: asyncio.Event,
+) -> None:
+    """Have kopf watch, until cancelled."""
+    ours = asyncio.all_tasks()
+    watches = await kopf.spawn_tasks(
+        registry=handlers,
+        settings=chosen,
+        standalone=True,
+        # kopf would look for the user's name, which a container may not have.
+        identity=args.identity,
+        clusterwide=not args.namespaces,
+        namespaces=args.namespaces,
+    )
+    _stop_on_signals(stop)  # kopf has just taken them for itself
+    await kopf.run_tasks(watches, ignored=ours)
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
@@ -112,6 +132,8 @@ def set_up_logging(level: str) -> None:
 
 
 def main() -> None:
+    # Until the loop has its own handlers: process 1 of a container ignores what has none.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(prog="python -m diptych_operator", description=__doc__)
     parser.add_argument(
         "--namespaces",
@@ -127,8 +149,8 @@ def main() -> None:
     parser.add_argument("--lease-name", default="diptych-operator")
     parser.add_argument(
         "--identity",
-        default=os.environ.get("POD_NAME") or socket.gethostname(),
-        help="unique name of this operator in the election",
+        default=os.environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}",
+        help="unique name of this operator in the election; two of one name would both lead",
     )
     parser.add_argument("--metrics-host", default="0.0.0.0", help="address of the port below")
     parser.add_argument(

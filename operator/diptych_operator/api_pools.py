@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -94,6 +94,14 @@ EngineTemplate = Annotated[
 """Open like any pod template, but typed as far as `ONE_IMAGE` looks: CEL sees typed fields only."""
 
 
+ScaledBy = Annotated[
+    Literal["Operator", "External"],
+    Meta(
+        description="Who chooses the number of pods. Operator: by the signals below. External: "
+        "whoever scales the PoolScaler NAME-prefill or NAME-decode, such as an HPA or KEDA; the "
+        "bounds hold then, and the other fields are not looked at."
+    ),
+]
 MinReplicas = Annotated[
     int,
     Meta(
@@ -115,6 +123,7 @@ ScaleDownSeconds = Annotated[
 
 
 class PrefillAutoscaling(SpecPart, frozen=True, kw_only=True):
+    by: ScaledBy = "Operator"
     min_replicas: MinReplicas = 1
     max_replicas: MaxReplicas
     queued_tokens_per_replica: Annotated[
@@ -130,6 +139,7 @@ class PrefillAutoscaling(SpecPart, frozen=True, kw_only=True):
 
 
 class DecodeAutoscaling(SpecPart, frozen=True, kw_only=True):
+    by: ScaledBy = "Operator"
     min_replicas: MinReplicas = 1
     max_replicas: MaxReplicas
     kv_utilization: Annotated[
@@ -150,6 +160,13 @@ class DecodeAutoscaling(SpecPart, frozen=True, kw_only=True):
 MIN_BELOW_MAX = Rule(
     "self.minReplicas <= self.maxReplicas", "must be at most maxReplicas", ".minReplicas"
 )
+EXTERNAL_AWAKE = Rule(
+    "self.by != 'External' || self.minReplicas >= 1",
+    "must be at least 1 where by is External: pools sleep and wake together, and whoever sizes one "
+    "of them from outside sees no load in a pool without pods",
+    ".minReplicas",
+)
+SCALING_RULES = (MIN_BELOW_MAX, EXTERNAL_AWAKE)
 ONE_SCALE = Rule(
     "!(has(self.replicas) && has(self.autoscaling))", "give replicas or autoscaling, not both"
 )
@@ -165,8 +182,8 @@ class PrefillPool(SpecPart, frozen=True):
         PrefillAutoscaling | None,
         Meta(
             description="Let the operator choose the number of pods by the prompt tokens that "
-            "wait.",
-            extra_json_schema=validations(MIN_BELOW_MAX),
+            "wait, or let somebody else choose it.",
+            extra_json_schema=validations(*SCALING_RULES),
         ),
     ] = None
     resources: PodResources = Resources()
@@ -179,8 +196,8 @@ class DecodePool(SpecPart, frozen=True):
         DecodeAutoscaling | None,
         Meta(
             description="Let the operator choose the number of pods by the use of their KV cache "
-            "and their queues.",
-            extra_json_schema=validations(MIN_BELOW_MAX),
+            "and their queues, or let somebody else choose it.",
+            extra_json_schema=validations(*SCALING_RULES),
         ),
     ] = None
     resources: PodResources = Resources()

@@ -1,13 +1,18 @@
 """Keeps the children of services as rendered: applies what changed, repairs what drifted.
 
 An object is applied when its rendering changed, or when it is no longer the object that the last
-apply left: its `generation` moved (kinds that have one), or else its resourceVersion. So a cluster
-at rest costs no request, and the fields of other managers are never compared with ours.
+apply left: its `generation` moved (kinds that have one), or else its resourceVersion; or it lacks
+labels, annotations or the owner that we gave it, which no generation counts. So a cluster at rest
+costs no request, and the fields of other managers are never compared with ours.
+
+What was refused is not sent again for a while: a pass is cheap, and there may be many of them while
+somebody thinks about the remedy.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +25,9 @@ from diptych_operator.kube import ApiError, Kube
 Raw = Mapping[str, Any]
 ChildId = tuple[str, str, str]
 """Namespace, kind, name."""
+
+REFUSAL_S = 15.0
+"""How long a refusal is believed: what caused it may have gone without our seeing it."""
 
 
 class NotOursError(Exception):
@@ -35,8 +43,17 @@ class NotOursError(Exception):
 @dataclass(frozen=True, slots=True)
 class _Applied:
     rendering: str
+    uid: str
     version: str
     """Of the live object after our apply; see `_version`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    rendering: str
+    error: ApiError | NotOursError
+    until: float
+    """By the monotonic clock."""
 
 
 class Children:
@@ -45,44 +62,96 @@ class Children:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._applied: dict[ChildId, _Applied] = {}
+        self._refused: dict[ChildId, _Refused] = {}
 
-    def is_news(self, owned: Raw) -> bool:
-        """Whether this rendering was never applied by this process."""
-        known = self._applied.get(child_id(owned))
-        return known is None or known.rendering != _digest(owned)
+    async def try_out(
+        self,
+        service: InferenceService,
+        objects: Iterable[dict[str, Any]],
+        live: Mapping[ChildId, Raw],
+    ) -> None:
+        """Let the API server read what was never applied, and change nothing.
+
+        Raises `ApiError` for the first that is refused, `NotOursError`.
+        """
+        for obj in objects:
+            owned = with_owner(obj, service)
+            known = self._applied.get(child_id(owned))
+            if known is None or known.rendering != _digest(owned):
+                await self._check_free(owned, service, live)
+                await self._send(owned, live.get(child_id(owned)), dry_run=True)
 
     async def apply_all(
         self,
         service: InferenceService,
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
-    ) -> int:
-        """Make the objects so. How many had to be applied.
+    ) -> None:
+        """Make the objects so.
 
         Raises `ApiError` for the first that is refused, `NotOursError`.
         """
-        count = 0
         for obj in objects:
             owned = with_owner(obj, service)
             name = child_id(owned)
-            rendering = _digest(owned)
-            known, now = self._applied.get(name), live.get(name)
-            if now is not None and known == _Applied(rendering, _version(now)):
-                continue
-            if now is None:
-                await self._check_free(owned, service)
-            self._applied[name] = _Applied(rendering, _version(await self._kube.apply(owned)))
-            count += 1
-        return count
+            now = live.get(name)
+            if now is None or self._applied.get(name) != _left(owned, now) or _lacks(now, owned):
+                await self._check_free(owned, service, live)
+                self._applied[name] = _left(owned, await self._send(owned, now))
 
-    async def _check_free(self, obj: Raw, service: InferenceService) -> None:
-        """What carries our label is watched; another object of the same name would not be seen."""
-        meta = obj["metadata"]
+    async def _send(self, owned: Raw, now: Raw | None, *, dry_run: bool = False) -> Raw:
+        self._raise_if_refused(owned)
+        try:
+            try:
+                return await self._kube.apply(owned, dry_run=dry_run)
+            except ApiError as exc:
+                if now is None or exc.status != 422 or "spec" not in owned:
+                    raise
+                return await self._overwrite(owned, dry_run=dry_run)
+        except ApiError as exc:
+            if exc.is_refusal:
+                self._remember(owned, exc)
+            raise
+
+    async def _overwrite(self, owned: Raw, *, dry_run: bool) -> Raw:
+        """Replace lists whole. Apply merges them, and an entry that somebody changed may now stand
+        beside ours and contradict it: two ports of one name, say."""
+        meta, patch = owned["metadata"], {"spec": owned["spec"]}
+        name = (owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"])
+        merged = await self._kube.merge(*name, patch, dry_run=dry_run)
+        return merged if dry_run else await self._kube.apply(owned)
+
+    async def _check_free(
+        self, owned: Raw, service: InferenceService, live: Mapping[ChildId, Raw]
+    ) -> None:
+        """Make sure that no other's object bears the name: only what has our label is watched."""
+        now, known = live.get(child_id(owned)), self._applied.get(child_id(owned))
+        if now is not None:
+            made_by_us = known is not None and known.uid == now["metadata"]["uid"]
+            if not made_by_us and not belongs_to(now, service):
+                raise NotOursError(owned["kind"], now["metadata"]["name"])
+            return
+        self._raise_if_refused(owned)
+        meta = owned["metadata"]
         there = await self._kube.get(
-            obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"]
+            owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"]
         )
         if there is not None and not belongs_to(there, service):
-            raise NotOursError(obj["kind"], meta["name"])
+            error = NotOursError(owned["kind"], meta["name"])
+            self._remember(owned, error)
+            raise error
+
+    def _remember(self, owned: Raw, error: ApiError | NotOursError) -> None:
+        until = time.monotonic() + REFUSAL_S
+        self._refused[child_id(owned)] = _Refused(_digest(owned), error, until)
+
+    def _raise_if_refused(self, owned: Raw) -> None:
+        refused = self._refused.get(child_id(owned))
+        if refused is None:
+            return
+        if refused.rendering == _digest(owned) and time.monotonic() < refused.until:
+            raise refused.error.with_traceback(None)  # or it would grow with each time
+        del self._refused[child_id(owned)]
 
     async def delete(self, service: InferenceService, victims: Iterable[Raw]) -> None:
         """Delete those that belong to the service; others are left alone."""
@@ -109,8 +178,9 @@ class Children:
     def forget(self, namespace: str, service_name: str) -> None:
         """The service is gone; its children follow it by their owner references."""
         prefix = f"{service_name}-"
-        for name in [c for c in self._applied if c[0] == namespace and c[2].startswith(prefix)]:
-            del self._applied[name]
+        for memory in (self._applied, self._refused):
+            for name in [c for c in memory if c[0] == namespace and c[2].startswith(prefix)]:
+                memory.pop(name)
 
 
 def with_owner(obj: dict[str, Any], service: InferenceService) -> dict[str, Any]:
@@ -137,10 +207,26 @@ def child_id(obj: Raw) -> ChildId:
     return meta["namespace"], obj["kind"], meta["name"]
 
 
+def _left(owned: Raw, live: Raw) -> _Applied:
+    """What is to be remembered of an apply that left this behind."""
+    return _Applied(_digest(owned), live["metadata"]["uid"], _version(live))
+
+
 def _version(obj: Raw) -> str:
     """Changes when somebody changes what we set; status alone does not count where it can."""
     meta = obj["metadata"]
-    return f"{meta['uid']}/{meta.get('generation') or meta['resourceVersion']}"
+    return str(meta.get("generation") or meta["resourceVersion"])
+
+
+def _lacks(live: Raw, owned: Raw) -> bool:
+    """Whether a label, an annotation or the owner that we gave it is missing or another."""
+    found, given = live["metadata"], owned["metadata"]
+    owners = {(o.get("uid"), o.get("controller")) for o in found.get("ownerReferences") or []}
+    return any((o["uid"], o["controller"]) not in owners for o in given["ownerReferences"]) or any(
+        (found.get(part) or {}).get(name) != value
+        for part in ("labels", "annotations")
+        for name, value in (given.get(part) or {}).items()
+    )
 
 
 def _digest(obj: Raw) -> str:

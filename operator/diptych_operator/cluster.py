@@ -15,6 +15,8 @@ class Cluster:
     """The API version of PodDisruptionBudgets."""
     operator_namespace: str = "diptych-system"
     """From where admin ports may be called."""
+    has_pool_scalers: bool = True
+    """PoolScalers can be watched: their CRD is there, and so is the right."""
 
     @property
     def has_image_volumes(self) -> bool:
@@ -33,7 +35,12 @@ class Cluster:
 
 
 def read_cluster(
-    major: str, minor: str, group_versions: Iterable[str], operator_namespace: str
+    major: str,
+    minor: str,
+    group_versions: Iterable[str],
+    operator_namespace: str,
+    *,
+    has_pool_scalers: bool = True,
 ) -> Cluster:
     """From `/version` (whose minor may end in a plus) and the group versions of `/apis`.
 
@@ -45,4 +52,4 @@ def read_cluster(
         raise ValueError("the cluster serves neither policy/v1 nor policy/v1beta1")
     numbers = (int("".join(filter(str.isdigit, part)) or 0) for part in (major, minor))
     first, second = numbers
-    return Cluster((first, second), policy, operator_namespace)
+    return Cluster((first, second), policy, operator_namespace, has_pool_scalers)

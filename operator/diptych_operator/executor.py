@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from diptych_operator.children import Children, child_id, with_owner
+from diptych_operator.api_scaler import SCALER_KIND
+from diptych_operator.children import Children, child_id
 from diptych_operator.cluster import Cluster
 from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
@@ -14,11 +15,16 @@ from diptych_operator.kube import ApiError, Kube
 from diptych_operator.names import DELETION_COST_ANNOTATION, REVISION_LABEL, ROLE_LABEL
 from diptych_operator.plan import Step
 from diptych_operator.render import Serving, render_revision, render_shared
+from diptych_operator.scalers import scaler_ids
 from diptych_operator.scene import Scene, annotation, label
 
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
+
+OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND)
+"""Of shared objects. Others are never deleted for not being rendered: an engine's Deployment whose
+revision label somebody took off looks just like that."""
 
 
 class Executor:
@@ -42,9 +48,12 @@ class Executor:
             service, self._cluster, scene.keys, Serving(step.serving, asleep=asleep)
         )
         revision = self._revision_objects(scene, step)
-        await self._check_templates([*shared, *revision], scene)
+        wanted = [*shared, *revision]
+        # The CRD does not know what a podTemplate may hold; the API server does.
+        deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
+        await self._children.try_out(service, deployments, scene.children)
         await self._name_the_idlest(scene, step)
-        await self._children.apply_all(service, [*shared, *revision], scene.children)
+        await self._children.apply_all(service, wanted, scene.children)
         await self._scale_older(scene, step)
         await self._remove(scene, step, shared)
 
@@ -54,17 +63,6 @@ class Executor:
         if counts is None or (not counts and not exists) or scene.routers_lack_keys():
             return []
         return render_revision(scene.service, self._cluster, scene.target, scene.keys, counts)
-
-    async def _check_templates(self, objects: Iterable[Object], scene: Scene) -> None:
-        """Let the API server read changed pod templates before anything is changed.
-
-        The CRD does not know what a podTemplate may hold; the API server does.
-        """
-        for obj in objects:
-            if obj["kind"] == "Deployment":
-                owned = with_owner(obj, scene.service)
-                if self._children.is_news(owned):
-                    await self._kube.apply(owned, dry_run=True)
 
     async def _scale_older(self, scene: Scene, step: Step) -> None:
         """Revisions that the spec no longer describes change in number only."""
@@ -107,15 +105,18 @@ class Executor:
                 log.warning("pod %s: %s", meta["name"], exc)
 
     async def _remove(self, scene: Scene, step: Step, shared: Iterable[Object]) -> None:
-        """Revisions that are over, and shared objects that the spec no longer asks for."""
-        rendered = {child_id(obj) for obj in shared}
-        victims = [
-            raw
+        """Revisions that are over, shared objects that the spec no longer asks for, old keys."""
+        asked_for = {child_id(obj) for obj in shared} | scaler_ids(scene.service)
+        over = {
+            name: raw
             for name, raw in scene.children.items()
             if label(raw, REVISION_LABEL) in step.removable
-            or (not label(raw, REVISION_LABEL) and name not in rendered)
+        }
+        unasked = [
+            raw
+            for name, raw in scene.children.items()
+            if raw["kind"] in OPTIONAL_KINDS and name not in asked_for
         ]
-        await self._children.delete(scene.service, victims)
-        older = scene.keys.previous
-        if older and older not in scene.held_keys():
-            await self._keys.remove_once(scene.service, older)
+        await self._children.delete(scene.service, [*over.values(), *unasked])
+        for keys in sorted(scene.known_keys() - scene.held_keys(without=over)):
+            await self._keys.remove_once(scene.service, keys)

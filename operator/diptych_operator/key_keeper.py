@@ -14,8 +14,13 @@ from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render.keys import secret, secret_name
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
 
-RECHECK_S = 600.0
+RECHECK_S = 3600.0
 """A Secret that somebody deleted is made anew after so long; running pods keep what they read."""
+
+
+_Id = tuple[str, str, str, str]
+"""Namespace, name and uid of the service, name of the key set: a service that is deleted and made
+anew gets new keys, because the old ones go with the old service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +34,8 @@ class KeyKeeper:
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self._known: dict[tuple[str, str, str], _Known] = {}
-        self._removed: set[tuple[str, str, str]] = set()
+        self._known: dict[_Id, _Known] = {}
+        self._removed: set[_Id] = set()
 
     async def ensure(self, service: InferenceService, keys: str) -> str:
         """The admin token of a key set, which exists then.
@@ -86,12 +91,11 @@ class KeyKeeper:
         try:
             token = base64.b64decode(raw["data"][ADMIN_TOKEN_FILE], validate=True).decode()
         except (KeyError, binascii.Error, UnicodeDecodeError) as exc:
-            raise ApiError(
-                422, "Invalid", f"Secret {name} holds no {ADMIN_TOKEN_FILE}; delete it"
-            ) from exc
+            raise NotOursError("Secret", name) from exc  # we made none without a token
         self._known[_id(service, keys)] = _Known(token, time.monotonic())
         return token
 
 
-def _id(service: InferenceService, keys: str) -> tuple[str, str, str]:
-    return service.metadata.namespace, service.metadata.name, keys
+def _id(service: InferenceService, keys: str) -> _Id:
+    meta = service.metadata
+    return meta.namespace, meta.name, meta.uid, keys

@@ -7,7 +7,7 @@ token refresh and the HTTP session.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -31,10 +31,19 @@ PLURALS = {
     "NetworkPolicy": "networkpolicies",
     "Pod": "pods",
     "PodDisruptionBudget": "poddisruptionbudgets",
+    "PoolScaler": "poolscalers",
     "Secret": "secrets",
     "Service": "services",
     "ServiceAccount": "serviceaccounts",
 }
+
+
+_NOT_ITS_FAULT = (
+    401,  # our token has run out
+    408,
+    409,  # somebody was quicker
+    429,
+)
 
 
 class ApiError(DiptychError):
@@ -51,7 +60,7 @@ class ApiError(DiptychError):
         """The request itself is at fault: it would be refused again."""
         # Kubernetes before 1.21 calls an unknown field an internal error.
         unknown_field = "failed to create typed patch object" in str(self)
-        return unknown_field or (400 <= self.status < 500 and self.status not in (409, 429))
+        return unknown_field or (400 <= self.status < 500 and self.status not in _NOT_ITS_FAULT)
 
 
 class Kube:
@@ -95,18 +104,22 @@ class Kube:
         """Server-side apply: the fields of `obj` become ours, all others are left alone."""
         meta = obj["metadata"]
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        if dry_run:
-            query["dryRun"] = "All"
+        query |= {"dryRun": "All"} if dry_run else {}
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
         return await self.request("PATCH", path, query, obj, "application/apply-patch+yaml")
 
-    async def apply_status(self, obj: Raw) -> Raw:
+    async def apply_status(self, obj: Raw) -> None:
+        """Nothing if the object is no longer there."""
         meta = obj["metadata"]
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self.request(
-            "PATCH", f"{path}/status", query, obj, "application/apply-patch+yaml"
-        )
+        try:
+            await self.request(
+                "PATCH", f"{path}/status", query, obj, "application/apply-patch+yaml"
+            )
+        except ApiError as exc:
+            if exc.status != 404:
+                raise
 
     async def create(self, obj: Raw) -> Raw:
         meta = obj["metadata"]
@@ -129,10 +142,18 @@ class Kube:
             raise
 
     async def merge(
-        self, api_version: str, kind: str, namespace: str, name: str, patch: Raw
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str,
+        name: str,
+        patch: Raw,
+        *,
+        dry_run: bool = False,
     ) -> Raw:
+        """Change what the patch names; lists are replaced whole, whosever their entries are."""
         path = object_path(api_version, kind, namespace, name)
-        query = {"fieldManager": FIELD_MANAGER}
+        query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All"} if dry_run else {})
         return await self.request("PATCH", path, query, patch, "application/merge-patch+json")
 
     async def delete(
@@ -146,6 +167,20 @@ class Kube:
         except ApiError as exc:
             if exc.status not in (404, 409):  # gone, or another one by now
                 raise
+
+    async def can_list(self, api_version: str, kind: str, namespaces: Sequence[str]) -> bool:
+        """Whether the kind is there and may be listed, in each namespace or, for none, in all.
+
+        Raises `ApiError` if the API server does not say.
+        """
+        for namespace in namespaces or ("",):
+            try:
+                await self.request("GET", object_path(api_version, kind, namespace), {"limit": "1"})
+            except ApiError as exc:
+                if exc.status in (403, 404):
+                    return False
+                raise
+        return True
 
     async def group_versions(self) -> list[str]:
         """All `group/version` that the cluster serves."""
@@ -169,31 +204,38 @@ class Kube:
         """One request with a deadline. Raises `ApiError`."""
         self.requests += 1
         headers: dict[str, str] = {"Accept": "application/json", "Content-Type": content_type}
-        await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")
         try:
+            await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
             response = await self._api.call_api(
                 method, url, headers, body, _request_timeout=REQUEST_TIMEOUT_S
             )
             data = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            raise ApiError(0, "Unreachable", f"the API server does not answer: {exc}") from exc
+            why = str(exc) or f"nothing within {REQUEST_TIMEOUT_S:g} s"
+            raise ApiError(0, "Unreachable", f"the API server does not answer: {why}") from exc
+        except config.ConfigException as exc:
+            raise ApiError(0, "NoToken", f"no token for the API server: {exc}") from exc
         if response.status >= 400:
             raise _refusal(response.status, data)
-        answer: Raw = msgspec.json.decode(data, type=dict[str, Any])
+        try:
+            answer: Raw = msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.MsgspecError as exc:
+            raise ApiError(0, "Garbled", f"this is not the API server's answer: {exc}") from exc
         return answer
 
 
 def object_path(api_version: str, kind: str, namespace: str, name: str = "") -> str:
-    """The REST path of an object, or of its collection."""
+    """The REST path of an object, or of its collection in one namespace, or, without, in all."""
     prefix = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
-    parts: Iterable[str] = (prefix, "namespaces", namespace, PLURALS[kind], name)
+    place = ("namespaces", namespace) if namespace else ()
+    parts: Iterable[str] = (prefix, *place, PLURALS[kind], name)
     return "/".join(filter(None, parts))
 
 
 def _refusal(status: int, data: bytes) -> ApiError:
     try:
         said = msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except msgspec.MsgspecError:  # from a proxy, say
         said = {"message": data[:200].decode(errors="replace")}
     return ApiError(status, str(said.get("reason", "")), str(said.get("message", "")))

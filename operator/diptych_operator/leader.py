@@ -23,7 +23,10 @@ from diptych_protocol import DiptychError
 log = logging.getLogger(__name__)
 
 LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 12.0, 4.0
-"""A dead leader is replaced within LEASE_S + RETRY_S; one that left, within RETRY_S."""
+"""A dead leader is replaced within LEASE_S + RETRY_S; one that left, within RETRY_S.
+
+One that cannot renew ends RENEW_DEADLINE_S + RETRY_S after its last success at the latest.
+"""
 _API = ("coordination.k8s.io/v1", "Lease")
 
 
@@ -70,22 +73,29 @@ async def lead(
     Returns at once if `stop` is set while waiting; `work` minds it itself. Raises
     `LeadershipLostError`, and whatever `work` raises.
     """
-    lease = await _unless(stop, _acquire(kube, candidate))
-    if lease is None:
-        return
+    try:
+        lease = await _unless(stop, _acquire(kube, candidate))
+        if lease is not None:
+            await _work_while_leading(kube, candidate, lease, work)
+    finally:
+        # Also if told to stop in the very moment of taking the Lease.
+        with contextlib.suppress(ApiError, TimeoutError):  # it runs out by itself
+            async with asyncio.timeout(RETRY_S):
+                await _release(kube, candidate)
+
+
+async def _work_while_leading(
+    kube: Kube, candidate: Candidate, lease: Raw, work: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
     working = asyncio.create_task(work())
     renewing = asyncio.create_task(_renew(kube, candidate, lease))
     try:
         await asyncio.wait((working, renewing), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            renewing.result()
+        (working if working.done() else renewing).result()
     finally:
         for task in (working, renewing):
             task.cancel()
         await asyncio.gather(working, renewing, return_exceptions=True)
-    with contextlib.suppress(ApiError):  # it runs out by itself
-        await _release(kube, candidate)
-    working.result()
 
 
 async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Raw]) -> Raw | None:
@@ -117,37 +127,39 @@ async def _acquire(kube: Kube, candidate: Candidate) -> Raw:
 async def _renew(kube: Kube, candidate: Candidate, lease: Raw) -> None:
     """Renew for ever. Raises `LeadershipLostError`."""
     renewed_at = time.monotonic()
-    while True:
+    while time.monotonic() - renewed_at < RENEW_DEADLINE_S:
         await asyncio.sleep(RETRY_S)
+        tried_at = time.monotonic()  # the others count from when the API server wrote it
         try:
             async with asyncio.timeout(RETRY_S):
-                lease = await kube.replace(_lease(candidate, lease))
-            renewed_at = time.monotonic()
+                lease = await _renewed(kube, candidate, lease)
+            renewed_at = tried_at
         except (ApiError, TimeoutError) as exc:
-            log.warning("cannot renew the lease %s: %s", candidate.lease, exc or "no answer")
-            if isinstance(exc, ApiError) and exc.status == 409:
-                lease = await _reread(kube, candidate, lease)
-        if time.monotonic() - renewed_at > RENEW_DEADLINE_S:
-            raise LeadershipLostError(f"the lease {candidate.lease} could not be renewed in time")
+            log.warning("cannot renew the lease %s: %s", candidate.lease, str(exc) or "no answer")
+    raise LeadershipLostError(f"the lease {candidate.lease} could not be renewed in time")
 
 
-async def _reread(kube: Kube, candidate: Candidate, lease: Raw) -> Raw:
-    """The Lease as it is now. Raises `LeadershipLostError` if another holds it."""
+async def _renewed(kube: Kube, candidate: Candidate, lease: Raw) -> Raw:
+    """The Lease after one renewal. Raises `ApiError`, `LeadershipLostError`."""
     try:
-        now = await kube.get(*_API, candidate.namespace, candidate.lease)
-    except ApiError:
-        return lease
+        return await kube.replace(_lease(candidate, lease))
+    except ApiError as exc:
+        if exc.status not in (404, 409):
+            raise
+    # Somebody was at it; or it was us, and the answer did not reach us.
+    now = await kube.get(*_API, candidate.namespace, candidate.lease)
     holder = ((now or {}).get("spec") or {}).get("holderIdentity")
     if now is None or holder != candidate.identity:
         raise LeadershipLostError(
             f"the lease {candidate.lease} is now held by {holder or 'nobody'}"
         )
-    return now
+    return await kube.replace(_lease(candidate, now))
 
 
 async def _release(kube: Kube, candidate: Candidate) -> None:
     lease = await kube.get(*_API, candidate.namespace, candidate.lease)
-    if lease is not None and lease["spec"].get("holderIdentity") == candidate.identity:
+    holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
+    if lease is not None and holder == candidate.identity:
         freed = _lease(candidate, lease)
         freed["spec"]["holderIdentity"] = ""
         await kube.replace(freed)

@@ -140,7 +140,8 @@ def deployment_view(raw: Raw) -> DeploymentView:
         role=labels.get(ROLE_LABEL, ""),
         revision=labels.get(REVISION_LABEL, ""),
         wanted=wanted,
-        ready=status.get("readyReplicas", 0) if observed else 0,
+        # Of any generation: pods do not cease to serve because the controller lags behind.
+        ready=status.get("readyReplicas", 0),
         updated=updated,
         settled=observed and updated == wanted and status.get("replicas", 0) == wanted,
         failure=failure,

@@ -210,6 +210,13 @@ class Reason(StrEnum):
         "An object that the service needs exists already and belongs to somebody else.",
         "Delete or rename that object, or give the service another name.",
     )  # fmt: skip
+    POOL_SCALER_UNAVAILABLE = (
+        "PoolScalerUnavailable", Group.OPERATOR,
+        "A pool is to be scaled from outside, but its PoolScaler cannot be kept. The pool keeps "
+        "its size.",
+        "Apply the chart or crds/ of the operator's version, with its rights, and restart the "
+        "operator; or set autoscaling.by to Operator.",
+    )  # fmt: skip
     OPERATOR_PROBLEM = (
         "OperatorProblem", Group.OPERATOR, "The operator could not do its work; it tries again.",
         "Read the message; the operator's log has the rest.",

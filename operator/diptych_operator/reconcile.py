@@ -33,6 +33,7 @@ from diptych_operator.plan import Phase, Step, plan
 from diptych_operator.render import fixed_counts
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
+from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
 from diptych_operator.scene import Scene, key_sets
 from diptych_operator.status import build_status, deadline_missed, events_between
 
@@ -45,7 +46,7 @@ ServiceKey = tuple[str, str]
 BUSY_INTERVAL_S = 2.0
 """While something is under way, routers are asked so often; the API server is not."""
 AUTOSCALE_INTERVAL_S = 5.0
-REST_INTERVAL_S = 60.0
+REST_INTERVAL_S = 120.0
 """At rest: only routers are asked, whether the hinge still fares well."""
 
 
@@ -78,6 +79,7 @@ class Reconciler:
         self._keys = KeyKeeper(kube)
         self._children = Children(kube)
         self._executor = Executor(kube, cluster, self._children, self._keys)
+        self._scalers = PoolScalers(kube, cluster)
         self._events = EventLog(kube)
         self._scaling: dict[ServiceKey, Memory] = {}
 
@@ -101,16 +103,16 @@ class Reconciler:
         self._children.forget(*key)
         self._metrics.forget(key)
 
-    async def _pass(self, key: ServiceKey, service: InferenceService) -> float:
+    async def _pass(self, key: ServiceKey, service: InferenceService) -> float | None:
         try:
             scene = await self._look(key, service)
         except NotOursError as exc:
             return await self._report_blocked(service, Problem("ObjectNotOurs", str(exc)))
-        desired = self._desired(key, scene)
+        aim = scene.aim
+        desired = self._desired(key, scene, aim)
         step = _decide(scene, desired)
-        problem = await self._act(scene, step)
-        problems = (problem,) if problem else ()
-        observed = replace(scene.observed, problems=problems)
+        found = (await self._scalers.keep(scene, aim), await self._act(scene, step))
+        observed = replace(scene.observed, problems=tuple(filter(None, found)))
         await self._report(service, observed, step, scene.target, desired)
         return _interval(service, step)
 
@@ -143,16 +145,13 @@ class Reconciler:
             return Problem("PodTemplateRejected", f"the API server refuses the pods: {exc}")
         return None
 
-    def _desired(self, key: ServiceKey, scene: Scene) -> Counts:
-        """Pods that each pool should have: what the spec says, or what the load asks for."""
-        service, status = scene.service, scene.service.status
+    def _desired(self, key: ServiceKey, scene: Scene, aim: Counts) -> Counts:
+        """Pods that each pool should have: what the spec, others or the load ask for."""
+        service = with_sizes_from_outside(scene.service, scene.children, aim)
         prefill, decode = service.spec.prefill, service.spec.decode
         if service.spec.suspend or not (prefill.autoscaling or decode.autoscaling):
             self._scaling.pop(key, None)
             return fixed_counts(service)
-        aim = Counts(status.prefill.desired, status.decode.desired)
-        if not status.update_revision or not (aim or service.sleeps_when_idle):
-            aim = fixed_counts(service)
         ready = [scene.observed.ready(name) for name in scene.observed.revisions()]
         scaling = autoscale(
             prefill,
@@ -242,12 +241,15 @@ def _decide(scene: Scene, desired: Counts) -> Step:
     )
 
 
-def _interval(service: InferenceService, step: Step) -> float:
-    """Until the next pass, if nothing happens before."""
+def _interval(service: InferenceService, step: Step) -> float | None:
+    """Until the next pass, if nothing happens before; None if only an event can bring news."""
+    if service.spec.suspend and step.phase is Phase.Suspended:
+        return None
     if step.phase not in (Phase.Idle, Phase.Suspended):
         return BUSY_INTERVAL_S
-    scaled = service.spec.prefill.autoscaling or service.spec.decode.autoscaling
-    return AUTOSCALE_INTERVAL_S if scaled and not service.spec.suspend else REST_INTERVAL_S
+    pools = (service.spec.prefill.autoscaling, service.spec.decode.autoscaling)
+    by_load = any(scaling is not None and scaling.by == "Operator" for scaling in pools)
+    return AUTOSCALE_INTERVAL_S if by_load else REST_INTERVAL_S
 
 
 def _now() -> str:

@@ -31,7 +31,10 @@ class Routers:
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), trust_env=False
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,  # or a small answer could be a large one
+            trust_env=False,
         )
 
     async def __aenter__(self) -> Self:
@@ -52,7 +55,8 @@ class Routers:
         for token in tokens:  # during a rotation a router may still know only the older one
             try:
                 headers = {"Authorization": f"Bearer {token}"}
-                async with self._session.get(url, headers=headers) as answer:
+                ask = self._session.get(url, headers=headers, allow_redirects=False)
+                async with ask as answer:
                     if answer.status == 401:
                         continue
                     answer.raise_for_status()
@@ -60,7 +64,8 @@ class Routers:
                         raise OSError(f"its report is longer than {MAX_REPORT_BYTES} bytes")
                     return msgspec.json.decode(await answer.read(), type=RouterReport)
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as exc:
-                log.info("router at %s does not report: %s", address, exc or type(exc).__name__)
+                # Not louder: a router that starts is asked again and again. Status tells of it.
+                log.debug("router at %s does not report: %s", address, exc or type(exc).__name__)
                 return None
         log.warning("router at %s refuses every admin token of its service", address)
         return None

@@ -21,6 +21,7 @@ from diptych_operator.api_model import (
 )
 from diptych_operator.api_pools import (
     ENGINE_CONTAINER,
+    EXTERNAL_AWAKE,
     MIN_BELOW_MAX,
     ONE_IMAGE,
     ONE_SCALE,
@@ -88,7 +89,9 @@ def _of_pool(where: str, pool: Pool) -> _Judged:
     yield where, ONE_SCALE, pool.replicas is None or scaling is None
     if scaling is not None:
         in_order = scaling.min_replicas <= scaling.max_replicas
+        awake = scaling.by != "External" or scaling.min_replicas >= 1
         yield f"{where}.autoscaling", MIN_BELOW_MAX, in_order
+        yield f"{where}.autoscaling", EXTERNAL_AWAKE, awake
     yield f"{where}.podTemplate", ONE_IMAGE, not _sets_engine_image(pool.pod_template)
 
 

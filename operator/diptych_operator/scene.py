@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from diptych_operator.api_types import InferenceService
 from diptych_operator.children import ChildId
+from diptych_operator.counts import Counts
 from diptych_operator.names import (
     CURRENT_KEYS_ANNOTATION,
     KEYS_LABEL,
@@ -17,9 +19,11 @@ from diptych_operator.names import (
 )
 from diptych_operator.observed import Observed, deployment_view
 from diptych_operator.plan import RevisionState
-from diptych_operator.render import KeySets
+from diptych_operator.render import KeySets, fixed_counts
 
 Raw = Mapping[str, Any]
+
+_ROUTER_KEYS = (CURRENT_KEYS_ANNOTATION, PREVIOUS_KEYS_ANNOTATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,17 @@ class Scene:
     children: Mapping[ChildId, Raw]
     pods: Sequence[Raw]
     observed: Observed
+
+    @property
+    def aim(self) -> Counts:
+        """The size that both pools had until now; at the start, or after a rest, that of the spec.
+
+        Nothing in either pool counts as a size only where idle pools may sleep.
+        """
+        status = self.service.status
+        aim = Counts(status.prefill.desired, status.decode.desired)
+        known = bool(status.update_revision) and (aim or self.service.sleeps_when_idle)
+        return aim if known else fixed_counts(self.service)
 
     def deployments(self, revision: str) -> list[Raw]:
         """The Deployments of one revision; those of the routers for an empty one."""
@@ -57,17 +72,27 @@ class Scene:
             for name in observed.revisions()
         ]
 
-    def held_keys(self) -> set[str]:
-        """Key sets that engines of any revision still hold."""
-        engines = (raw for raw in self.children.values() if label(raw, REVISION_LABEL))
-        return {label(raw, KEYS_LABEL) for raw in engines if raw["kind"] == "Deployment"} - {""}
+    def held_keys(self, without: Collection[ChildId] = ()) -> set[str]:
+        """Key sets that are in use: the one that is asked for, and those that engines hold.
+
+        `without` are children that are on their way out.
+        """
+        staying = [raw for name, raw in self.children.items() if name not in without]
+        return {self.keys.current, *_ready_by_keys(staying)}
+
+    def known_keys(self) -> set[str]:
+        """All key sets of which there is any trace in the cluster."""
+        found = {self.keys.current, self.keys.previous, *_ready_by_keys(self.children.values())}
+        for raw in self.deployments(""):
+            found |= {annotation(raw, name) for name in _ROUTER_KEYS}
+        return found - {""}
 
     def routers_lack_keys(self) -> bool:
         """Engines are there that use other keys, and not every router holds the new ones yet.
 
         Until then no engine may start with them: routers could not reach it.
         """
-        if not self.held_keys() - {self.keys.current}:
+        if self.held_keys() == {self.keys.current}:
             return False
         routers = self.deployments("")
         return not routers or not all(
@@ -78,18 +103,29 @@ class Scene:
 
 
 def key_sets(wanted: str, deployments: Sequence[Raw]) -> KeySets:
-    """The keys that routers are to hold: what is wanted, and what was wanted before that.
+    """The keys that routers are to hold: what is wanted, and what engines still have.
 
-    The older ones stay named after the rotation has ended, because taking them out of the pods
-    would replace every router once more for nothing.
+    Routers can hold one older set. If a rotation follows upon one that is not over, engines may
+    have two: routers then keep the one with which most engines are ready. The older ones stay named
+    after the rotation has ended, because taking them out of the pods would replace every router
+    once more for nothing.
     """
     router = next((raw for raw in deployments if label(raw, ROLE_LABEL) == "router"), None)
-    if router is None:
-        return KeySets(wanted)
-    current = annotation(router, CURRENT_KEYS_ANNOTATION)
-    if current in ("", wanted):
-        return KeySets(wanted, annotation(router, PREVIOUS_KEYS_ANNOTATION))
-    return KeySets(wanted, current)
+    current, previous = (annotation(router, name) if router else "" for name in _ROUTER_KEYS)
+    if current != wanted:
+        held = _ready_by_keys(deployments)
+        held.pop(wanted, None)
+        previous = max(held, key=lambda keys: (held[keys], keys == current, keys), default=current)
+    return KeySets(wanted, previous if previous != wanted else "")
+
+
+def _ready_by_keys(children: Iterable[Raw]) -> Counter[str]:
+    """Ready engines by the keys that they hold, 0 for a pool at rest."""
+    ready: Counter[str] = Counter()
+    for raw in children:
+        if raw["kind"] == "Deployment" and (keys := label(raw, KEYS_LABEL)):
+            ready[keys] += deployment_view(raw).ready
+    return ready
 
 
 def label(raw: Raw, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import kopf
 
+from diptych_operator.api_scaler import SCALER_KIND, SCALER_PLURAL
 from diptych_operator.api_types import GROUP, VERSION
 from diptych_operator.cluster import Cluster
 from diptych_operator.names import MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL
@@ -31,7 +32,8 @@ class Indexed:
 
     def adopt(self, indices: Mapping[str, Index]) -> None:
         """Take the live indices out of a handler's arguments."""
-        self._indices = {name: indices[name] for name in (SERVICES, *_child_indices(), PODS)}
+        known = (SERVICES, *_child_indices(), PODS)
+        self._indices = {name: indices[name] for name in known if name in indices}
 
     def service(self, key: ServiceKey) -> Raw | None:
         return next(iter(self._indices.get(SERVICES, {}).get(key, ())), None)
@@ -47,7 +49,7 @@ class Indexed:
 def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
     """Index name -> group, version, plural."""
     policy_group, policy_version = cluster.policy_api.split("/")
-    return {
+    kinds = {
         "deployments": ("apps", "v1", "deployments"),
         "configmaps": ("", "v1", "configmaps"),
         "service_objects": ("", "v1", "services"),
@@ -55,9 +57,14 @@ def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
         "poddisruptionbudgets": (policy_group, policy_version, "poddisruptionbudgets"),
         "networkpolicies": ("networking.k8s.io", "v1", "networkpolicies"),
     }
+    if cluster.has_pool_scalers:
+        # A watch of what cannot be watched would keep all others waiting.
+        kinds[SCALER_PLURAL] = (GROUP, VERSION, SCALER_PLURAL)
+    return kinds
 
 
 def _child_indices() -> tuple[str, ...]:
+    """Of the most capable cluster."""
     return tuple(_child_kinds(Cluster()))
 
 
@@ -134,6 +141,8 @@ def _trimmed(raw: dict[str, Any]) -> Raw:
     kept: dict[str, Any] = {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": meta}
     if raw["kind"] == "Deployment":
         kept["spec"] = {"replicas": raw["spec"].get("replicas", 1)}
-    if raw["kind"] in ("Deployment", "Pod"):
+    if raw["kind"] == SCALER_KIND:
+        kept["spec"] = {"replicas": raw["spec"]["replicas"]}
+    if raw["kind"] in ("Deployment", "Pod", SCALER_KIND):
         kept["status"] = raw.get("status") or {}
     return kept

@@ -43,9 +43,10 @@ class WorkQueue(Generic[Key]):
         self._order = itertools.count()
         self._changed = asyncio.Event()
 
-    def __len__(self) -> int:
-        """Keys that are due now or later."""
-        return len(self._due_of)
+    def backlog(self) -> int:
+        """Keys that are due and wait for a worker."""
+        now = self._now()
+        return sum(due <= now for due in self._due_of.values())
 
     def add(self, key: Key, after_s: float | None = None) -> None:
         """Have the key worked on, at the latest after so many seconds."""

@@ -1,7 +1,7 @@
 """The chart in a real cluster: installed, upgraded, removed, and its rights as the API sees them.
 
 Only where DIPTYCH_TEST_KUBECONFIG names an administrator's kubeconfig. Each test works in
-namespaces of its own. The CRD is one for the whole cluster: it is touched only if it is not there.
+namespaces of its own. CRDs belong to the whole cluster: they are touched only if none is there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to install the chart into"
 )
 CRD = "inferenceservices.diptych.dev"
+CRDS = (CRD, "poolscalers.diptych.dev")
 ACCOUNT = "diptych-operator"
 # No image is needed: what is tested is the objects, not the program in the pods.
 QUIET = {"image": {"pullPolicy": "Never"}, "replicas": 2}
@@ -142,6 +143,8 @@ def test_a_cluster_wide_operator_may_do_its_work_and_no_more(cluster: Cluster) -
         for verb, what in (
             ("watch", "inferenceservices.diptych.dev"),
             ("patch", "inferenceservices/status.diptych.dev"),
+            ("create", "poolscalers.diptych.dev"),
+            ("patch", "poolscalers/status.diptych.dev"),
             ("create", "deployments.apps"),
             ("patch", "networkpolicies.networking.k8s.io"),
             ("delete", "poddisruptionbudgets.policy"),
@@ -153,6 +156,8 @@ def test_a_cluster_wide_operator_may_do_its_work_and_no_more(cluster: Cluster) -
         for verb, what in (
             ("patch", "inferenceservices.diptych.dev"),
             ("delete", "inferenceservices.diptych.dev"),
+            ("patch", "poolscalers.diptych.dev"),
+            ("patch", "poolscalers/scale.diptych.dev"),
             ("list", "secrets"),
             ("watch", "secrets"),
             ("delete", "pods"),
@@ -204,22 +209,26 @@ def test_the_built_in_roles_reach_inference_services(cluster: Cluster) -> None:
         time.sleep(0.2)
     assert cluster.allows("a-viewer", "watch", what, cluster.team_a)
     assert not cluster.allows("a-viewer", "create", what, cluster.team_a)
+    scale = "poolscalers/scale.diptych.dev"
+    assert cluster.allows("a-editer", "patch", scale, cluster.team_a)
+    assert not cluster.allows("a-viewer", "patch", scale, cluster.team_a)
     assert not cluster.allows("a-editer", "create", what, cluster.team_b)
 
 
 def older_chart(folder: Path) -> Path:
-    """The chart as it was when its CRD had one printer column less."""
+    """The chart as it was when it had one CRD, and that one printer column less."""
     copy = Path(shutil.copytree(CHART, folder / "diptych"))
-    crd = copy / "files" / "crd.yaml"
+    crd, second = sorted((copy / "files" / "crds").iterdir())
+    second.unlink()
     definition = yaml.safe_load(crd.read_text())
     definition["spec"]["versions"][0]["additionalPrinterColumns"].pop()
     crd.write_text(yaml.safe_dump(definition))
     return copy
 
 
-def test_the_crd_is_upgraded_and_outlives_the_release(cluster: Cluster, tmp_path: Path) -> None:
-    if cluster.exists("crd", CRD):
-        pytest.skip("the cluster has the CRD already, so it is somebody else's")
+def test_the_crds_are_upgraded_and_outlive_the_release(cluster: Cluster, tmp_path: Path) -> None:
+    if any(cluster.exists("crd", crd) for crd in CRDS):
+        pytest.skip("the cluster has CRDs of ours already, so they are somebody else's")
 
     def columns() -> list[str]:
         (version,) = cluster.read("get", "crd", CRD)["spec"]["versions"]
@@ -228,11 +237,14 @@ def test_the_crd_is_upgraded_and_outlives_the_release(cluster: Cluster, tmp_path
     try:
         cluster.release("install", str(older_chart(tmp_path)), values=QUIET)
         assert "Age" not in columns()
+        assert not cluster.exists("crd", CRDS[1])
         cluster.release("upgrade", str(CHART), values=QUIET)
         assert "Age" in columns()
+        assert cluster.exists("crd", CRDS[1])
         cluster.release("uninstall")
-        assert cluster.exists("crd", CRD)
-        cluster.release("install", str(CHART), values=QUIET)  # finds its own CRD again
+        assert all(cluster.exists("crd", crd) for crd in CRDS)
+        cluster.release("install", str(CHART), values=QUIET)  # finds its own CRDs again
     finally:
-        if cluster.exists("crd", CRD) and not cluster.read("get", CRD, "-A")["items"]:
-            cluster.kubectl("delete", "crd", CRD, "--wait=false")
+        for crd in CRDS:
+            if cluster.exists("crd", crd) and not cluster.read("get", crd, "-A")["items"]:
+                cluster.kubectl("delete", "crd", crd, "--wait=false")

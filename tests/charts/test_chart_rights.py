@@ -12,6 +12,8 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("diptych.dev", "inferenceservices"): ("get", "list", "watch"),
     ("diptych.dev", "inferenceservices/status"): ("patch",),
     ("diptych.dev", "inferenceservices/finalizers"): ("update",),
+    ("diptych.dev", "poolscalers"): ("get", "list", "watch", "create", "delete"),
+    ("diptych.dev", "poolscalers/status"): ("patch",),
     ("apps", "deployments"): MANAGED,
     ("", "services"): MANAGED,
     ("", "configmaps"): MANAGED,
@@ -113,11 +115,13 @@ def test_viewers_see_and_editors_change(helm: Helm) -> None:
         key=lambda role: str(role["metadata"]["name"]),
         reverse=True,
     )
-    group, what = "diptych.dev", "inferenceservices"
-    assert permissions(view["rules"]) == {(group, what, v) for v in ("get", "list", "watch")}
+    group, what, scale = "diptych.dev", "inferenceservices", "poolscalers/scale"
+    assert permissions(view["rules"]) == {
+        (group, kind, v) for kind in (what, "poolscalers") for v in ("get", "list", "watch")
+    } | {(group, scale, "get")}
     assert permissions(edit["rules"]) == {
         (group, what, v) for v in ("create", "update", "patch", "delete", "deletecollection")
-    }
+    } | {(group, scale, v) for v in ("update", "patch")}
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     assert {k for k in view["metadata"]["labels"] if k.startswith(prefix)} == {
         prefix + role for role in ("view", "edit", "admin")

@@ -10,20 +10,21 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
-from crd_kit import SCHEMA, inference_service, rules_of, with_defaults
+from crd_kit import EXAMPLES, SCHEMA, inference_service, rules_of, service_of, with_defaults
 
 from diptych_operator.crd import (
-    CRD_FILE,
-    REFERENCE_FILE,
-    crd_yaml,
+    CRD_FOLDER,
     custom_resource_definition,
+    generated,
+    scaler_definition,
 )
 from diptych_operator.parse import parse_object
-from diptych_operator.reference import reference
 
 ROOT = Path(__file__).parents[2]
 VERSION = custom_resource_definition()["spec"]["versions"][0]
+SCALER_VERSION = scaler_definition()["spec"]["versions"][0]
+SCALER_SCHEMA: dict[str, Any] = SCALER_VERSION["schema"]["openAPIV3Schema"]
+both = pytest.mark.parametrize("schema", [SCHEMA, SCALER_SCHEMA], ids=["service", "scaler"])
 STRUCTURAL_KEYWORDS = {
     "type", "description", "properties", "required", "additionalProperties", "items", "default",
     "enum", "minimum", "maximum", "minLength", "maxLength", "maxItems", "maxProperties", "pattern",
@@ -52,19 +53,22 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_files_are_up_to_date_with_the_types() -> None:
-    hint = "run: python -m diptych_operator.crd"
-    assert (ROOT / CRD_FILE).read_text() == crd_yaml(), hint
-    assert (ROOT / REFERENCE_FILE).read_text() == reference(custom_resource_definition()), hint
+    for path, text in generated().items():
+        assert (ROOT / path).read_text() == text, "run: python -m diptych_operator.crd"
+    crds = {path.relative_to(ROOT) for path in (ROOT / CRD_FOLDER).glob("*.yaml")}
+    assert crds <= generated().keys()
 
 
 def test_the_file_stays_far_below_the_limit_of_client_side_apply() -> None:
-    size = len(crd_yaml().encode())
-    print(f"{CRD_FILE}: {size} bytes")
-    assert size < 64_000
+    for path, text in generated().items():
+        size = len(text.encode())
+        print(f"{path}: {size} bytes")
+        assert size < 64_000
 
 
-def test_every_node_follows_the_rules_of_structural_schemas() -> None:
-    for path, node in nodes(SCHEMA):
+@both
+def test_every_node_follows_the_rules_of_structural_schemas(schema: dict[str, Any]) -> None:
+    for path, node in nodes(schema):
         assert node.keys() <= STRUCTURAL_KEYWORDS, path
         assert not (node.keys() >= {"properties", "additionalProperties"}), path
         if node.get("x-kubernetes-int-or-string"):
@@ -77,8 +81,9 @@ def test_every_node_follows_the_rules_of_structural_schemas() -> None:
             jsonschema.validate(node["default"], {**node, "required": []})
 
 
-def test_every_field_of_spec_and_status_is_explained() -> None:
-    for path, node in nodes(SCHEMA):
+@both
+def test_every_field_of_spec_and_status_is_explained(schema: dict[str, Any]) -> None:
+    for path, node in nodes(schema):
         if path != "metadata":  # Kubernetes forbids it there and explains metadata itself.
             assert node.get("description", "").endswith("."), path
 
@@ -98,8 +103,11 @@ def test_what_a_rule_looks_at_is_bounded() -> None:
                 assert inner.keys() & {"maxLength", "pattern", "enum"}, inner_path
 
 
-def test_the_status_has_no_defaults_because_the_operator_writes_what_it_means() -> None:
-    assert not [path for path, node in nodes(SCHEMA["properties"]["status"]) if "default" in node]
+@both
+def test_the_status_has_no_defaults_because_the_operator_writes_what_it_means(
+    schema: dict[str, Any],
+) -> None:
+    assert not [path for path, node in nodes(schema["properties"]["status"]) if "default" in node]
 
 
 def test_a_default_keeps_the_rules_that_stand_beside_it() -> None:
@@ -127,13 +135,33 @@ def test_it_has_a_status_subresource_a_short_name_and_columns() -> None:
     assert [column["name"] for column in columns if column["priority"] == 1] == ["URL", "Reason"]
 
 
-def test_each_column_shows_a_field_that_exists() -> None:
-    for column in VERSION["additionalPrinterColumns"]:
-        path = re.sub(r"\[\?[^\]]*\]", "", column["jsonPath"]).strip(".").split(".")
-        node = SCHEMA
+def test_a_scaler_has_the_three_paths_of_a_scale_and_a_size_that_is_always_there() -> None:
+    names = scaler_definition()["spec"]["names"]
+    assert (names["kind"], names["shortNames"]) == ("PoolScaler", ["psc"])
+    assert SCALER_VERSION["subresources"] == {
+        "status": {},
+        "scale": {
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        },
+    }
+    assert SCALER_SCHEMA["required"] == ["spec"]
+    assert SCALER_SCHEMA["properties"]["spec"]["required"] == ["replicas"]
+    columns = [column["name"] for column in SCALER_VERSION["additionalPrinterColumns"]]
+    assert columns == ["Service", "Pool", "Wanted", "Ready", "Age"]
+
+
+@pytest.mark.parametrize("version", [VERSION, SCALER_VERSION], ids=["service", "scaler"])
+def test_each_column_and_each_scale_path_shows_a_field_that_exists(version: dict[str, Any]) -> None:
+    paths = [column["jsonPath"] for column in version["additionalPrinterColumns"]]
+    paths += version["subresources"].get("scale", {}).values()
+    for json_path in paths:
+        path = re.sub(r"\[\?[^\]]*\]", "", json_path).strip(".").split(".")
+        node = version["schema"]["openAPIV3Schema"]
         for name in path if path[0] != "metadata" else []:
             node = node.get("items", node)["properties"][name]
-        assert node["type"] in ("string", "object")
+        assert node["type"] in ("string", "object", "integer")
 
 
 @pytest.mark.parametrize(
@@ -144,6 +172,7 @@ def test_each_column_shows_a_field_that_exists() -> None:
         {"prefill": {"podTemplate": {"spec": {"containers": [{"image": "a"}]}}}},
         {"decode": {"autoscaling": {"minReplicas": 1}}},
         {"decode": {"autoscaling": {"maxReplicas": 2, "queuedTokensPerReplica": 5}}},
+        {"decode": {"autoscaling": {"maxReplicas": 2, "by": "external"}}},
         {"model": {"uri": "ftp://x"}},
         {"model": {"uri": "dummy://", "cache": {"hostPath": "models"}}},
         {"engine": {"blockSize": 3}},
@@ -165,12 +194,9 @@ def test_a_right_object_passes() -> None:
     jsonschema.validate(right, strict(SCHEMA))
 
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_the_examples_pass(example: Path) -> None:
-    jsonschema.validate(yaml.safe_load(example.read_text()), strict(SCHEMA))
+    jsonschema.validate(service_of(example), strict(SCHEMA))
 
 
 def test_the_full_example_shows_every_field() -> None:

@@ -17,14 +17,15 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from crd_kit import (
     BROKEN,
+    EXAMPLES,
     GOOD,
     SCHEMA,
     Broken,
     definition_in,
     inference_service,
+    service_of,
     with_defaults,
 )
 
@@ -34,7 +35,6 @@ pytestmark = pytest.mark.skipif(
     not SERVER, reason="DIPTYCH_TEST_CRD_SERVER is the URL of no API server with CEL"
 )
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 ESTABLISHED_TIMEOUT_S = 20
 
 
@@ -101,7 +101,7 @@ def test_a_broken_rule_is_refused_with_its_field_and_message(
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_the_examples_are_admitted(server: Server, example: Path) -> None:
-    answer = server.create(yaml.safe_load(example.read_text()))
+    answer = server.create(service_of(example))
     assert answer.status_code == 201, answer.text
 
 

@@ -56,7 +56,10 @@ def test_of_several_faults_python_names_one_that_cel_names_too() -> None:
 
 
 counts = st.integers(0, 3)
-scaling = st.fixed_dictionaries({"minReplicas": counts, "maxReplicas": st.integers(1, 3)})
+scaling = st.fixed_dictionaries(
+    {"minReplicas": counts, "maxReplicas": st.integers(1, 3)},
+    optional={"by": st.sampled_from(["Operator", "External"])},
+)
 pools = st.fixed_dictionaries({}, optional={"replicas": st.integers(1, 3), "autoscaling": scaling})
 checksums = st.sampled_from(["", "0" * 64])
 models = st.fixed_dictionaries(

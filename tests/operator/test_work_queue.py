@@ -158,4 +158,21 @@ async def test_an_earlier_date_wins() -> None:
         queue.add("a", 0.01)
         queue.add("a", 3600)
         await done.wait()
-        assert len(queue) == 0
+
+
+async def test_the_backlog_is_what_waits_for_a_worker() -> None:
+    entered, release = asyncio.Event(), asyncio.Event()
+
+    async def work(key: str) -> None:
+        entered.set()
+        await release.wait()
+
+    async with running(work, concurrency=1) as queue:
+        queue.add("busy", 0)
+        await entered.wait()
+        queue.add("waits", 0)
+        queue.add("tomorrow", 3600)
+        assert queue.backlog() == 1
+        release.set()
+        while queue.backlog():
+            await asyncio.sleep(0.001)

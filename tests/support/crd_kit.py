@@ -9,9 +9,11 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import celpy
+import yaml
 from celpy.adapter import json_to_cel
 from celpy.celtypes import DoubleType, MapType, StringType
 
@@ -23,7 +25,7 @@ from diptych_operator.api_model import (
     REVISION_OF_HF,
     URI_RULES,
 )
-from diptych_operator.api_pools import MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
+from diptych_operator.api_pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
 from diptych_operator.api_types import (
     DRAIN_OUTLIVES_LEASE,
     ROLLOUT_STEP,
@@ -36,7 +38,15 @@ from diptych_operator.crd import custom_resource_definition
 SCHEMA: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][
     "openAPIV3Schema"
 ]
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 DIGEST = "@sha256:" + "0" * 64
+
+
+def service_of(example: Path) -> dict[str, Any]:
+    """The one InferenceService of an example, which may show other objects beside it."""
+    objects = yaml.safe_load_all(example.read_text())
+    (service,) = (item for item in objects if item["kind"] == "InferenceService")
+    return dict(service)
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ def _uri(uri: str, **more: Any) -> dict[str, Any]:
 
 _PVC = {"pvc": {"claimName": "models"}}
 _ASLEEP = {"autoscaling": {"minReplicas": 0, "maxReplicas": 2}}
+_LEFT_ALONE = {"autoscaling": {"by": "External", "minReplicas": 0, "maxReplicas": 2}}
 
 GOOD_URIS = (
     "hf://org/repo", "hf://org/repo/f.gguf", "hf://o.r-g_/r/a/b.c/.gguf", "s3://bucket/folder",
@@ -110,6 +121,13 @@ GOOD: dict[str, dict[str, Any]] = {
         "decode": {"autoscaling": {"minReplicas": 3, "maxReplicas": 3}},
     },
     "one pool scales": {"prefill": {"autoscaling": {"maxReplicas": 2}}},
+    "one pool is scaled from outside": {
+        "prefill": {"autoscaling": {"by": "External", "maxReplicas": 2}},
+    },
+    "both are scaled from outside": {
+        "prefill": {"autoscaling": {"by": "External", "minReplicas": 1, "maxReplicas": 2}},
+        "decode": {"autoscaling": {"by": "External", "maxReplicas": 8, "kvUtilization": 50}},
+    },
     "both sleep": {"prefill": _ASLEEP, "decode": _ASLEEP},
     "nobody waits, nobody sleeps": {"router": {"holdSeconds": 0}},
     "a sidecar": {"decode": _template(name="sidecar", image="example.org/sidecar:1")},
@@ -183,6 +201,16 @@ BROKEN: dict[str, Broken] = {
         "spec.router.holdSeconds",
         SLEEPERS_WAKE,
     ),
+    "prefill that nobody in the house wakes": Broken(
+        {"prefill": _LEFT_ALONE, "decode": _ASLEEP},
+        "spec.prefill.autoscaling.minReplicas",
+        EXTERNAL_AWAKE,
+    ),
+    "decode that nobody in the house wakes": Broken(
+        {"prefill": _ASLEEP, "decode": _LEFT_ALONE},
+        "spec.decode.autoscaling.minReplicas",
+        EXTERNAL_AWAKE,
+    ),
     "prefill of another image": Broken(
         {"prefill": _template(name="engine", image="example.org/engine:2")},
         "spec.prefill.podTemplate",
@@ -206,19 +234,18 @@ def definition_in(group: str, *, rules: bool = True) -> dict[str, Any]:
     definition["spec"]["group"] = group
     version = definition["spec"]["versions"][0]
     if not rules:
-        version["schema"] = _without_rules(version["schema"])
+        version["schema"] = without_rules(version["schema"])
     return definition
 
 
-def _without_rules(value: Any) -> Any:
+def without_rules(value: Any) -> Any:
+    """A schema, or a part of one, as API servers older than CEL take it."""
     if isinstance(value, list):
-        return [_without_rules(item) for item in value]
+        return [without_rules(item) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: _without_rules(item)
-        for key, item in value.items()
-        if key != "x-kubernetes-validations"
+        key: without_rules(item) for key, item in value.items() if key != "x-kubernetes-validations"
     }
 
 

@@ -14,6 +14,13 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 - apiGroups: [diptych.dev]
   resources: [inferenceservices/finalizers]
   verbs: [update]
+# Their size is for others to set: there is no right to change it once they are made.
+- apiGroups: [diptych.dev]
+  resources: [poolscalers]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [diptych.dev]
+  resources: [poolscalers/status]
+  verbs: [patch]
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [get, list, watch, create, patch, delete]

@@ -1,0 +1,174 @@
+"""Pools that somebody else sizes: one PoolScaler each, for `kubectl scale`, an HPA or KEDA.
+
+Its spec belongs to whoever scales. The operator creates the object with the size that the pool has
+then, and has neither code nor right to write the spec after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from diptych_operator.api_pools import DecodeAutoscaling, Pool, PrefillAutoscaling
+from diptych_operator.api_scaler import SCALER_KIND, PoolScalerStatus
+from diptych_operator.api_types import API_VERSION, InferenceService
+from diptych_operator.children import ChildId, NotOursError, belongs_to, child_id, with_owner
+from diptych_operator.cluster import Cluster
+from diptych_operator.conditions import ready_pods
+from diptych_operator.counts import Counts
+from diptych_operator.kube import ApiError, Kube
+from diptych_operator.names import Role, metadata, selector
+from diptych_operator.observed import Problem
+from diptych_operator.render import POOLS
+from diptych_operator.scene import Scene
+
+Raw = Mapping[str, Any]
+Object = dict[str, Any]
+
+
+# --- pure -------------------------------------------------------------------------------------
+
+
+def scaled_from_outside(service: InferenceService) -> tuple[Role, ...]:
+    """The pools for which the spec says `autoscaling.by: External`."""
+    return tuple(role for role in POOLS if _bounds(service, role) is not None)
+
+
+def scaler_ids(service: InferenceService) -> set[ChildId]:
+    """The PoolScalers that the service is to have."""
+    return {child_id(scaler(service, role, 1)) for role in scaled_from_outside(service)}
+
+
+def scaler(service: InferenceService, role: Role, replicas: int) -> Object:
+    """A pool's PoolScaler as it is created."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": SCALER_KIND,
+        "metadata": metadata(service, role, role),
+        "spec": {"replicas": replicas},
+    }
+
+
+def size(service: InferenceService, role: Role, asked: int) -> int:
+    """Pods for a pool of which somebody asks for so many: that, within the pool's bounds."""
+    bounds = _bounds(service, role)
+    if bounds is None:
+        return asked
+    return min(max(asked, bounds.min_replicas), bounds.max_replicas)
+
+
+def with_sizes_from_outside(
+    service: InferenceService, live: Mapping[ChildId, Raw], aim: Counts
+) -> InferenceService:
+    """The service with fixed `replicas` in place of the autoscaling that others do.
+
+    `aim` is the size of both pools until now; a pool without a PoolScaler keeps it.
+    """
+    pools: dict[str, Pool] = {}
+    for role in scaled_from_outside(service):
+        here = _own(service, role, live)
+        asked = int(here["spec"]["replicas"]) if here else aim.of(role)
+        pools[role] = msgspec.structs.replace(
+            _pool(service, role), replicas=size(service, role, asked), autoscaling=None
+        )
+    return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, **pools))
+
+
+def scaler_status(service: InferenceService, role: Role, ready: int) -> Object:
+    """What `/scale` shows of a pool besides its wanted size."""
+    labels = sorted(selector(service, role).items())
+    text = ",".join(f"{name}={value}" for name, value in labels)
+    status: Object = msgspec.to_builtins(PoolScalerStatus(replicas=ready, selector=text))
+    return status
+
+
+def _pool(service: InferenceService, role: Role) -> Pool:
+    return service.spec.prefill if role == "prefill" else service.spec.decode
+
+
+def _bounds(service: InferenceService, role: Role) -> PrefillAutoscaling | DecodeAutoscaling | None:
+    scaling = _pool(service, role).autoscaling
+    return scaling if scaling is not None and scaling.by == "External" else None
+
+
+def _own(service: InferenceService, role: Role, live: Mapping[ChildId, Raw]) -> Raw | None:
+    """The pool's PoolScaler, unless it is one that an earlier service of this name left."""
+    found = live.get(child_id(scaler(service, role, 1)))
+    return found if found is not None and belongs_to(found, service) else None
+
+
+_KEEPS_ITS_SIZE = "autoscaling.by is External, but the pool keeps its size"
+
+
+# --- effects ----------------------------------------------------------------------------------
+
+
+class PoolScalers:
+    """Creates PoolScalers and writes their status; the executor removes those not wanted."""
+
+    def __init__(self, kube: Kube, cluster: Cluster) -> None:
+        self._kube = kube
+        self._cluster = cluster
+
+    async def keep(self, scene: Scene, aim: Counts) -> Problem | None:
+        """Have one for each pool that is scaled from outside, beginning with the pool's `aim`.
+
+        What the user has to mend comes back; other `ApiError`s are raised.
+        """
+        roles = scaled_from_outside(scene.service)
+        if not roles:
+            return None
+        if not self._cluster.has_pool_scalers:
+            return Problem(
+                "PoolScalerUnavailable",
+                f"{_KEEPS_ITS_SIZE}: the cluster has no PoolScalers, or the operator may not watch "
+                "them; apply the chart or crds/ of this version, then restart the operator",
+            )
+        try:
+            for role in roles:
+                await self._keep_one(scene, role, aim)
+        except NotOursError as exc:
+            return Problem("ObjectNotOurs", str(exc))
+        except ApiError as exc:
+            if not exc.is_refusal:
+                raise
+            return Problem(
+                "PoolScalerUnavailable",
+                f"{_KEEPS_ITS_SIZE}: the API server refuses its PoolScaler: {exc}",
+            )
+        return None
+
+    async def _keep_one(self, scene: Scene, role: Role, aim: Counts) -> None:
+        service = scene.service
+        here = _own(service, role, scene.children)
+        if here is None:
+            seed = size(service, role, aim.of(role))
+            await self._create(with_owner(scaler(service, role, seed), service), service)
+        status = scaler_status(service, role, ready_pods(scene.observed, role))
+        if here is None or here.get("status") != status:
+            meta = metadata(service, role, role)
+            named = {name: meta[name] for name in ("name", "namespace")}
+            body = {"apiVersion": API_VERSION, "kind": SCALER_KIND, "metadata": named}
+            await self._kube.apply_status(body | {"status": status})
+
+    async def _create(self, wanted: Object, service: InferenceService) -> None:
+        """Create it; if it is there already, our watch is late or somebody took its labels off."""
+        try:
+            await self._kube.create(wanted)
+            return
+        except ApiError as exc:
+            if exc.status != 409:
+                raise
+        meta = wanted["metadata"]
+        name = (API_VERSION, SCALER_KIND, meta["namespace"], meta["name"])
+        there = await self._kube.get(*name)
+        if there is not None and not belongs_to(there, service):
+            raise NotOursError(SCALER_KIND, meta["name"])
+        marks = (there["metadata"].get("labels") or {}) if there is not None else {}
+        if not marks.items() >= meta["labels"].items():
+            # Without its labels it is never seen. There is no right to change it, on purpose.
+            if there is not None:
+                await self._kube.delete(*name, there["metadata"]["uid"])
+            await self._kube.create(wanted)

@@ -1,0 +1,249 @@
+"""What a pass finds: whose keys routers are to hold, and how revisions look to the planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych_operator.api_types import InferenceService
+from diptych_operator.children import belongs_to, child_id, with_owner
+from diptych_operator.counts import Counts
+from diptych_operator.names import (
+    CURRENT_KEYS_ANNOTATION,
+    KEYS_LABEL,
+    PREVIOUS_KEYS_ANNOTATION,
+    REVISION_LABEL,
+    ROLE_LABEL,
+)
+from diptych_operator.observed import observe
+from diptych_operator.parse import parse_object
+from diptych_operator.plan import RevisionState
+from diptych_operator.render import KeySets
+from diptych_operator.scene import Scene, key_sets
+from diptych_protocol.admin import CanaryReport, RouterReport
+
+Raw = dict[str, Any]
+A, B, C = "keys-a", "keys-b", "keys-c"
+
+
+def service(uid: str = "u1", **status: Any) -> InferenceService:
+    return parse_object(
+        {
+            "apiVersion": "diptych.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": "svc", "namespace": "ns", "uid": uid},
+            "spec": {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}},
+            "status": status,
+        }
+    )
+
+
+def engines(revision: str, keys: str, *, ready: int = 1, wanted: int = 1) -> list[Raw]:
+    return [
+        _deployment(
+            f"svc-{role}-{revision}",
+            {ROLE_LABEL: role, REVISION_LABEL: revision, KEYS_LABEL: keys},
+            {}, wanted, ready,
+        )
+        for role in ("prefill", "decode")
+    ]  # fmt: skip
+
+
+def routers(current: str, previous: str = "", *, updated: int = 1) -> Raw:
+    marks = {CURRENT_KEYS_ANNOTATION: current, PREVIOUS_KEYS_ANNOTATION: previous}
+    return _deployment("svc-router", {ROLE_LABEL: "router"}, marks, 1, 1, updated)
+
+
+def _deployment(
+    name: str, labels: Raw, annotations: Raw, wanted: int, ready: int, updated: int | None = None
+) -> Raw:
+    return {
+        "kind": "Deployment",
+        "metadata": {
+            "name": name, "namespace": "ns", "generation": 1,
+            "labels": labels, "annotations": annotations,
+        },
+        "spec": {"replicas": wanted},
+        "status": {
+            "observedGeneration": 1, "replicas": wanted, "readyReplicas": ready,
+            "updatedReplicas": wanted if updated is None else updated,
+        },
+    }  # fmt: skip
+
+
+def scene(
+    keys: KeySets, deployments: list[Raw], *reports: RouterReport, pods: list[Raw] | None = None,
+    **status: Any,
+) -> Scene:  # fmt: skip
+    found = observe(deployments, pods or [], reports)
+    children = {child_id(raw): raw for raw in deployments}
+    return Scene(service(**status), "target00", keys, children, pods or [], found)
+
+
+# --- which keys routers are to hold -----------------------------------------------------------
+
+
+def test_a_first_install_has_one_set() -> None:
+    assert key_sets(A, []) == KeySets(A)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "deployments", "expected"),
+    [
+        ("at rest", [routers(A), *engines("r1", A)], KeySets(A)),
+        # A rotation: from its first moment to long after.
+        (B, [routers(A), *engines("r1", A)], KeySets(B, A)),
+        (B, [routers(B, A), *engines("r1", A)], KeySets(B, A)),
+        (B, [routers(B, A), *engines("r1", A), *engines("r2", B)], KeySets(B, A)),
+        (B, [routers(B, A), *engines("r2", B)], KeySets(B, A)),
+        # The next one, which drops what is long gone.
+        (C, [routers(B, A), *engines("r2", B)], KeySets(C, B)),
+        # A second one before any engine has the keys of the first.
+        (C, [routers(B, A), *engines("r1", A)], KeySets(C, A)),
+        # A second one in the midst of the first: most engines still have the oldest, or do not.
+        (C, [routers(B, A), *engines("r1", A, ready=3), *engines("r2", B)], KeySets(C, A)),
+        (C, [routers(B, A), *engines("r1", A), *engines("r2", B, ready=3)], KeySets(C, B)),
+        # As many of each: routers keep what they hold as theirs.
+        (C, [routers(B, A), *engines("r1", A), *engines("r2", B)], KeySets(C, B)),
+        # Once chosen it stays, whatever becomes ready meanwhile.
+        (C, [routers(C, A), *engines("r1", A), *engines("r2", B, ready=3)], KeySets(C, A)),
+        # Back again while it is under way.
+        (A, [routers(B, A), *engines("r1", A)], KeySets(A, B)),
+        (A, [routers(B, A), *engines("r1", A), *engines("r2", B)], KeySets(A, B)),
+        # Somebody deleted the routers in the midst of a rotation.
+        (B, [*engines("r1", A), *engines("r2", B)], KeySets(B, A)),
+        # All sleeps, or nothing has come up yet.
+        (B, [routers(A), *engines("r1", A, ready=0, wanted=0)], KeySets(B, A)),
+        (B, [routers(A)], KeySets(B, A)),
+        # Somebody's hand was in it.
+        (A, [routers(A, A), *engines("r1", A)], KeySets(A)),
+    ],
+)
+def test_routers_hold_what_is_wanted_and_what_engines_have(
+    wanted: str, deployments: list[Raw], expected: KeySets
+) -> None:
+    assert key_sets(A if wanted == "at rest" else wanted, deployments) == expected
+
+
+HELD = st.lists(st.tuples(st.sampled_from([A, B, C]), st.integers(0, 3)), max_size=3)
+
+
+@given(
+    wanted=st.sampled_from([A, B, C]),
+    marks=st.none() | st.tuples(st.sampled_from([A, B, C]), st.sampled_from(["", A, B, C])),
+    held=HELD,
+)
+def test_the_answer_is_stable_and_never_the_same_set_twice(
+    wanted: str, marks: tuple[str, str] | None, held: list[tuple[str, int]]
+) -> None:
+    pools = [
+        raw for n, (keys, ready) in enumerate(held) for raw in engines(f"r{n}", keys, ready=ready)
+    ]
+    found = key_sets(wanted, [*([routers(*marks)] if marks else []), *pools])
+    assert found.current == wanted
+    assert found.previous != wanted
+    # As soon as routers are told, the answer is the same, whatever engines do.
+    told = routers(found.current, found.previous)
+    assert key_sets(wanted, [told, *pools]) == key_sets(wanted, [told]) == found
+
+
+# --- who waits for whom, and which keys may go ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("deployments", "lack"),
+    [
+        ([], False),  # a first install waits for nobody
+        (engines("r1", B), False),
+        ([routers(B), *engines("r1", B)], False),
+        (engines("r1", A), True),  # there are no routers to hold both
+        ([routers(A), *engines("r1", A)], True),
+        ([routers(B, A, updated=0), *engines("r1", A)], True),  # some router is of the older make
+        ([routers(B, A), *engines("r1", A)], False),
+        ([routers(B, A), *engines("r1", A), *engines("r2", B)], False),
+    ],
+)
+def test_engines_with_new_keys_wait_until_all_routers_have_them(
+    deployments: list[Raw], lack: bool
+) -> None:
+    assert scene(KeySets(B, A), deployments).routers_lack_keys() is lack
+
+
+def test_keys_in_use_are_those_of_engines_that_stay_and_those_wanted() -> None:
+    older, newer = engines("r1", A), engines("r2", B)
+    found = scene(KeySets(C, A), [routers(B, A), *older, *newer])
+    assert found.known_keys() == {A, B, C}
+    assert found.held_keys() == {A, B, C}
+    leaving = {child_id(raw) for raw in older}
+    assert found.held_keys(without=leaving) == {B, C}
+    # A set that no engine ever held is known of only by the routers.
+    assert scene(KeySets(C, A), [routers(B, A), *older]).held_keys() == {A, C}
+    assert scene(KeySets(C, A), [routers(B, A), *older]).known_keys() == {A, B, C}
+
+
+# --- revisions --------------------------------------------------------------------------------
+
+
+def canary(revision: str, *, ok: bool = True) -> CanaryReport:
+    return CanaryReport(
+        prefill="p", decode="d", ok=ok, revision=revision, unix_time=1.0,
+        **({} if ok else {"error": "no way"}),
+    )  # fmt: skip
+
+
+def test_revisions_as_the_planner_wants_to_see_them() -> None:
+    leaving = {
+        "metadata": {"name": "x", "labels": {ROLE_LABEL: "decode", REVISION_LABEL: "r0"}},
+        "status": {"phase": "Running"},
+    }
+    report = RouterReport(
+        ready=True, reason="", open_requests=0, held_requests=0, serving_revisions=[], engines=[],
+        canaries=[canary("r2"), canary("r1", ok=False)],
+    )  # fmt: skip
+    found = scene(
+        KeySets(A), [routers(A), *engines("r1", A, ready=0), *engines("r2", A, wanted=2)], report,
+        pods=[leaving],
+    ).revision_states()  # fmt: skip
+    assert found == [
+        RevisionState("r0", present=Counts(0, 1)),
+        RevisionState("r1", wanted=Counts(1, 1)),
+        RevisionState("r2", wanted=Counts(2, 2), ready=Counts(1, 1), verified=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "status", [{"currentRevision": "r1"}, {"transfer": {"verifiedRevision": "r1"}}]
+)
+def test_what_once_worked_is_believed_while_no_router_tells(status: Raw) -> None:
+    (state,) = scene(KeySets(A), engines("r1", A), **status).revision_states()
+    assert state.verified
+
+
+def test_a_controller_that_lags_behind_makes_no_living_revision_a_dead_one() -> None:
+    """As just after a pod of it was given up: it serves on."""
+    prefill, decode = engines("r1", A, ready=2, wanted=1)
+    for raw in (prefill, decode):
+        raw["metadata"]["generation"] = 2
+    (state,) = scene(KeySets(A), [prefill, decode]).revision_states()
+    assert state.alive
+
+
+# --- whose child it is ------------------------------------------------------------------------
+
+
+def test_a_child_belongs_to_its_service_and_to_no_namesake_of_it() -> None:
+    plain = {"kind": "ConfigMap", "metadata": {"name": "svc-x", "namespace": "ns"}}
+    owned = with_owner(plain, service("u1"))
+    assert belongs_to(owned, service("u1"))
+    assert not belongs_to(owned, service("u2"))
+    assert not belongs_to(plain, service("u1"))
+    assert "ownerReferences" not in plain["metadata"]  # a copy was made
+
+
+def test_somebody_who_merely_depends_on_it_does_not_control_it() -> None:
+    owner = {"kind": "Other", "name": "x", "uid": "u1", "controller": False}
+    child = {"metadata": {"name": "svc-x", "namespace": "ns", "ownerReferences": [owner]}}
+    assert not belongs_to(child, service("u1"))
