@@ -13,7 +13,7 @@ from typing import Any
 import kopf
 
 from diptych_operator.api_scaler import SCALER_KIND, SCALER_PLURAL
-from diptych_operator.api_types import GROUP, VERSION
+from diptych_operator.api_types import GROUP, KIND, VERSION
 from diptych_operator.cluster import Cluster
 from diptych_operator.names import MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL
 
@@ -120,8 +120,11 @@ def settings(cluster: Cluster) -> kopf.OperatorSettings:
 
 
 def _service_key(body: Raw) -> ServiceKey:
+    """The service that owns a child, by its label or, if that was tampered with, by its owner."""
     meta = body["metadata"]
-    return meta["namespace"], (meta.get("labels") or {}).get(SERVICE_LABEL, "")
+    owners = (o for o in meta.get("ownerReferences") or () if o.get("kind") == KIND)
+    owner = next((str(o["name"]) for o in owners), "")
+    return meta["namespace"], owner or (meta.get("labels") or {}).get(SERVICE_LABEL, "")
 
 
 def _without_bookkeeping(raw: dict[str, Any]) -> Raw:

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from crd_kit import EXAMPLES, without_rules
 from kube_tools import ToolUnavailable, find_tool
-from operator_kit import KUBECONFIG, Identity, Namespace, Object, Operator, running, until
+from namespace_kit import KUBECONFIG, Namespace, Object, until
+from operator_kit import Identity, Operator, running
 
 from diptych_operator.crd import custom_resource_definition, scaler_definition
 

@@ -1,0 +1,156 @@
+"""What the operator makes of answers over HTTP: of the API server's, and of routers' reports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from aiohttp import web
+from kubernetes.aio import client
+
+from diptych_operator import routers
+from diptych_operator.kube import ApiError, Kube
+from diptych_operator.routers import Polled, Routers
+from diptych_protocol.admin import RouterReport
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+REPORT = RouterReport(
+    ready=True, reason="", open_requests=3, held_requests=0, serving_revisions=[], engines=[],
+    canaries=[],
+)  # fmt: skip
+
+
+@asynccontextmanager
+async def served(answer: Answer) -> AsyncIterator[int]:
+    """A server on 127.0.0.1 that answers everything so; its port."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+# --- the API server ---------------------------------------------------------------------------
+
+
+async def refusal(status: int, body: str, content_type: str = "application/json") -> ApiError:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, content_type=content_type)
+
+    async with served(answer) as port, kube(port) as api:
+        with pytest.raises(ApiError) as caught:
+            await api.get("v1", "ConfigMap", "ns", "x")
+        return caught.value
+
+
+def kube(port: int) -> Kube:
+    return Kube(client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{port}")))
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "refused"),
+    [
+        (400, "not so", True),
+        (401, "Unauthorized", False),  # our token, not the service, is at fault
+        (403, "exceeded quota", True),
+        (409, "the object has been modified", False),
+        (422, "spec.replicas: Invalid value", True),
+        (429, "slow down", False),
+        (500, "etcd is away", False),
+        (500, "failed to create typed patch object: .spec.x: field not declared in schema", True),
+    ],
+)
+async def test_what_is_refused_for_good(status: int, message: str, refused: bool) -> None:
+    body = msgspec.json.encode({"kind": "Status", "reason": "R", "message": message}).decode()
+    error = await refusal(status, body)
+    assert (error.status, error.reason, str(error)) == (status, "R", message)
+    assert error.is_refusal is refused
+
+
+@pytest.mark.parametrize("status", [200, 502])
+@pytest.mark.parametrize("body", ["<html>busy</html>", "[1]", ""])
+async def test_an_answer_of_somebody_else_is_an_error_and_no_refusal(
+    status: int, body: str
+) -> None:
+    error = await refusal(status, body, "text/html")
+    assert error.status == (0 if status == 200 else status)
+    assert not error.is_refusal
+
+
+async def test_a_closed_port_is_an_error_in_words() -> None:
+    async with kube(9) as api:
+        with pytest.raises(ApiError, match=r"the API server does not answer: .*127\.0\.0\.1:9"):
+            await api.version()
+
+
+async def test_what_is_not_there_is_none() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"kind": "Status", "reason": "NotFound"}, status=404)
+
+    async with served(answer) as port, kube(port) as api:
+        assert await api.get("v1", "ConfigMap", "ns", "x") is None
+        await api.delete("v1", "ConfigMap", "ns", "x", "uid")
+        assert api.requests == 2
+
+
+# --- routers ----------------------------------------------------------------------------------
+
+
+async def poll(answer: Answer, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> Polled:
+    async with served(answer) as port, Routers() as session:
+        monkeypatch.setattr(routers, "ADMIN_PORT", port)
+        return await session.poll(["127.0.0.1"], tokens or ["token"])
+
+
+@pytest.mark.parametrize("tokens", [("token",), ("newer", "token")])
+async def test_a_router_reports_to_either_token(
+    monkeypatch: pytest.MonkeyPatch, tokens: tuple[str, ...]
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.headers["Authorization"] != "Bearer token":
+            return web.Response(status=401)
+        return web.Response(body=msgspec.json.encode(REPORT))
+
+    assert await poll(answer, monkeypatch, *tokens) == Polled((REPORT,), 0)
+    assert await poll(answer, monkeypatch, "wrong") == Polled((), 1)
+
+
+async def garbage(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=b"\xff not json")
+
+
+async def elsewhere(request: web.Request) -> web.StreamResponse:
+    if request.path == "/report":
+        return web.Response(body=msgspec.json.encode(REPORT))
+    return web.Response(status=302, headers={"Location": "/report"})
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    await response.write(msgspec.json.encode(REPORT))
+    return response
+
+
+async def packed(request: web.Request) -> web.StreamResponse:
+    response = web.Response(body=msgspec.json.encode(REPORT))
+    response.enable_compression(web.ContentCoding.gzip)
+    return response
+
+
+async def too_long(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=msgspec.json.encode(REPORT) + b" " * routers.MAX_REPORT_BYTES)
+
+
+@pytest.mark.parametrize("answer", [garbage, elsewhere, endless, packed, too_long])
+async def test_what_is_no_report_counts_as_out_of_reach(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await poll(answer, monkeypatch) == Polled((), 1)

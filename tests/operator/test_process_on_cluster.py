@@ -1,0 +1,251 @@
+"""The operator's process on a real API server: at rest, restarted, in an election, ended.
+
+Only where DIPTYCH_TEST_KUBECONFIG names an administrator's kubeconfig of a cluster that has the
+CRDs.
+"""
+
+from __future__ import annotations
+
+import http.server
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from namespace_kit import KUBECONFIG, SOON_S, Namespace, resting, until
+from operator_kit import STUCK, Home, Identity, Operator, metric_change, running
+
+from diptych_operator.leader import LEASE_S, RETRY_S
+
+pytestmark = pytest.mark.skipif(
+    not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to run the operator against"
+)
+
+
+# --- rest -------------------------------------------------------------------------------------
+
+
+def test_at_rest_nothing_is_sent_but_renewals_of_the_lease(
+    apart: tuple[Namespace, Identity], tmp_path: Path
+) -> None:
+    namespace, identity = apart
+    operator = Operator(tmp_path / "log", identity.arguments, identity.kubeconfig)
+    with running(operator):
+        namespace.serve("quiet", suspend=True)
+        namespace.settled("quiet")
+        before = resting(namespace, "quiet")
+        change, renewals = metric_change(operator, namespace, identity.lease, 20.0)
+        assert 4 <= renewals <= 6
+        assert change["diptych_operator_api_requests"] == renewals
+        assert namespace.versions("quiet") == before
+        assert operator.metrics()['diptych_operator_services{condition="Degraded",status="False"}']
+
+
+def test_pods_that_stay_stuck_cost_no_request(
+    apart: tuple[Namespace, Identity], tmp_path: Path
+) -> None:
+    namespace, identity = apart
+    operator = Operator(tmp_path / "log", identity.arguments, identity.kubeconfig)
+    with running(operator):
+        namespace.serve("stuck", **STUCK)
+        namespace.degraded("stuck", "Unschedulable")
+        before = resting(namespace, "stuck")
+        change, renewals = metric_change(operator, namespace, identity.lease, 8.0)
+        assert change['diptych_operator_reconcile_total{result="done"}'] >= 3  # it does look
+        assert change["diptych_operator_api_requests"] == renewals
+        assert namespace.versions("stuck") == before
+        # Nor does a template that is refused, but for asking again now and then.
+        bad = {"spec": {"hostNetworking": True}}
+        namespace.merge("InferenceService", "stuck", {"spec": {"decode": {"podTemplate": bad}}})
+        namespace.degraded("stuck", "PodTemplateRejected")
+        resting(namespace, "stuck")
+        change, renewals = metric_change(operator, namespace, identity.lease, 8.0)
+        assert change['diptych_operator_reconcile_total{result="done"}'] >= 3
+        assert change["diptych_operator_api_requests"] <= renewals + 1
+
+
+def test_a_restart_changes_no_child(apart: tuple[Namespace, Identity], tmp_path: Path) -> None:
+    namespace, identity = apart
+    first = Operator(tmp_path / "first", identity.arguments, identity.kubeconfig)
+    with running(first):
+        namespace.serve("same", **STUCK)
+        namespace.degraded("same", "Unschedulable")
+        before, children = resting(namespace, "same"), namespace.contents("same")
+        first.tell(signal.SIGTERM)
+        assert first.ended(5) == 0
+    assert first.entries()[-1]["message"] == "stopped"
+    second = Operator(tmp_path / "second", identity.arguments, identity.kubeconfig, "operator-1")
+    with running(second):
+        until("all is looked at", lambda: second.requests() > 20)
+        after = resting(namespace, "same")
+        assert namespace.contents("same") == children
+        _unwritten(before, after)
+
+
+def _unwritten(before: dict[Any, str], after: dict[Any, str]) -> None:
+    """Nobody wrote anything, as far as only the operator would.
+
+    Other kinds have controllers that write too; and an apply that names a field's default, as that
+    of the pools' Services does, is stamped with its time.
+    """
+    ours = ("ConfigMap", "NetworkPolicy", "Secret", "InferenceService")
+    assert before.keys() == after.keys()
+    changed = [key for key in before if before[key] != after[key]]
+    assert not [key for key in changed if key[0] in ours]
+
+
+# --- leadership -------------------------------------------------------------------------------
+
+
+def test_another_takes_over_from_a_leader_that_dies_and_from_one_that_leaves(
+    apart: tuple[Namespace, Identity], tmp_path: Path
+) -> None:
+    namespace, identity = apart
+
+    def candidate(name: str) -> Operator:
+        return Operator(tmp_path / name, identity.arguments, identity.kubeconfig, name)
+
+    with running(candidate("first")) as first:
+        namespace.serve("kept", suspend=True)
+        namespace.settled("kept")
+        before, children = resting(namespace, "kept"), namespace.contents("kept")
+        with running(candidate("second"), leading=False) as second:
+            until("it has seen the Lease", lambda: second.requests() >= 4)
+            assert not second.leads()
+            first.tell(signal.SIGKILL)
+            until("the second leads", second.leads, LEASE_S + RETRY_S + 4)
+            with running(candidate("third"), leading=False) as third:
+                second.tell(signal.SIGTERM)
+                assert second.ended(5) == 0
+                until("the third leads", third.leads, RETRY_S + 4)
+                until("all is looked at", lambda: third.requests() > 20)
+                after = resting(namespace, "kept")
+                assert namespace.contents("kept") == children
+                _unwritten(before, after)
+                holder = namespace.there("Lease", identity.lease)["spec"]
+                assert holder["holderIdentity"] == "third"
+                assert holder["leaseTransitions"] == 3
+
+
+def test_a_leader_whose_lease_another_holds_ends(
+    apart: tuple[Namespace, Identity], tmp_path: Path
+) -> None:
+    namespace, identity = apart
+    operator = Operator(tmp_path / "log", identity.arguments, identity.kubeconfig)
+    with running(operator):
+        namespace.merge("Lease", identity.lease, {"spec": {"holderIdentity": "another"}})
+        assert operator.ended(RETRY_S + 6) == 1
+    words = f"the lease {identity.lease} is now held by another"
+    assert operator.entries()[-1]["message"] == words
+    # It does not free what is not its own.
+    assert namespace.there("Lease", identity.lease)["spec"]["holderIdentity"] == "another"
+
+
+def test_a_leader_whose_lease_is_deleted_leads_on_or_ends(
+    apart: tuple[Namespace, Identity], tmp_path: Path
+) -> None:
+    namespace, identity = apart
+    operator = Operator(tmp_path / "log", identity.arguments, identity.kubeconfig)
+    with running(operator):
+        namespace.delete("Lease", identity.lease)
+
+        def look() -> bool:
+            lease = namespace.get("Lease", identity.lease)
+            holds = lease is not None and lease["spec"]["holderIdentity"] == operator.name
+            return holds or operator.process.poll() == 1
+
+        # API servers let it be made anew in the act of renewing; or they do not.
+        until("it is known who leads", look, RETRY_S + 6)
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+def test_without_an_api_server_it_ends_with_one_clear_line(tmp_path: Path) -> None:
+    ended = _ends(tmp_path, "http://127.0.0.1:9")
+    assert "the API server does not answer" in ended
+    assert "127.0.0.1:9" in ended
+
+
+def test_without_the_crd_it_ends_with_one_clear_line(tmp_path: Path, bare_api: str) -> None:
+    words = "the cluster does not serve diptych.dev/v1alpha1: apply the CRD first"
+    assert _ends(tmp_path, bare_api) == words
+
+
+def _ends(folder: Path, server: str) -> str:
+    """The only line of an operator that is pointed at this API server and ends with 1."""
+    kubeconfig = folder / "kubeconfig"
+    kubeconfig.write_text(
+        f"apiVersion: v1\nkind: Config\ncurrent-context: x\nusers: [{{name: x, user: {{}}}}]\n"
+        f"clusters: [{{name: x, cluster: {{server: '{server}'}}}}]\n"
+        "contexts: [{name: x, context: {cluster: x, user: x}}]\n"
+    )
+    operator = Operator(folder / "log", [], kubeconfig)
+    try:
+        assert operator.ended(SOON_S) == 1
+    finally:
+        operator.process.kill()
+    (line,) = operator.entries()
+    assert line["level"] == "ERROR"
+    return str(line["message"])
+
+
+def test_other_namespaces_are_not_its_business(home: Home) -> None:
+    with Namespace("away") as away:
+        away.serve("elsewhere", suspend=True)
+        home.namespace.serve("here", suspend=True)
+        home.namespace.settled("here")
+        assert not away.status("elsewhere")
+        assert not away.children("elsewhere")
+    home.namespace.delete("InferenceService", "here")
+
+
+def test_metrics_count_services_by_condition(
+    apart: tuple[Namespace, Identity], tmp_path: Path
+) -> None:
+    namespace, identity = apart
+    operator = Operator(tmp_path / "log", identity.arguments, identity.kubeconfig)
+    with running(operator):
+        namespace.serve("asleep", suspend=True)
+        namespace.settled("asleep")
+        namespace.serve("stuck", **STUCK)
+        namespace.degraded("stuck", "Unschedulable")
+        resting(namespace, "stuck")
+        found = operator.metrics()
+        services = "diptych_operator_services"
+        assert found[f'{services}{{condition="Available",status="False"}}'] == 2
+        assert found[f'{services}{{condition="Degraded",status="True"}}'] == 1
+        assert found[f'{services}{{condition="Degraded",status="False"}}'] == 1
+        assert found["diptych_operator_leader"] == 1
+        assert found["diptych_operator_queue_length"] == 0
+        passes = found['diptych_operator_reconcile_total{result="done"}']
+        assert found["diptych_operator_reconcile_seconds_count"] == passes > 0
+        assert found["process_resident_memory_bytes"] > 0
+        namespace.delete("InferenceService", "stuck")
+        one_left = f'{services}{{condition="Available",status="False"}}'
+        until("it is forgotten", lambda: operator.metrics()[one_left] == 1)
+
+
+@pytest.fixture
+def bare_api() -> Iterator[str]:
+    """An API server's answers to discovery, on a cluster that has no kind but its own."""
+    answers = {
+        "/apis": b'{"kind": "APIGroupList", "groups": []}',
+        "/version": b'{"major": "1", "minor": "31"}',
+    }
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in answers else 404)
+            self.end_headers()
+            self.wfile.write(answers.get(self.path, b"{}"))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
