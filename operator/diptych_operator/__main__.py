@@ -30,7 +30,8 @@ from diptych_protocol import DiptychError
 
 log = logging.getLogger("diptych_operator")
 
-CONCURRENT_PASSES = 8
+CONCURRENT_PASSES = 64
+"""A pass mostly waits; a router that is out of reach holds one up for seconds."""
 BATCH_S = 0.2
 """Events of one service that arrive within this time are one pass."""
 

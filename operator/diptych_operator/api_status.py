@@ -29,8 +29,8 @@ class Condition(_Status, frozen=True):
         str,
         Meta(
             max_length=316,
-            description="Available, Progressing, Degraded, ModelReady, PrefillReady, DecodeReady, "
-            "RouterReady or KVTransferVerified, among others.",
+            description="Available, Progressing, Degraded, PrefillReady, DecodeReady, RouterReady "
+            "or KVTransferVerified.",
         ),
     ]
     status: Annotated[

@@ -285,7 +285,6 @@ class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     uid: str = ""
     generation: int = 0
     annotations: dict[str, str] = {}
-    deletion_timestamp: str | None = None
 
 
 class InferenceService(SpecPart, frozen=True):

@@ -109,6 +109,7 @@ class Children:
                     raise
                 return await self._overwrite(owned, dry_run=dry_run)
         except ApiError as exc:
+            exc.kind = owned["kind"]
             if exc.is_refusal:
                 self._remember(owned, exc)
             raise

@@ -20,8 +20,11 @@ class Cluster:
 
     @property
     def has_image_volumes(self) -> bool:
-        """`oci://` models are mounted as image volumes, on by default since 1.33."""
-        return self.version >= (1, 33)
+        """Whether `oci://` models can be mounted, if only behind a gate, which 1.35 has on.
+
+        Whether the gate is on shows when the API server is asked to accept such a pod.
+        """
+        return self.version >= (1, 31)
 
     def limits(self) -> tuple[str, ...]:
         """What this cluster lacks that a service would get on a newer one, in words."""

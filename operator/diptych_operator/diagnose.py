@@ -135,7 +135,7 @@ def _alive(observed: Observed, role: str, revision: str | None) -> list[PodView]
         if pod.role == role
         and revision in (None, pod.revision)
         and not pod.terminating
-        and pod.phase not in ("Failed", "Succeeded")
+        and not pod.gone
     ]
 
 

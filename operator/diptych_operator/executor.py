@@ -117,6 +117,8 @@ class Executor:
             for name, raw in scene.children.items()
             if raw["kind"] in OPTIONAL_KINDS and name not in asked_for
         ]
-        await self._children.delete(scene.service, [*over.values(), *unasked])
+        # Deployments last: by them a revision is known, should this be cut short.
+        leaving = sorted(over.values(), key=lambda raw: raw["kind"] == "Deployment")
+        await self._children.delete(scene.service, [*leaving, *unasked])
         for keys in sorted(scene.known_keys() - scene.held_keys(without=over)):
             await self._keys.remove_once(scene.service, keys)

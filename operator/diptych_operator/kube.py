@@ -54,6 +54,13 @@ class ApiError(DiptychError):
         self.status = status
         self.reason = reason
         """Kubernetes' own word for it, such as Conflict, Invalid, Forbidden."""
+        self.kind = ""
+        """Of the object that was to be applied, where that is what was refused."""
+
+    @property
+    def will_last(self) -> bool:
+        """Worth telling the user: not a passing conflict, limit or outage of the API server."""
+        return self.is_refusal or self.status >= 500
 
     @property
     def is_refusal(self) -> bool:

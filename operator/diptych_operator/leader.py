@@ -22,7 +22,7 @@ from diptych_protocol import DiptychError
 
 log = logging.getLogger(__name__)
 
-LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 12.0, 4.0
+LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 10.0, 4.0
 """A dead leader is replaced within LEASE_S + RETRY_S; one that left, within RETRY_S.
 
 One that cannot renew ends RENEW_DEADLINE_S + RETRY_S after its last success at the latest.
@@ -113,14 +113,16 @@ async def _acquire(kube: Kube, candidate: Candidate) -> Raw:
     seen = Sighting()
     while True:
         try:
-            lease = await kube.get(*_API, candidate.namespace, candidate.lease)
-            if lease is None:
-                return await kube.create(_lease(candidate, None))
-            if seen.is_free(lease, candidate.identity, time.monotonic()):
-                return await kube.replace(_lease(candidate, lease))
-        except ApiError as exc:
-            if exc.status != 409:  # another was quicker
-                log.warning("cannot take the lease %s: %s", candidate.lease, exc)
+            async with asyncio.timeout(RETRY_S):  # a late yes would be a Lease half run out
+                lease = await kube.get(*_API, candidate.namespace, candidate.lease)
+                if lease is None:
+                    return await kube.create(_lease(candidate, None))
+                if seen.is_free(lease, candidate.identity, time.monotonic()):
+                    return await kube.replace(_lease(candidate, lease))
+        except (ApiError, TimeoutError) as exc:
+            if not isinstance(exc, ApiError) or exc.status != 409:  # 409: another was quicker
+                reason = str(exc) or "no answer"
+                log.warning("cannot take the lease %s: %s", candidate.lease, reason)
         await asyncio.sleep(RETRY_S)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych_operator.counts import NOTHING as NOTHING
-from diptych_operator.counts import Counts as Counts
+from diptych_operator.counts import Counts
 from diptych_operator.names import REVISION_LABEL, ROLE_LABEL
 from diptych_protocol.admin import RouterReport
 
@@ -61,7 +60,11 @@ class PodView:
     """The last words of a container that ended: its termination message."""
     last_exit_reason: str = ""
     """Such as Error or OOMKilled."""
-    restarts: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """Only its record is left, as of an evicted pod; its address may be another's by now."""
+        return self.phase in ("Failed", "Succeeded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +99,29 @@ class Observed:
 
     def present(self, revision: str) -> Counts:
         """Pods that exist, whether ready, starting or on their way out; dead ones may linger."""
-        alive = (p for p in self.pods if p.phase not in ("Failed", "Succeeded"))
-        here = [p.role for p in alive if p.revision == revision]
+        here = [p.role for p in self.pods if p.revision == revision and not p.gone]
         return Counts(here.count("prefill"), here.count("decode"))
 
     def _counts(self, revision: str, read: Any) -> Counts:
         prefill, decode = (self.deployment(role, revision) for role in ("prefill", "decode"))
         return Counts(read(prefill) if prefill else 0, read(decode) if decode else 0)
 
+    def trusted(self, revision: str) -> Counts | None:
+        """Engines of a revision that every reporting router has verified; None without reports."""
+        if not self.routers:
+            return None
+        return Counts(*(self._verified_by_all(revision, role) for role in ("prefill", "decode")))
+
+    def _verified_by_all(self, revision: str, role: str) -> int:
+        by_router = (
+            {e.engine_id for e in router.engines
+             if e.verified and e.revision == revision and e.role == role}
+            for router in self.routers
+        )  # fmt: skip
+        return len(set.intersection(*by_router))
+
     def verified(self, revision: str) -> bool:
-        """A router saw a canary cross this revision's hinge, and its engines are still there."""
+        """A router remembers a canary that crossed this revision's hinge, at whatever time."""
         return any(
             canary.ok and canary.revision == revision
             for router in self.routers
@@ -178,7 +194,6 @@ def pod_view(raw: Raw) -> PodView:
         ended_container=(ended or {}).get("name", ""),
         last_exit=_ended(ended or {}).get("message", ""),
         last_exit_reason=_ended(ended or {}).get("reason", ""),
-        restarts=sum(c.get("restartCount", 0) for c in containers),
     )
 
 

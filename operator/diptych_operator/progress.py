@@ -90,14 +90,19 @@ def rollout_status(
     return RolloutStatus(str(step.phase), message, at, counted.best_of(best).text())
 
 
-def deadline_missed(rollout: RolloutStatus, service: InferenceService, now: str) -> bool:
+def deadline_missed(
+    rollout: RolloutStatus, service: InferenceService, counted: Progress, now: str
+) -> bool:
     """Whether the rollout of the service's revision has come no closer for as long as it may.
 
     False for a status that speaks of another revision: this one has only just been asked for. While
-    old pods drain, the time that they may take comes on top. `now` is an RFC 3339 time.
+    old pods drain, the time that they may take comes on top. `counted` is what is seen now: it may
+    have come closer while no operator looked. `now` is an RFC 3339 time.
     """
     best = Progress.parse(rollout.progress)
     if rollout.phase in AT_REST or best is None or best.revision != revision(service):
+        return False
+    if counted.closer_than(best):
         return False
     allowed = service.spec.rollout.progress_deadline_seconds
     if best.draining:

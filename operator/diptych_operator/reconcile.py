@@ -18,7 +18,7 @@ import msgspec
 
 from diptych_operator.api_types import API_VERSION, KIND, InferenceService
 from diptych_operator.autoscale import Memory, autoscale
-from diptych_operator.children import Children, NotOursError, child_id
+from diptych_operator.children import REFUSAL_S, Children, NotOursError, child_id
 from diptych_operator.cluster import Cluster
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.errors import SpecError
@@ -30,12 +30,13 @@ from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.observed import Observed, Problem, observe, pod_view
 from diptych_operator.parse import parse_object
 from diptych_operator.plan import Phase, Step, plan
+from diptych_operator.progress import deadline_missed
 from diptych_operator.render import fixed_counts
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
 from diptych_operator.scene import Scene, key_sets
-from diptych_operator.status import build_status, deadline_missed, events_between
+from diptych_operator.status import build_status, count, events_between
 
 log = logging.getLogger(__name__)
 
@@ -108,13 +109,19 @@ class Reconciler:
             scene = await self._look(key, service)
         except NotOursError as exc:
             return await self._report_blocked(service, Problem("ObjectNotOurs", str(exc)))
+        except ApiError as exc:
+            if exc.will_last:
+                await self._report_blocked(service, Problem("OperatorProblem", str(exc)))
+            raise
         aim = scene.aim
         desired = self._desired(key, scene, aim)
         step = _decide(scene, desired)
-        found = (await self._scalers.keep(scene, aim), await self._act(scene, step))
-        observed = replace(scene.observed, problems=tuple(filter(None, found)))
+        problems, failure = await self._act(scene, step, aim)
+        observed = replace(scene.observed, problems=problems)
         await self._report(service, observed, step, scene.target, desired)
-        return _interval(service, step)
+        if failure is not None:
+            raise failure  # the queue tries again, with back-off
+        return REFUSAL_S if problems else _interval(service, step)
 
     async def _look(self, key: ServiceKey, service: InferenceService) -> Scene:
         """Everything that is known of the service now."""
@@ -126,13 +133,32 @@ class Reconciler:
         tokens += await self._keys.tokens(service, [keys.previous])
         # Routers report from their first moments on: they are not ready before a canary was.
         views = map(pod_view, pods)
-        asked = [p.ip for p in views if p.role == "router" and p.ip and not p.terminating]
+        routers = [p for p in views if p.role == "router" and not (p.terminating or p.gone)]
+        asked = [pod.ip for pod in routers if pod.ip]
         polled = await self._routers.poll(asked, tokens)
         observed = observe(deployments, pods, polled.reports, polled.unreachable)
         return Scene(service, revision(service), keys, children, pods, observed)
 
-    async def _act(self, scene: Scene, step: Step) -> Problem | None:
-        """Carry the step out; what the user has to mend comes back, all else is raised."""
+    async def _act(
+        self, scene: Scene, step: Step, aim: Counts
+    ) -> tuple[tuple[Problem, ...], ApiError | None]:
+        """Do all that is to be done; one part that fails keeps no other from being done.
+
+        Returns what status has to tell, and an error that should be tried again.
+        """
+        found: list[Problem | None] = []
+        failure: ApiError | None = None
+        for part in (self._carry_out(scene, step), self._scalers.keep(scene, aim)):
+            try:
+                found.append(await part)
+            except ApiError as exc:
+                failure = exc
+                if exc.will_last:
+                    found.append(Problem("OperatorProblem", str(exc)))
+        return tuple(filter(None, found)), failure
+
+    async def _carry_out(self, scene: Scene, step: Step) -> Problem | None:
+        """What the user has to mend comes back, all else is raised."""
         try:
             await self._executor.carry_out(scene, step)
         except SpecError as exc:
@@ -141,7 +167,9 @@ class Reconciler:
             return Problem("ObjectNotOurs", str(exc))
         except ApiError as exc:
             if not exc.is_refusal:
-                raise  # not the service's fault: the queue tries again
+                raise  # not the service's fault
+            if exc.kind != "Deployment":
+                return Problem("OperatorProblem", f"the API server refuses a {exc.kind}: {exc}")
             return Problem("PodTemplateRejected", f"the API server refuses the pods: {exc}")
         return None
 
@@ -225,14 +253,15 @@ _READABLE_SPEC = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
 
 
 def _decide(scene: Scene, desired: Counts) -> Step:
-    service = scene.service
+    service, status = scene.service, scene.service.status
+    counted = count(scene.observed, scene.target, status.transfer)
     return plan(
         scene.target,
         desired,
         service.spec.rollout,
         scene.revision_states(),
         verify=service.spec.transfer.verify == "Required",
-        failed=deadline_missed(service.status.rollout, service, _now()),
+        failed=deadline_missed(status.rollout, service, counted, _now()),
         routers_serving=[
             *(tuple(router.serving_revisions) for router in scene.observed.routers),
             *[None] * scene.observed.unreachable_routers,

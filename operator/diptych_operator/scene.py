@@ -61,6 +61,7 @@ class Scene:
         """Each revision that has anything in the cluster, as the planner wants to see it."""
         observed, status = self.observed, self.service.status
         known = (status.current_revision, status.transfer.verified_revision)
+        required = self.service.spec.transfer.verify == "Required"
         return [
             RevisionState(
                 name,
@@ -68,6 +69,8 @@ class Scene:
                 ready=observed.ready(name),
                 present=observed.present(name),
                 verified=observed.verified(name) or name in known,
+                # What has served before stays believed, whatever routers say while they restart.
+                trusted=observed.trusted(name) if name == self.target and required else None,
             )
             for name in observed.revisions()
         ]

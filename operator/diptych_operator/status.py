@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from diptych_operator.api_status import Condition, PoolStatus, Status
+from diptych_operator.api_status import Condition, PoolStatus, Status, TransferStatus
 from diptych_operator.api_types import InferenceService
 from diptych_operator.canaries import transfer_status
 from diptych_operator.conditions import (
@@ -30,7 +30,6 @@ from diptych_operator.names import HTTP_PORT, object_name
 from diptych_operator.observed import Observed
 from diptych_operator.plan import Phase, Step
 from diptych_operator.progress import AT_REST, Progress, rollout_status
-from diptych_operator.progress import deadline_missed as deadline_missed
 from diptych_operator.reasons import ConditionType, Reason
 
 
@@ -79,7 +78,7 @@ def build_status(
         decode=_pool(seen, "decode"),
         router=_pool(seen, "router"),
         transfer=seen.transfer,
-        rollout=rollout_status(step, _progress(seen), previous.rollout, now),
+        rollout=rollout_status(step, count(observed, target, seen.transfer), previous.rollout, now),
         conditions=conditions,
     )
 
@@ -135,13 +134,13 @@ def _pool(seen: Situation, role: str) -> PoolStatus:
     )
 
 
-def _progress(seen: Situation) -> Progress:
-    target, observed = seen.target, seen.observed
+def count(observed: Observed, target: str, transfer: TransferStatus) -> Progress:
+    """How far the rollout of `target` has come, by what is seen now."""
     others = [pod for pod in observed.pods if pod.role != "router" and pod.revision != target]
     return Progress(
         revision=target,
         ready=Counts(*(ready_pods(observed, role, (target,)) for role in ("prefill", "decode"))),
-        verified=verified(observed, target, seen.transfer),
+        verified=verified(observed, target, transfer),
         old=len(others),
         draining=sum(pod.terminating for pod in others),
     )

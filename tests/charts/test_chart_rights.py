@@ -20,9 +20,9 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "serviceaccounts"): MANAGED,
     ("policy", "poddisruptionbudgets"): MANAGED,
     ("networking.k8s.io", "networkpolicies"): MANAGED,
-    ("", "secrets"): ("get", "create", "patch", "delete"),
+    ("", "secrets"): ("get", "create", "delete"),
     ("", "pods"): ("get", "list", "watch", "patch"),
-    ("", "events"): ("create", "patch"),
+    ("", "events"): ("create",),
 }
 EXPECTED = {(group, what, verb) for (group, what), verbs in OPERATOR_MAY.items() for verb in verbs}
 NAMESPACED: dict[str, Any] = {"scope": "namespaced", "namespaces": ["team-a", "team-b"]}

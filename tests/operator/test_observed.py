@@ -180,7 +180,6 @@ def test_the_init_container_that_waits_comes_before_what_waits_for_it() -> None:
     assert (view.waiting_container, view.waiting_reason) == ("model", "CrashLoopBackOff")
     assert (view.ended_container, view.last_exit_reason) == ("model", "Error")
     assert view.last_exit == "diptych model: error: no such repository"
-    assert view.restarts == 3
 
 
 def test_an_init_container_that_ended_well_is_passed_over() -> None:
@@ -194,7 +193,6 @@ def test_an_init_container_that_ended_well_is_passed_over() -> None:
     view = pod_view(raw)
     assert (view.ended_container, view.last_exit_reason) == ("engine", "OOMKilled")
     assert view.waiting_container == "engine"
-    assert view.restarts == 2
 
 
 @pytest.mark.parametrize(

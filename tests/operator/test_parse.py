@@ -74,7 +74,6 @@ def test_an_object_of_an_api_server_is_read_with_its_metadata_and_status() -> No
     service = parse_object(live(status | {"ofANewerOperator": {"a": 1}}))
     assert service.metadata.uid == "0e7a1d38-2013-419a-b920-b07aa07bd684"
     assert (service.metadata.generation, service.metadata.namespace) == (3, "team")
-    assert service.metadata.deletion_timestamp == "2026-01-02T00:00:00Z"
     assert service.spec.transfer.lease_seconds == 45.0
     assert service.status == Status(
         observed_generation=3,

@@ -357,3 +357,22 @@ def test_the_table_refuses_a_rollout_that_cannot_move(
     with pytest.raises(SystemExit):
         main(["--from", "1,2", "--surge", "0"])
     assert "cannot both be 0" in capsys.readouterr().err
+
+
+def test_an_old_pod_stays_until_routers_trust_its_successor() -> None:
+    old = RevisionState("old", Counts(2, 2), Counts(2, 2), Counts(2, 2), verified=True)
+    one = Counts(1, 1)
+
+    def after(trusted: Counts | None) -> Counts:
+        new = RevisionState("new", one, one, one, verified=True, trusted=trusted)
+        rollout = Rollout(max_surge=1, max_unavailable=0)
+        step = plan(
+            "new", Counts(2, 2), rollout, [old, new],
+            verify=True, failed=False, routers_serving=[()], suspend=False,
+        )  # fmt: skip
+        return step.replicas["old"]
+
+    assert after(trusted=Counts(0, 0)) == Counts(2, 2)
+    assert after(trusted=Counts(1, 0)) == Counts(2, 2)
+    assert after(trusted=one) == Counts(1, 1)
+    assert after(trusted=None) == Counts(1, 1)

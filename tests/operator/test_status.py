@@ -18,10 +18,11 @@ from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.observed import DeploymentView, Observed, PodView, Problem
 from diptych_operator.parse import parse
 from diptych_operator.plan import Phase, Step
+from diptych_operator.progress import Progress, deadline_missed
 from diptych_operator.reasons import MARK, PAGE, ConditionType, Reason, reference
 from diptych_operator.reasons import main as write_reference
 from diptych_operator.revision import revision as revision_of
-from diptych_operator.status import EventNote, build_status, deadline_missed, events_between
+from diptych_operator.status import EventNote, build_status, events_between
 from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
 
 T0, T1, T2 = "2026-11-21T07:00:00Z", "2026-11-21T07:05:00Z", "2026-11-21T07:30:00Z"
@@ -562,7 +563,13 @@ STUCK = f"{NEW} prefill=1 decode=0 verified=0 old=2 draining=0"
     ],
 )  # fmt: skip
 def test_the_deadline(status: RolloutStatus, now: str, missed: bool) -> None:
-    assert deadline_missed(status, service(), now) is missed
+    seen = Progress(NEW, Counts(1, 0), verified=False, old=2, draining=1)
+    assert deadline_missed(status, service(), seen, now) is missed
+
+
+def test_what_came_closer_while_no_operator_looked_missed_no_deadline() -> None:
+    seen = Progress(NEW, Counts(1, 1), verified=False, old=2, draining=0)
+    assert not deadline_missed(rollout(STUCK), service(), seen, T2)
 
 
 # --- events -----------------------------------------------------------------------------------

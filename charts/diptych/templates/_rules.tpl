@@ -36,12 +36,12 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 # By name only: a list or a watch would carry every Secret of the namespace.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, create, patch, delete]
+  verbs: [get, create, delete]
 # Patched for the annotation that says which pod a scale-down should take.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch, patch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end -}}

@@ -94,7 +94,7 @@ def roll(
     when they grow.
     """
     grown = both_or_none(least(growing.wanted, bounds.size))
-    credit = _credit(growing.ready, grown) if growing.revision in trusted else NOTHING
+    credit = _credit(growing.usable, grown) if growing.revision in trusted else NOTHING
     retreat = _Retreat(giving, bounds, need=less(bounds.floor, credit), leave=leave)
     retreat.give_way()
     if not grown and not retreat.leaves_a_place():

@@ -37,6 +37,14 @@ class RevisionState:
     """Pods that exist, whether ready, starting or on their way out."""
     verified: bool = False
     """A canary crossed this revision's hinge."""
+    trusted: Counts | None = None
+    """Engines that every reporting router sends requests to; None if that does not matter, or if
+    no router reports."""
+
+    @property
+    def usable(self) -> Counts:
+        """Ready pods that routers use: a ready engine is of no use before its own canary."""
+        return self.ready if self.trusted is None else least(self.ready, self.trusted)
 
     @property
     def serving(self) -> Counts:

@@ -122,6 +122,7 @@ def blue_green(scene: Scene) -> Step:
     target, name = scene.target, scene.target.revision
     carrying = [old for old in scene.living if _in_use(scene, old.revision)] or scene.living
     fenced = not _in_use(scene, name)
+    whole = scene.target_whole and at_least(target.usable, scene.desired)
     switched = bool(scene.routers) and all(serving == (name,) for serving in scene.routers)
     begun = any(serving == (name,) for serving in scene.routers) and both(target.serving)
     kept = _at_full_size(scene, carrying) if fenced else {o.revision: o.wanted for o in carrying}
@@ -130,15 +131,15 @@ def blue_green(scene: Scene) -> Step:
     if target.serving and not fenced and not enough:
         stay = tuple(sorted((*stay, name)))  # It carries a share that the old would lack.
 
+    if switched and whole:
+        return Step({name: scene.desired}, (name,), Phase.Switching, switching(scene, kept))
     if scene.failed:
         rest = both_or_none(least(target.wanted, ONE_OF_EACH if fenced else scene.desired))
         kept = _at_full_size(scene, carrying)
         message = falling_back(scene, carrying[-1].revision, kept | {name: rest})
         return Step(kept | {name: rest}, stay, Phase.Failed, message)
-    if switched and scene.target_whole:
-        return Step({name: scene.desired}, (name,), Phase.Switching, switching(scene, kept))
     replicas = kept | {name: scene.desired}
-    if begun or scene.target_whole:
+    if begun or whole:
         return Step(replicas, (name,), Phase.Switching, switching(scene, kept))
     if not target.wanted and not fenced:
         return Step(kept | {name: NOTHING}, stay, Phase.Progressing, fencing(scene, stay))
