@@ -32,8 +32,6 @@ METRICS_PORT = 18990
 CREATORS = 16
 DEADLINE_S = 1800.0
 QUIET_S = 30.0
-WATCHED = ("inferenceservices", "deployments", "pods", "configmaps", "services",
-           "serviceaccounts", "poddisruptionbudgets", "networkpolicies", "poolscalers")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +44,13 @@ class Figures:
     """Of one core."""
     requests_per_hour_at_rest: float
     """Without watches: leases and whatever else the operator sends."""
-    watches_per_hour_at_rest: float
-    """Watches on the operator's kinds, less those that were asked for before it was there."""
     requests_per_service: float
     """Sent to bring one service from nothing to its status."""
 
 
 async def measure(numbers: list[int], rest_s: float) -> list[Figures]:
-    async with await Kube.connect() as kube, namespace(kube):
-        others = await watch_requests()
-        await asyncio.sleep(rest_s)
-        others = await watch_requests() - others
-        return await with_operator(kube, numbers, rest_s, others)
-
-
-async def with_operator(
-    kube: Kube, numbers: list[int], rest_s: float, others: float
-) -> list[Figures]:
-    """`others`: watches that the rest of the cluster asks for in the time of a rest."""
     found: list[Figures] = []
-    async with operator() as process:
+    async with await Kube.connect() as kube, namespace(kube), operator() as process:
         have = 0
         for number in sorted(numbers):
             before = operator_metrics()["diptych_operator_api_requests"]
@@ -76,21 +61,16 @@ async def with_operator(
             sent = operator_metrics()["diptych_operator_api_requests"] - before
             added, have = number - have, number
             await quiet()
-            found.append(await at_rest(process, have, rest_s, seconds, sent / added, others))
+            found.append(await at_rest(process, have, rest_s, seconds, sent / added))
             print(json.dumps(asdict(found[-1])), flush=True)
     return found
 
 
 async def at_rest(
-    process: psutil.Process,
-    services: int,
-    rest_s: float,
-    seconds: float,
-    each: float,
-    others: float,
+    process: psutil.Process, services: int, rest_s: float, seconds: float, each: float
 ) -> Figures:
     requests = operator_metrics()["diptych_operator_api_requests"]
-    watches, cpu = await watch_requests(), process.cpu_times()
+    cpu = process.cpu_times()
     await asyncio.sleep(rest_s)
     spent = process.cpu_times()
     per_hour = 3600 / rest_s
@@ -104,7 +84,6 @@ async def at_rest(
         requests_per_hour_at_rest=round(
             (operator_metrics()["diptych_operator_api_requests"] - requests) * per_hour
         ),
-        watches_per_hour_at_rest=round((await watch_requests() - watches - others) * per_hour),
         requests_per_service=round(each, 1),
     )
 
@@ -162,22 +141,6 @@ def operator_metrics() -> dict[str, float]:
                 name += f'{{"{sample.labels["condition"]}"}}'
             totals[name] = totals.get(name, 0.0) + sample.value
     return totals
-
-
-async def watch_requests() -> float:
-    """Watches of the operator's kinds that the API server has answered."""
-    kubectl = await asyncio.create_subprocess_exec(
-        "kubectl", "get", "--raw", "/metrics", stdout=asyncio.subprocess.PIPE
-    )
-    text, _ = await kubectl.communicate()
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text.decode())
-        for sample in family.samples
-        if sample.name == "apiserver_request_total"
-        and sample.labels.get("verb") == "WATCH"
-        and sample.labels.get("resource") in WATCHED
-    )
 
 
 @asynccontextmanager
