@@ -64,6 +64,8 @@ def build_core(config: EngineConfig) -> EngineCore:
         dtype=runner.dtype_name,
         compat={
             "model": config.model,
+            # What was fetched is a link to a folder named for its content.
+            "weights": "" if source.path is None else str(source.path.resolve()),
             "num_layers": model.num_hidden_layers,
             "kv_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,

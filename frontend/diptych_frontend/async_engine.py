@@ -7,7 +7,6 @@ A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
@@ -29,9 +28,6 @@ from diptych_protocol import (
 
 log = logging.getLogger(__name__)
 
-STALL_LIMIT_S = 60.0
-"""With requests open, an engine that says nothing for so long is reported unhealthy."""
-
 
 class AsyncEngine(EngineClient):
     """An EngineClient whose requests are answered by engine cores elsewhere."""
@@ -51,7 +47,6 @@ class AsyncEngine(EngineClient):
         self._max_open_requests = max_open_requests
         self._dead: EngineDeadError | None = None
         self._closed = False
-        self._last_news = time.monotonic()
         self._facts: dict[str, dict[str, Any]] = {}
         """Internal request id -> what the response headers tell about it."""
 
@@ -71,7 +66,6 @@ class AsyncEngine(EngineClient):
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
         """Hand a step's outputs to those who wait for them."""
-        self._last_news = time.monotonic()
         self._withdraw(self.output_processor.process(outputs))
 
     # --- EngineClient -------------------------------------------------------------------------
@@ -120,8 +114,6 @@ class AsyncEngine(EngineClient):
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
         )
-        if self._idle:
-            self._last_news = time.monotonic()  # nothing was to be expected until now
         n = request.params.n
         parent = ParentRequest(request) if n > 1 else None
         parts = [parent.child(index) for index in range(n)] if parent is not None else [request]
@@ -162,12 +154,6 @@ class AsyncEngine(EngineClient):
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self._withdraw(self.output_processor.abort(ids))
 
-    async def check_health(self) -> None:
-        self._check_usable()
-        silence = time.monotonic() - self._last_news
-        if not self._idle and silence > STALL_LIMIT_S:
-            raise EngineDeadError(f"requests are open but no engine spoke for {silence:.0f} s")
-
     async def is_tracing_enabled(self) -> bool:
         return False
 
@@ -186,10 +172,6 @@ class AsyncEngine(EngineClient):
             )
 
     # --- life and death -----------------------------------------------------------------------
-
-    @property
-    def _idle(self) -> bool:
-        return self.output_processor.num_unfinished == 0
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -25,8 +25,9 @@ from diptych_router.canary import OUTPUT_TOKENS, complaint, prompt_length
 from diptych_router.engine_link import EngineLink
 from diptych_router.routed_request import RoutedRequest, Stage
 
-CANARY_TIMEOUT_S = 20.0
-LOWEST_PRIORITY = 1 << 30
+CANARY_TIMEOUT_S = 120.0
+"""A canary queues behind users' requests, and engines that were added because there are too many
+of those must be verified too. What does not work ends sooner, by the hinge's own deadlines."""
 
 Release = Callable[[str, dict[str, Any]], None]
 """Gives a lease back that nobody will read: request id, kv_transfer_params. Does not wait."""
@@ -102,7 +103,6 @@ def _request(source: EngineDescription, target: EngineDescription) -> EngineCore
         lora_request=None,
         cache_salt=secrets.token_hex(8),
         data_parallel_rank=None,
-        priority=LOWEST_PRIORITY,
     )
 
 

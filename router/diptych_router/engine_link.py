@@ -58,7 +58,7 @@ class EngineLink:
     ) -> None:
         """Connect in the background.
 
-        `on_news`: the engine is up, or began or ceased to drain. `on_outputs`: what it computed
+        `on_news`: the engine is up, or began to drain. `on_outputs`: what it computed
         for others than `complete`. `on_lost`: every request on it is gone.
         """
         self.role: Role = role
@@ -167,6 +167,7 @@ class EngineLink:
     async def _keep_described(self) -> None:
         """Learn who answers at the endpoint, now and after every loss."""
         while True:
+            self.stats.draining = False  # whoever answers now may be somebody else
             try:
                 description = await self.client.describe(DESCRIBE_TIMEOUT_S)
                 stats = await self.client.fetch_stats(STATS_TIMEOUT_S)
@@ -180,11 +181,19 @@ class EngineLink:
             self._gone.clear()
             self.fingerprint = fingerprint(description.compat)
             self.epoch = description.epoch
+            # It may have said so meanwhile, and says so once.
+            stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
-            self._on_news()
+            self._tell_news()
             await self._gone.wait()
+
+    def _tell_news(self) -> None:
+        try:
+            self._on_news()
+        except Exception:  # somebody else's mistake must not end this line
+            log.exception("news of %s engine %s went unheard", self.role, self.name)
 
     def _handle_outputs(self, message: EngineCoreOutputs) -> None:
         if message.scheduler_stats is not None:
@@ -195,12 +204,13 @@ class EngineLink:
         self._on_outputs(self, message)
 
     def _take_stats(self, stats: SchedulerStats) -> None:
-        turned = stats.draining != self.stats.draining
+        # An answer may be older than what the engine said unasked. None ceases to drain.
+        began = stats.draining and not self.stats.draining
+        stats.draining |= self.stats.draining
         self.stats = stats
-        if turned and self.up:
-            what = "drains" if stats.draining else "drains no more"
-            log.info("%s engine %s %s", self.role, self.name, what)
-            self._on_news()
+        if began and self.up:
+            log.info("%s engine %s drains", self.role, self.name)
+            self._tell_news()
 
     def _take_own(self, output: EngineCoreOutput) -> bool:
         own = self._own.get(output.request_id)

@@ -70,6 +70,7 @@ class PoolClient(AsyncEngine):
             on_lost=self._engine_lost,
         )
         self._config = config
+        self._model_limit = inputs.max_model_len
         self._routed: dict[str, RoutedRequest] = {}
         """By the request's own id."""
         self._placed: dict[str, RoutedRequest] = {}
@@ -124,7 +125,7 @@ class PoolClient(AsyncEngine):
     def _dispatch(self, routed: RoutedRequest) -> None:
         """Start an attempt with what is known so far, or wait until that is possible.
 
-        Raises `EngineOverloadedError` if too many wait already.
+        Raises `EngineOverloadedError` if it may not wait.
         """
         while (decision := self.pools.choose()) is not None:
             prefill = self.pools.links[decision.prefill] if decision.prefill else None
@@ -152,13 +153,24 @@ class PoolClient(AsyncEngine):
         self._hold(routed)
 
     def _hold(self, routed: RoutedRequest) -> None:
-        """Let a request wait for an engine. One that was taken on before is not turned away."""
-        seconds, is_new = self._config.hold_seconds, routed.attempts == 0
-        if seconds <= 0 or (is_new and len(self._held) >= self._config.max_held):
-            raise EngineOverloadedError("no decode engine is up; retry later")
+        """Let a request wait for an engine, until the time is up that it has for that.
+
+        Raises `EngineOverloadedError` if requests do not wait here, or if too many do already;
+        the latter turns nobody away who was taken on before.
+        """
+        if self._config.hold_seconds <= 0:
+            raise EngineOverloadedError("no engine is usable; retry later")
+        waiting = len(self._held)
+        if routed.attempts == 0 and waiting >= self._config.max_held:
+            raise EngineOverloadedError(
+                f"no engine is usable and {waiting} requests wait already; retry later"
+            )
         log.info("request %s waits for an engine", routed.request_id)
+        loop = asyncio.get_running_loop()
+        if routed.hold_until is None:
+            routed.hold_until = loop.time() + self._config.hold_seconds
         give_up = partial(self._give_up, routed)
-        self._held[routed.request_id] = asyncio.get_running_loop().call_later(seconds, give_up)
+        self._held[routed.request_id] = loop.call_at(routed.hold_until, give_up)
 
     def _give_up(self, routed: RoutedRequest) -> None:
         del self._held[routed.request_id]
@@ -312,10 +324,7 @@ class PoolClient(AsyncEngine):
 
     def _pools_changed(self) -> None:
         """Engines came, went or began to leave: let those who wait go on, and move streams."""
-        for link in self.pools.links.values():
-            if link.description is not None:
-                limit = min(self.max_model_len, link.description.max_model_len)
-                self.input_processor.max_model_len = limit
+        self._follow_model_limit()
         for request_id in list(self._held):
             if self.pools.choose() is None:
                 break
@@ -324,6 +333,16 @@ class PoolClient(AsyncEngine):
                 waiting.cancel()
                 self._dispatch(self._routed[request_id])
         self._move_streams()
+
+    def _follow_model_limit(self) -> None:
+        """Every usable engine can take every request. While there is none, nothing new is known."""
+        limits = [
+            link.description.max_model_len
+            for link in self.pools.links.values()
+            if link.description is not None and self.pools.usable(link)
+        ]
+        if limits:
+            self.input_processor.max_model_len = min(self._model_limit, *limits)
 
     def _move_streams(self) -> None:
         """Ask engines that leave to hand off what they decode, if somebody can take it over."""

@@ -74,6 +74,9 @@ class RoutedRequest:
     """kv_transfer_params of a lease that no decode engine has read yet."""
     moving: bool = False
     """Its engine was asked to hand it off."""
+    hold_until: float | None = None
+    """When it stops waiting for an engine, by the loop's clock: set when it first has to wait, so
+    that attempts in between win it no time; None once it has got on."""
 
     @property
     def request_id(self) -> str:
@@ -164,6 +167,7 @@ class RoutedRequest:
         output then is.
         """
         self.generated += output.new_token_ids
+        self.hold_until = None
         prefill_done = (
             self.stage is Stage.PREFILL
             and output.finish_reason is FinishReason.LENGTH

@@ -157,3 +157,13 @@ def test_an_error_during_a_hand_off_is_blamed_on_the_engines() -> None:
 def test_an_abort_that_lends_nothing_is_an_engine_giving_up() -> None:
     assert is_given_up(EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT))
     assert not is_given_up(EngineCoreOutput("r", [], finish_reason=FinishReason.STOP))
+
+
+def test_only_what_an_engine_computes_renews_the_time_to_wait() -> None:
+    state = routed()
+    state.hold_until = 7.0
+    state.place("prefill p", Stage.PREFILL)
+    state.set_back(Setback.LOSS)
+    assert state.hold_until == 7.0
+    state.absorb(EngineCoreOutput("r/1", [1]))
+    assert state.hold_until is None

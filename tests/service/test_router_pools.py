@@ -102,6 +102,19 @@ async def test_a_decode_engine_without_any_partner_serves_alone(
         assert "prefill pool" in client.why_not_ready()
 
 
+async def test_the_longest_request_is_what_every_usable_engine_can_take(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core], eventually: Any
+) -> None:
+    prefill, decode = two_pools.values()
+    with cores(keys_dir, engine_config("small", smollm2, num_blocks=8)) as (small,):
+        async with routing(
+            smollm2, keys_dir, [prefill.address], [decode.address, small.address], verify="warn"
+        ) as client:
+            await eventually(lambda: client.max_model_len == 8 * 16, timeout_s=20)
+            small.kill()
+            await eventually(lambda: client.max_model_len > 8 * 16, timeout_s=20)
+
+
 # --- holding, and which revisions may serve ---------------------------------------------------
 
 
@@ -121,7 +134,7 @@ async def test_requests_wait_for_a_revision_that_may_serve(
         waiting = [asyncio.create_task(generate(client, PROMPT)) for _ in range(2)]
         await eventually(lambda: client.num_held == 2)
         assert router_report(client).held_requests == 2
-        with pytest.raises(EngineOverloadedError):
+        with pytest.raises(EngineOverloadedError, match="2 requests wait already"):
             await generate(client, "one too many")
         waiting[1].cancel()
         await eventually(lambda: client.num_held == 1)

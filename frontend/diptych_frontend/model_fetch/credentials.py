@@ -33,6 +33,10 @@ class Credentials:
             raise BadSourceError(
                 CREDENTIALS, "access-key-id and secret-access-key need each other; give both"
             )
+        if "@" in self.endpoint:  # it appears in messages
+            raise BadSourceError(
+                CREDENTIALS, "endpoint holds a user or password; give them in keys of their own"
+            )
 
 
 def read_credentials(folder: Path) -> Credentials:

@@ -83,19 +83,25 @@ def download_header(source: Source, file: RemoteFile, path: Path, advance: Advan
     raise BadSourceError(URI, f"{file.name} is not a usable GGUF file; name another")
 
 
-def with_attempts(call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
-    """Call until there is an answer, with growing pauses between attempts."""
+def with_attempts(
+    call: Callable[[], T], attempts: int = ATTEMPTS, *, given_up: threading.Event | None = None
+) -> T:
+    """Call until there is an answer, with growing pauses between attempts.
+
+    Once `given_up` is set nobody wants the answer any more: no attempt is made after that.
+    """
+    given_up = given_up or threading.Event()
     pause_s = FIRST_PAUSE_S
     for attempt in range(1, attempts + 1):
         try:
             return call()
         except UnreachableError as exc:
-            if attempt == attempts:
+            if attempt == attempts or given_up.is_set():
                 raise
             wait_s = max(exc.retry_after_s, pause_s * random.uniform(0.5, 1.0))
             logger.warning("%s; attempt %d of %d in %.0f s", exc, attempt + 1, attempts, wait_s)
-            # Nobody sets it: a pause that lets signals through.
-            threading.Event().wait(wait_s)
+            if given_up.wait(wait_s):
+                raise
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     raise ValueError(f"{attempts} attempts are none")
 
@@ -117,8 +123,11 @@ def _parts(source: Source, file: RemoteFile, start: int, end: int) -> Iterator[b
     """The parts between `start` and `end` in their order, some of them fetched ahead."""
 
     def fetch(at: int) -> bytes:
-        return with_attempts(lambda: source.read(file, at, min(at + PART_BYTES, end)))
+        return with_attempts(
+            lambda: source.read(file, at, min(at + PART_BYTES, end)), given_up=given_up
+        )
 
+    given_up = threading.Event()
     pending: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(PARTS_AT_A_TIME, thread_name_prefix="part") as pool:
         try:
@@ -129,6 +138,7 @@ def _parts(source: Source, file: RemoteFile, start: int, end: int) -> Iterator[b
             while pending:
                 yield pending.popleft().result()
         finally:
+            given_up.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -26,7 +26,6 @@ READ_TIMEOUT_S: Final = 30.0
 PART_TIMEOUT_S: Final = 300.0
 """For all of a part: a source that trickles is taken for dead."""
 MAX_RETRY_AFTER_S: Final = 300.0
-_STALE_LINK: Final = (401, 403, 404, 410)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +85,19 @@ class HttpRanges:
                 raise ChangedError(f"{_origin(url)} has another version of the file than before")
             if response.history and _origin(str(response.url)) != _origin(url):
                 self._links[url] = str(response.url)
-            # A server that knows no ranges sends all of the file.
-            skip = 0 if response.status_code == httpx2.codes.PARTIAL_CONTENT else start
-            return _take(response, skip, end - start, url)
+            if start > 0 and response.status_code != httpx2.codes.PARTIAL_CONTENT:
+                # It sends the file from its begin: for each part, all that was before.
+                raise BadSourceError(
+                    URI, f"{_origin(url)} sends no parts of files; use a server that does"
+                )
+            return _take(response, end - start, url)
 
 
-def _take(response: httpx2.Response, skip: int, wanted: int, url: str) -> bytes:
+def _take(response: httpx2.Response, wanted: int, url: str) -> bytes:
     deadline = time.monotonic() + PART_TIMEOUT_S
     part = bytearray()
     for chunk in response.iter_raw():
-        passed = min(skip, len(chunk))
-        skip -= passed
-        part += chunk[passed:]
+        part += chunk
         if len(part) >= wanted:
             return bytes(part[:wanted])
         if time.monotonic() > deadline:

@@ -11,6 +11,7 @@ from huggingface_hub.errors import (
     DisabledRepoError,
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -98,6 +99,9 @@ class HubSource:
             raise BadSourceError(URI, f"{self._repo} has been disabled by {where}") from None
         except OfflineModeIsEnabled:
             raise UnreachableError("HF_HUB_OFFLINE is set, so the hub is not asked") from None
+        except HFValidationError:
+            problem = f"{self._repo} cannot be the name of a repository; check it"
+            raise BadSourceError(URI, problem) from None
         except HfHubHTTPError as exc:
             raise _http_error(where, exc.response) from None
         except (httpx2.TransportError, ValueError) as exc:

@@ -15,7 +15,7 @@ import pytest
 
 from diptych_frontend.model_fetch import BadSourceError, Credentials, FetchError, fetch_model
 from diptych_frontend.model_fetch.cache import CacheEntry
-from diptych_frontend.model_fetch.download import PARTS_AT_A_TIME
+from diptych_frontend.model_fetch.download import PARTS_AT_A_TIME, with_attempts
 from diptych_frontend.model_fetch.errors import ChangedError, UnreachableError
 from diptych_frontend.model_source import resolve_model
 from diptych_protocol import InvalidRequestError
@@ -204,10 +204,35 @@ def test_a_file_that_changes_under_way_is_not_patched_together(
     assert fetch("s3://bucket/model.gguf").read_bytes() == gguf_bytes[::-1]
 
 
-def test_a_server_without_ranges_still_serves(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
-    store.files = {"model.gguf": gguf_bytes}
+def test_a_server_without_ranges_serves_small_files_only(
+    store: Any, fetch: Fetch, gguf_bytes: bytes
+) -> None:
     store.ranges = False
-    assert fetch("hf://org/repo/model.gguf").read_bytes() == gguf_bytes
+    store.files = {"model.gguf": gguf_bytes[:PART]}
+    assert fetch("hf://org/repo/model.gguf").read_bytes() == gguf_bytes[:PART]
+    store.files = {"other.gguf": gguf_bytes}
+    with pytest.raises(BadSourceError, match=r"spec\.model\.uri: .* sends no parts of files; use"):
+        fetch("hf://org/repo/other.gguf")
+
+
+def test_what_nobody_waits_for_any_more_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diptych_frontend.model_fetch.download.FIRST_PAUSE_S", 60.0)
+    given_up = threading.Event()
+    calls = 0
+
+    def fail() -> None:
+        nonlocal calls
+        calls += 1
+        threading.Timer(0.05, given_up.set).start()
+        raise UnreachableError("nobody there")
+
+    begin = time.monotonic()
+    with pytest.raises(UnreachableError):
+        with_attempts(fail, given_up=given_up)
+    assert calls == 1
+    assert time.monotonic() - begin < 20
 
 
 def test_a_busy_hub_is_asked_again(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
@@ -256,6 +281,7 @@ def test_the_keys_open_the_bucket(
     ("uri", "options", "says"),
     [
         ("hf://org/other", {}, r"spec\.model\.uri: .* has no org/other"),
+        ("hf://org/re--po", {}, r"spec\.model\.uri: org/re--po cannot be the name"),
         ("hf://org/repo", {"revision": "v9"}, r"spec\.model\.revision: org/repo has no 'v9'"),
         ("hf://org/repo", {}, r"holds no \*\.safetensors; it has GGUF files.*repo/FILE: a\.gguf"),
         ("hf://org/repo/b.gguf", {}, r"b\.gguf does not exist; .*: a\.gguf"),
@@ -275,6 +301,12 @@ def test_what_cannot_be_had_is_said_in_one_line(
     with pytest.raises(BadSourceError, match=says) as caught:
         fetch(uri, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_an_endpoint_that_holds_a_password_is_refused() -> None:
+    with pytest.raises(BadSourceError, match=r"spec\.model\.credentials: endpoint") as caught:
+        Credentials(endpoint="https://me:secret@store.example")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_malformed_uri_is_an_invalid_request(fetch: Fetch) -> None:

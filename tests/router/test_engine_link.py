@@ -1,0 +1,42 @@
+"""What a router makes of what an engine says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych_protocol import EngineCoreOutputs, EngineDescription, SchedulerStats
+from diptych_router.engine_link import EngineLink
+
+DESCRIPTION = EngineDescription(
+    engine_id="d", epoch="e", model="m", max_model_len=64, vocab_size=8, block_size=16,
+    num_blocks=4, dtype="float32", compat={}, max_num_seqs=1, pid=1,
+)  # fmt: skip
+
+
+def statistics(*, draining: bool) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=[], scheduler_stats=SchedulerStats(draining=draining))
+
+
+async def test_an_engine_that_drains_is_never_taken_for_one_that_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    news: list[bool] = []
+
+    def hear() -> None:
+        news.append(link.stats.draining)
+        raise ValueError("a mistake of whoever listens")
+
+    link = EngineLink(
+        "decode", "tcp://127.0.0.1:1", None,
+        on_news=hear, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+    )  # fmt: skip
+    try:
+        link.description = DESCRIPTION
+        assert link.open_to_work
+        for draining in (False, True, False, True):
+            link._handle_outputs(statistics(draining=draining))
+        assert not link.open_to_work
+        assert news == [True]
+        assert "went unheard" in caplog.text
+    finally:
+        link.close()
