@@ -11,10 +11,12 @@ from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
 from e2e.traffic import Client
 
 KIND = "inferenceservices.diptych.dev"
+REVISION_LABEL = "diptych.dev/revision"
 CHILD_KINDS = (
     "deployments,configmaps,secrets,services,serviceaccounts,poddisruptionbudgets,networkpolicies"
 )
-ROLES = ("prefill", "decode", "router")
+ENGINE_ROLES = ("prefill", "decode")
+ROLES = (*ENGINE_ROLES, "router")
 READY_TIMEOUT_S = 300.0
 _SAMPLE = re.compile(r"^diptych:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -59,13 +61,26 @@ class Service:
 
     def condition(self, kind: str) -> str:
         """True, False, Unknown, or nothing if the operator has not said it of the newest spec."""
+        found: str = self._said(kind).get("status", "")
+        return found
+
+    def _said(self, kind: str) -> Object:
+        """All of a condition; nothing while it speaks of an older spec."""
         service = self.observed()
         status = service.get("status", {})
         if status.get("observedGeneration") != service["metadata"]["generation"]:
-            return ""
-        said = {c["type"]: c["status"] for c in status.get("conditions", [])}
-        found: str = said.get(kind, "")
-        return found
+            return {}
+        return next((c for c in status.get("conditions", []) if c["type"] == kind), {})
+
+    def says(self, kind: str, status: str, reason: str, timeout_s: float) -> str:
+        """Wait until a condition has this status for this reason; returns its message."""
+
+        def look() -> str | None:
+            said = self._said(kind)
+            wanted = (said.get("status"), said.get("reason")) == (status, reason)
+            return said["message"] if wanted else None
+
+        return wait_for(f"{kind} {status} {reason} of {self.name}", look, timeout_s)
 
     def settled(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until the newest spec is served in full, and nothing is under way."""
@@ -96,6 +111,10 @@ class Service:
         pods = self._kubectl.list("pods", labels)
         return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
+    def engines(self) -> set[str]:
+        """The uids of the engine pods that are to stay."""
+        return {p["metadata"]["uid"] for role in ENGINE_ROLES for p in self.pods(role)}
+
     def ready_pods(self, role: str) -> list[str]:
         return [pod["metadata"]["name"] for pod in self.pods(role) if _is_ready(pod)]
 
@@ -123,11 +142,12 @@ class Service:
         answer: Object = json.loads(self._client.fetch(f"{self.url}/chat/completions", body))
         return answer
 
-    def metric(self, role: str, name: str) -> float:
-        """Sum of a metric over the ready pods of a role, each asked itself."""
+    def metric(self, role: str, name: str, revision: str = "") -> float:
+        """Sum of a metric over the ready pods of a role, each asked itself; of any revision."""
         total = 0.0
         for pod in self.pods(role):
-            if _is_ready(pod):
+            of_revision = revision in ("", pod["metadata"]["labels"].get(REVISION_LABEL))
+            if _is_ready(pod) and of_revision:
                 text = self._client.fetch(f"http://{pod['status']['podIP']}:8000/metrics")
                 total += sum(float(value) for key, value in _SAMPLE.findall(text) if key == name)
         return total

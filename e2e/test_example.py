@@ -6,9 +6,11 @@ import time
 
 import pytest
 from e2e.chart import Chart
-from e2e.figures import Figures
+from e2e.figures import ARTIFACTS, Figures
 from e2e.kubectl import Kubectl, Object
-from e2e.service import ROLES, Service
+from e2e.plugin import Plugin
+from e2e.service import ENGINE_ROLES, ROLES, Service
+from e2e.traffic import Client
 
 QUESTION = "In a few words: what makes a bridge of two arches last for many hundreds of years?"
 FIND_TORCH = "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
@@ -46,6 +48,35 @@ def test_a_chat_is_answered_and_its_blocks_moved(running: Service) -> None:
 def test_greedy_answers_repeat(running: Service) -> None:
     first, second = (running.chat(QUESTION)["choices"][0]["message"] for _ in range(2))
     assert first == second
+
+
+def test_the_plugin_says_that_all_is_well(running: Service, kubectl: Kubectl) -> None:
+    plugin = Plugin(kubectl.namespace)
+    shown = plugin.ask("status").text
+    assert [
+        word for word in (running.name, "Serving", running.revision()) if word not in shown
+    ] == []
+    told = plugin.ask("status", running.name, "--json").json
+    assert told["reported"]
+    assert {role: told["status"][role]["summary"] for role in ROLES} == dict.fromkeys(ROLES, "1/1")
+    why = plugin.ask("why", running.name)
+    assert why.code == 0
+    assert f"{running.name} is available" in why.text
+
+
+def test_the_plugin_shows_what_engines_do(
+    running: Service, client: Client, kubectl: Kubectl
+) -> None:
+    traffic = client.traffic(
+        running.url, running.name, concurrency=1, max_tokens=32, record=ARTIFACTS / "top.jsonl"
+    )
+    with traffic:
+        traffic.wait_served(1, 60)
+        loads = Plugin(kubectl.namespace).ask("top", running.name, "--interval", "4", "--json").json
+    assert [load["role"] for load in loads] == list(ENGINE_ROLES)
+    for load in loads:
+        assert [load["name"]] == running.ready_pods(load["role"])
+        assert load["tokens_per_s"] > 0
 
 
 def test_only_engines_carry_torch(running: Service, chart: Chart, kubectl: Kubectl) -> None:

@@ -7,77 +7,20 @@ design promises it, no request may fail or come back with another text; nothing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+from e2e.bench import AFTER, POOL, Bench
 from e2e.chart import Chart
-from e2e.figures import ARTIFACTS, Figures
-from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
+from e2e.figures import Figures
+from e2e.kubectl import Kubectl, Object, wait_for
 from e2e.service import READY_TIMEOUT_S, Service
-from e2e.traffic import Client, Report
+from e2e.traffic import Client
 
 CONCURRENCY = 3
-MAX_TOKENS = 24
-BEFORE, AFTER = 4, 8
-"""Requests that must have ended before a disruption, and after it."""
-PACE_TIMEOUT_S = 180.0
 DRAIN_TIMEOUT_S = 60.0
-ENGINE_RESOURCES = {"limits": {"cpu": "1"}, "requests": {"cpu": "100m", "memory": "512Mi"}}
-"""One thread for each engine, and small enough that a laptop's node holds six."""
-
-
-@dataclass
-class Bench:
-    """The service under test and all that disturbs it."""
-
-    service: Service
-    client: Client
-    chart: Chart
-    kubectl: Kubectl
-    figures: Figures
-
-    def disrupt(self, row: str, disruption: Callable[[], None]) -> Report:
-        """Count what becomes of the traffic; the disruption returns once the service is whole."""
-        traffic = self.client.traffic(
-            self.service.url,
-            self.service.name,
-            concurrency=CONCURRENCY,
-            max_tokens=MAX_TOKENS,
-            record=ARTIFACTS / f"{row.replace(' ', '-')}.jsonl",
-        )
-        with traffic:
-            traffic.wait_served(BEFORE, PACE_TIMEOUT_S)
-            started = time.monotonic()
-            disruption()
-            seconds = round(time.monotonic() - started, 1)
-            traffic.wait_served(AFTER, PACE_TIMEOUT_S)
-        self.figures.add(row, {"seconds": seconds, **traffic.report.figures()})
-        return traffic.report
-
-    def replaced(self, role: str, name: str) -> None:
-        """Wait until the pod is gone or dying, and its pool has its two ready pods again."""
-        wait_for(
-            f"{name} has a successor",
-            lambda: name not in [pod["metadata"]["name"] for pod in self.service.pods(role)],
-            60,
-        )
-        self.service.has_ready(role, 2)
-
-    def kill(self, role: str) -> None:
-        """End a pod without a word: every process that a signal can reach, then the pod."""
-        name = self.service.ready_pods(role)[0]
-        with suppress(KubectlError):  # the shell that kills is killed too
-            self.kubectl.exec(name, "sh", "-c", "kill -9 -1")
-        self.kubectl.delete("pod", name, grace_s=0)
-        self.replaced(role, name)
-
-    def dismiss(self, role: str) -> None:
-        """Delete a pod as Kubernetes does it in a scale-down or an eviction."""
-        name = self.service.ready_pods(role)[0]
-        self.kubectl.delete("pod", name)
-        self.replaced(role, name)
+TWO = {**POOL, "replicas": 2}
 
 
 @contextmanager
@@ -99,24 +42,10 @@ def bench(
     example: Object,
 ) -> Bench:
     """The example with two pods of everything."""
-    spec = example["spec"]
-    pool = {"replicas": 2, "resources": ENGINE_RESOURCES}
-    started = time.monotonic()
-    smollm2.apply(
-        {
-            **example,
-            "spec": {
-                **spec,
-                "engine": {**spec.get("engine", {}), "kvCacheMemory": "256Mi"},
-                "prefill": pool,
-                "decode": pool,
-                "router": {**spec.get("router", {}), "replicas": 2},
-            },
-        }
-    )
-    smollm2.settled()
-    figures.add("apply two of each", {"seconds": round(time.monotonic() - started, 1)})
-    return Bench(smollm2, client, chart, kubectl, figures)
+    bench = Bench(smollm2, client, chart, kubectl, figures, CONCURRENCY)
+    router = {**example["spec"].get("router", {}), "replicas": 2}
+    bench.install(example, "apply two of each", prefill=TWO, decode=TWO, router=router)
+    return bench
 
 
 def test_undisturbed(bench: Bench) -> None:
@@ -178,14 +107,14 @@ def test_a_new_revision_and_back(bench: Bench) -> None:
 
 
 def test_the_keys_are_rotated(bench: Bench) -> None:
-    def engines() -> set[str]:
-        pods = bench.service.pods("prefill") + bench.service.pods("decode")
-        return {pod["metadata"]["uid"] for pod in pods}
-
     def disruption() -> None:
-        before = engines()
+        before = bench.service.engines()
         bench.service.annotate("diptych.dev/rotate-secrets", str(time.time_ns()))
-        wait_for("no engine with the old keys", lambda: not before & engines(), 2 * READY_TIMEOUT_S)
+        wait_for(
+            "no engine with the old keys",
+            lambda: not before & bench.service.engines(),
+            2 * READY_TIMEOUT_S,
+        )
         bench.service.settled()
 
     assert bench.disrupt("rotate the keys", disruption).failures == {}
@@ -221,4 +150,4 @@ def test_the_service_is_deleted(bench: Bench) -> None:
     started = time.monotonic()
     bench.service.delete()
     bench.service.gone()
-    bench.figures.add("delete two of each", {"seconds": round(time.monotonic() - started, 1)})
+    bench.measured("delete two of each", started)

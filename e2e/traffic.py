@@ -18,6 +18,8 @@ SCRIPT = Path(__file__).with_name("client_pod.py")
 START_TIMEOUT_S = 180.0
 """The first answers are learnt one by one."""
 STOP_TIMEOUT_S = 300.0
+FETCH_TIMEOUT_S = 150.0
+"""Routers may hold a request until pods are there."""
 SLOW_FACTOR = 3.0
 """A request this many times slower than the median of its run counts as slowed."""
 
@@ -75,8 +77,13 @@ class Client:
             "volumes": [{"name": "script", "configMap": {"name": POD}}],
             "terminationGracePeriodSeconds": 2,
             "enableServiceLinks": False,
+            "automountServiceAccountToken": False,
         }
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+        # A new namespace's own account comes a moment after it, and pods are refused until then.
+        wait_for(
+            "the default ServiceAccount", lambda: self._kubectl.get("serviceaccount", "default"), 60
+        )
         self._kubectl.apply(script, pod)
         wait_for("the client pod runs", self._runs, 120)
 
@@ -87,7 +94,8 @@ class Client:
     def fetch(self, url: str, body: Mapping[str, Any] | None = None) -> str:
         """The answer's body. Raises `KubectlError` for a refusal or an HTTP error."""
         post = () if body is None else ("--body", json.dumps(body))
-        return self._kubectl.exec(POD, "python", f"/e2e/{SCRIPT.name}", "fetch", url, *post)
+        command = ("python", f"/e2e/{SCRIPT.name}", "fetch", url, *post)
+        return self._kubectl.exec(POD, *command, timeout_s=FETCH_TIMEOUT_S)
 
     def traffic(
         self, url: str, model: str, *, concurrency: int, max_tokens: int, record: Path

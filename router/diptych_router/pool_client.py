@@ -94,13 +94,15 @@ class PoolClient(AsyncEngine):
         return "the router is shutting down" if self.leaving else self.pools.why_not_ready()
 
     async def check_health(self) -> None:
-        """Ready once a pair was usable; from then on while a decode engine is.
+        """Ready once a pair was usable; from then on while a decode engine is, or may be again.
 
-        An engine that is silent is not the router's illness: it has probes of its own.
+        While engines are away, as between the revisions of a Recreate, requests are to come here
+        and to be held, not to be refused by an address without a router. An engine that is silent
+        is not the router's illness: it has probes of its own.
         """
         self._check_usable()
         reason = self.why_not_ready()
-        if reason:
+        if reason and (self.leaving or not self.pools.may_hold()):
             raise EngineDeadError(reason)
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:

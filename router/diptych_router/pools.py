@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -55,6 +56,8 @@ class Pools:
         """The newest of each pair (prefill, decode), newest last."""
         self.had_pair = False
         """Some pair was usable at some time."""
+        self._usable_at = -math.inf
+        """When a decode engine was last seen usable, on the monotonic clock."""
         self._config = config
         self._targets = targets
         self._read_keys = read_keys
@@ -144,6 +147,11 @@ class Pools:
             return "no decode engine is usable"
         return ""
 
+    def may_hold(self) -> bool:
+        """There were engines a moment ago: requests that come now may see them come back."""
+        idle_s = time.monotonic() - self._usable_at
+        return self.had_pair and idle_s < self._config.hold_seconds
+
     def _why_no_pair(self) -> str:
         missing = [role for role in ROLES if not self.of(role)]
         if missing:
@@ -216,6 +224,8 @@ class Pools:
             self._begin_trials()
         decision = self.choose()
         self.had_pair = self.had_pair or (decision is not None and decision.prefill is not None)
+        if decision is not None:
+            self._usable_at = time.monotonic()
         self._on_change()
 
     # --- verification -------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""Changes of a running service that work: other ways to roll out, other pods, and a rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from e2e.bench import POOL, Bench
+from e2e.chart import Chart
+from e2e.figures import Figures
+from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
+from e2e.service import ENGINE_ROLES, READY_TIMEOUT_S, ROLES, Service
+from e2e.traffic import Client
+
+HOLD_S = 120
+"""router.holdSeconds: as long as all pods of a pool take to leave and to come anew."""
+LATER_S = 8.0
+"""By then the readiness of a router that calls itself not ready would have been withdrawn."""
+QUESTION = "In one word: what do bees make?"
+
+
+@pytest.fixture(scope="module")
+def bench(
+    smollm2: Service,
+    client: Client,
+    chart: Chart,
+    kubectl: Kubectl,
+    figures: Figures,
+    example: Object,
+) -> Bench:
+    bench = Bench(smollm2, client, chart, kubectl, figures)
+    router = {**example["spec"].get("router", {}), "holdSeconds": HOLD_S}
+    bench.install(example, "apply to change", prefill=POOL, decode=POOL, router=router)
+    return bench
+
+
+def rolled_out(bench: Bench, max_num_seqs: int | None) -> str:
+    """Another revision, or the first one again; returns which, once it serves alone."""
+    bench.service.patch_spec({"engine": {"maxNumSeqs": max_num_seqs}})
+    bench.service.settled()
+    return bench.service.revision()
+
+
+def test_blue_green_and_back(bench: Bench) -> None:
+    first = bench.service.revision()
+    served: list[str] = []
+
+    def disruption() -> None:
+        bench.service.patch_spec({"rollout": {"type": "BlueGreen"}})
+        served.append(rolled_out(bench, 48))
+        served.append(rolled_out(bench, None))
+
+    assert bench.disrupt("blue green and back", disruption).failures == {}
+    assert served[0] != first
+    assert served[1] == first
+
+
+def test_recreate_holds_what_arrives(bench: Bench) -> None:
+    """Between the revisions there is no engine; users wait, old and new ones, and that is all."""
+    service = bench.service
+    first = service.revision()
+    bench.service.patch_spec({"rollout": {"type": "Recreate"}})
+    arrived: list[float] = []
+
+    def disruption() -> None:
+        service.patch_spec({"engine": {"maxNumSeqs": 48}})
+        wait_for("no engine is ready", lambda: not ready_engines(service), READY_TIMEOUT_S)
+        time.sleep(LATER_S)
+        started = time.monotonic()
+        assert service.chat(QUESTION)["choices"]
+        arrived.append(round(time.monotonic() - started, 1))
+        service.settled()
+
+    report = bench.disrupt("recreate", disruption)
+    bench.figures.add("recreate", {"held_s": arrived[0]})
+    assert report.failures == {}
+    assert service.revision() != first
+
+
+def ready_engines(service: Service) -> list[str]:
+    return [name for role in ENGINE_ROLES for name in service.ready_pods(role)]
+
+
+CHANGES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "annotate decode": (
+        "decode",
+        {"decode": {"podTemplate": {"metadata": {"annotations": {"example.org/team": "search"}}}}},
+    ),
+    "more memory for prefill": (
+        "prefill",
+        {"prefill": {"resources": {"requests": {"memory": "600Mi"}}}},
+    ),
+    "more memory for the router": (
+        "router",
+        {"router": {"resources": {"requests": {"memory": "300Mi"}}}},
+    ),
+}
+"""Each by its row: the pods that are replaced, and the change."""
+
+
+@pytest.mark.parametrize("row", CHANGES)
+def test_pods_change_within_a_revision(bench: Bench, row: str) -> None:
+    role, change = CHANGES[row]
+    service = bench.service
+    revision = service.revision()
+    before = {each: uids(service, each) for each in ROLES}
+
+    def disruption() -> None:
+        service.patch_spec(change)
+        wait_for(f"new {role} pods", lambda: not before[role] & uids(service, role), 120)
+        service.has_ready(role, len(before[role]))
+        service.settled()
+
+    assert bench.disrupt(row, disruption).failures == {}
+    assert service.revision() == revision
+    others = [each for each in ROLES if each != role]
+    assert {each: uids(service, each) for each in others} == {each: before[each] for each in others}
+
+
+def uids(service: Service, role: str) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in service.pods(role)}
+
+
+def test_routers_come_and_go(bench: Bench) -> None:
+    def disruption() -> None:
+        for replicas in (2, 1):
+            bench.service.patch_spec({"router": {"replicas": replicas}})
+            bench.service.has_ready("router", replicas)
+        bench.service.settled()
+
+    assert bench.disrupt("two routers and one", disruption).failures == {}
+
+
+def test_suspend_and_resume(bench: Bench) -> None:
+    service = bench.service
+    answer = service.chat(QUESTION)["choices"]
+    started = time.monotonic()
+    service.patch_spec({"suspend": True})
+    said = service.says("Available", "False", "Suspended", READY_TIMEOUT_S)
+    assert "spec.suspend" in said
+    wait_for("no pods", lambda: not service.pods(), READY_TIMEOUT_S)
+    with pytest.raises(KubectlError, match="refused"):
+        service.chat(QUESTION)
+    bench.measured("suspend", started)
+
+    started = time.monotonic()
+    service.patch_spec({"suspend": False})
+    service.settled()
+    bench.measured("resume", started)
+    assert service.chat(QUESTION)["choices"] == answer
