@@ -10,11 +10,12 @@ import logging
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
 
+from diptych_engine.admission import admit
 from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult
 from diptych_engine.scheduler import LoadOrder, Scheduler, TokenOutput
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
@@ -31,14 +32,6 @@ from diptych_protocol import (
 from diptych_protocol.admin import DrainReport
 
 log = logging.getLogger(__name__)
-
-CALLABLE = frozenset(
-    {
-        "describe", "stats", "reset_prefix_cache", "reject_kv_transfer",
-        "drain", "drain_report", "hand_off",
-    }
-)  # fmt: skip
-"""The methods that a client may name in a utility call."""
 
 
 class Runner(Protocol):
@@ -63,6 +56,19 @@ class EngineCore:
         self.connector = connector
         self.draining = False
         """This engine is about to leave; every client is to know."""
+        self.utilities: dict[str, Callable[..., Any]] = {
+            call.__name__: call
+            for call in (
+                self.describe,
+                self.stats,
+                self.reset_prefix_cache,
+                self.reject_kv_transfer,
+                self.drain,
+                self.drain_report,
+                self.hand_off,
+            )
+        }
+        """What a client may name in a utility call; whoever builds the core adds to it."""
         self._outputs: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
 
     # --- requests -----------------------------------------------------------------------------
@@ -73,83 +79,22 @@ class EngineCore:
             log.warning("request %s is already here; the second is dropped", message.request_id)
             return
         try:
-            request = self._admit(message, client)
+            if not self.scheduler.can_add():
+                raise DiptychError("overloaded: too many requests wait already")
+            request, first_tokens = admit(
+                message, client, self.description, hinged=self.connector is not None
+            )
         except DiptychError as exc:
             log.info("request %s refused: %s", message.request_id, exc)
             self._reject_quietly(message)
             self._fail(message.request_id, client, str(exc))
             return
+        if first_tokens:
+            self._outputs[client].append(EngineCoreOutput(request.request_id, first_tokens))
         transfer = request.kv_transfer
         if self.connector is not None and transfer is not None and transfer.do_remote_prefill:
             self.connector.hold(request.request_id, transfer)
         self.scheduler.add(request)
-
-    def _admit(self, message: EngineCoreRequest, client: bytes) -> Request:
-        """Validate a message from outside and make it a Request."""
-        params = message.sampling_params
-        prompt = message.prompt_token_ids
-        if params is None or not prompt:
-            raise InvalidRequestError("a request needs sampling_params and prompt_token_ids")
-        params.check()
-        limits = self.description
-        generated = message.generated_token_ids or []
-        token_ids = prompt + generated
-        if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
-            raise InvalidRequestError(f"token ids must be in 0..{limits.vocab_size - 1}")
-        if len(token_ids) >= limits.max_model_len:
-            raise InvalidRequestError(
-                f"{len(token_ids)} tokens leave no room to generate in {limits.max_model_len}"
-            )
-        if not self.scheduler.can_add():
-            raise DiptychError("overloaded: too many requests wait already")
-        room = limits.max_model_len if params.max_tokens is None else params.max_tokens
-        request = Request(
-            request_id=message.request_id,
-            client=client,
-            params=params,
-            token_ids=token_ids,
-            num_prompt_tokens=len(prompt),
-            eos_token_id=message.eos_token_id,
-            max_total_tokens=min(limits.max_model_len, len(prompt) + room),
-            seed=params.seed if params.seed is not None else secrets.randbits(63),
-            arrival_time=message.arrival_time,
-            priority=message.priority,
-            cache_salt=message.cache_salt,
-            kv_transfer=self._transfer_params(params.extra_args),
-        )
-        self._take_first_tokens(request)
-        return request
-
-    def _transfer_params(self, extra_args: dict[str, Any] | None) -> KVTransferParams | None:
-        raw = (extra_args or {}).get("kv_transfer_params")
-        if raw is None:
-            return None
-        params = KVTransferParams.parse(raw)
-        if not (params.do_remote_decode or params.do_remote_prefill):
-            return None
-        if self.connector is None:
-            raise InvalidRequestError("this engine takes no part in hand-offs")
-        return params
-
-    def _take_first_tokens(self, request: Request) -> None:
-        """A hand-off driven by somebody else's router: what P sampled is ours to report first."""
-        params = request.kv_transfer
-        if params is None or not params.do_remote_prefill:
-            return
-        if params.first_token_ids and request.num_output_tokens == 0:
-            first = params.first_token_ids
-            if not all(0 <= token < self.description.vocab_size for token in first):
-                raise InvalidRequestError("kv_transfer_params: first_token_ids are out of range")
-            request.token_ids = request.token_ids + first
-            self._outputs[request.client].append(EngineCoreOutput(request.request_id, first))
-        remote, known = params.remote_num_tokens or 0, request.num_tokens
-        blocks = (params.remote_block_ids or [[]])[0]
-        wanted = -(-remote // self.description.block_size)
-        if not 0 < remote < known or len(blocks) != wanted:
-            raise InvalidRequestError(
-                f"kv_transfer_params: {len(blocks)} blocks for {remote} tokens do not fit a "
-                f"request of {known} tokens and blocks of {self.description.block_size}"
-            )
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; unknown ids are ignored. Each gets a last output with ABORT."""
@@ -279,9 +224,11 @@ class EngineCore:
 
     def call(self, method: str, args: list[Any]) -> Any:
         """Run a utility call. Raises `InvalidRequestError` for a name that is not callable."""
-        if method not in CALLABLE:
-            raise InvalidRequestError(f"no utility method {method!r}; there are {sorted(CALLABLE)}")
-        return getattr(self, method)(*args)
+        utility = self.utilities.get(method)
+        if utility is None:
+            known = ", ".join(sorted(self.utilities))
+            raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
+        return utility(*args)
 
     def describe(self) -> Any:
         return msgspec.to_builtins(self.description)
@@ -356,9 +303,8 @@ class EngineCore:
 
     def _reject_quietly(self, message: EngineCoreRequest) -> None:
         """A refused hand-off must not leave its prefill pinned, whatever was wrong with it."""
-        raw = ((message.params.extra_args if message.sampling_params else None) or {}).get(
-            "kv_transfer_params"
-        )
+        params = message.sampling_params
+        raw = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params")
         if isinstance(raw, dict) and raw.get("do_remote_prefill"):
             try:
                 self.reject_kv_transfer(message.request_id, raw)

@@ -137,9 +137,9 @@ class CoreServer:
                 log.warning("a client sent a malformed message, dropped: %s", exc)
 
     def _handle(self, client: bytes, frames: list[bytes]) -> None:
-        if len(frames) != 2:
-            raise ValueError(f"{len(frames)} frames instead of 2")
-        kind, payload = frames
+        if len(frames) < 2:
+            raise ValueError("a message without a payload")
+        kind, *payload = frames
         match EngineCoreRequestType(kind):
             case EngineCoreRequestType.ADD:
                 self._core.add(wire.request_decoder.decode(payload), client)
@@ -150,7 +150,7 @@ class CoreServer:
             case other:
                 raise ValueError(f"{other.name} is not accepted from a socket")
 
-    def _call(self, client: bytes, payload: bytes) -> None:
+    def _call(self, client: bytes, payload: list[bytes]) -> None:
         call = wire.utility_decoder.decode(payload)
         try:
             answer = UtilityOutput(call.call_id, result=self._core.call(call.method, call.args))
@@ -184,7 +184,7 @@ class CoreServer:
     def _send(self, client: bytes, message: EngineCoreOutputs) -> None:
         socket = self._sockets[client[0]]
         try:
-            socket.send_multipart((client[1:], wire.encoder.encode(message)), zmq.NOBLOCK)
+            socket.send_multipart((client[1:], *wire.encoder.encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # gone, or too far behind
             log.info("a client is unreachable: %s", exc)
             self._clients.discard(client)

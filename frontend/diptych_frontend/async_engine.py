@@ -20,10 +20,13 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDeadError,
     EngineOverloadedError,
+    InvalidRequestError,
+    LoRARequest,
     PromptType,
     RequestOutput,
     SamplingParams,
     SchedulerStats,
+    StreamingInput,
 )
 
 log = logging.getLogger(__name__)
@@ -92,12 +95,12 @@ class AsyncEngine(EngineClient):
 
     async def generate(
         self,
-        prompt: EngineCoreRequest | PromptType,
+        prompt: EngineCoreRequest | PromptType | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
         *,
         prompt_text: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -106,6 +109,8 @@ class AsyncEngine(EngineClient):
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_usable()
+        if isinstance(prompt, AsyncGenerator):
+            raise InvalidRequestError("a prompt in pieces is not supported", param="prompt")
         request = self.input_processor.process(
             request_id,
             prompt,
@@ -114,7 +119,7 @@ class AsyncEngine(EngineClient):
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
         )
-        n = request.params.n
+        n = request.sampling.n
         parent = ParentRequest(request) if n > 1 else None
         parts = [parent.child(index) for index in range(n)] if parent is not None else [request]
         collector = Collector()

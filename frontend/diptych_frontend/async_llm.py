@@ -29,6 +29,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     KVTransferParams,
     SchedulerStats,
+    WithoutControl,
 )
 from diptych_protocol.admin import DrainReport
 
@@ -43,7 +44,7 @@ PROBE_WAIT_S = 0.5
 DRAIN_POLL_S = 0.1
 
 
-class AsyncLLM(AsyncEngine):
+class AsyncLLM(AsyncEngine, WithoutControl):
     """One engine. Create it with `await AsyncLLM.start(config)`; end it with `shutdown()`."""
 
     description: EngineDescription

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from diptych_protocol import (
     UtilityOutput,
     wire,
 )
+from diptych_protocol.arrays import Frame
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +172,11 @@ class CoreClient:
         self._socket.close(linger=0)
         self._fail_calls(ClientClosedError(f"the client of {self.endpoint} was closed"))
 
-    def _send(self, kind: EngineCoreRequestType, payload: bytes) -> None:
+    def _send(self, kind: EngineCoreRequestType, payload: Sequence[Frame]) -> None:
         if self._closed:
             raise ClientClosedError(f"the client of {self.endpoint} was closed")
         try:
-            self._socket.send_multipart((kind.value, payload), zmq.NOBLOCK)
+            self._socket.send_multipart((kind.value, *payload), zmq.NOBLOCK)
         except zmq.Again as exc:
             raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -199,7 +200,7 @@ class CoreClient:
             self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended"))
             return
         try:
-            outputs = wire.outputs_decoder.decode(frames[0])
+            outputs = wire.outputs_decoder.decode(frames)
         except msgspec.MsgspecError as exc:
             log.error("%s sent a malformed message, dropped: %s", self.endpoint, exc)
             return

@@ -94,7 +94,7 @@ class InputProcessor:
 
     def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:
         num_prompt_tokens = len(request.prompt_token_ids or ())
-        request.sampling_params = self._complete(request.params, num_prompt_tokens)
+        request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
         request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
         request.external_req_id = request.request_id
         request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"

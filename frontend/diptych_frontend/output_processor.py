@@ -34,12 +34,12 @@ class ParentRequest:
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.open_children: set[str] = set()
-        self._unfinished = request.params.n
+        self._unfinished = request.sampling.n
         self._answers: list[CompletionOutput] = []
 
     def child(self, index: int) -> EngineCoreRequest:
         """The request for one answer; with a seed, answer i is that of seed + i."""
-        params = self.request.params
+        params = self.request.sampling
         seed = None if params.seed is None else _wrap_int64(params.seed + index)
         return msgspec.structs.replace(
             self.request,
@@ -203,7 +203,7 @@ class _Answer:
         index: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        params = request.params
+        params = request.sampling
         prompt = request.prompt_token_ids or []
         self.request_id = request.request_id
         self.external_id = request.external_req_id or request.request_id

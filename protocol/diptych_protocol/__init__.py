@@ -3,11 +3,13 @@
 Imports nothing but msgspec and the standard library.
 """
 
+from diptych_protocol.arrays import Array
 from diptych_protocol.config import CurveKeys, EngineConfig, KVTransferConfig, RouterConfig
 from diptych_protocol.engine_client import (
     EngineClient,
     PromptType,
     Renderer,
+    StreamingInput,
     TextPrompt,
     TokensPrompt,
 )
@@ -21,9 +23,16 @@ from diptych_protocol.errors import (
     UnsupportedFeatureError,
     UtilityError,
 )
+from diptych_protocol.journey import RequestJourneyEvent, RequestJourneyEventType
 from diptych_protocol.kv_transfer_params import KVTransferParams, fingerprint
+from diptych_protocol.lora import LoRARequest
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
-from diptych_protocol.sampling import RequestOutputKind, SamplingParams
+from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from diptych_protocol.weight_transfer import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from diptych_protocol.wire import (
     FINISH_REASON_STRINGS,
     EngineCoreOutput,
@@ -34,15 +43,18 @@ from diptych_protocol.wire import (
     FinishReason,
     KVTransferStats,
     LogprobsLists,
+    LogprobsTensors,
     ReconfigureDistributedRequest,
     ReconfigureRankType,
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
 )
+from diptych_protocol.without_control import WithoutControl
 
 __all__ = [
     "FINISH_REASON_STRINGS",
+    "Array",
     "ClientClosedError",
     "CompletionOutput",
     "CurveKeys",
@@ -62,22 +74,34 @@ __all__ = [
     "KVTransferConfig",
     "KVTransferParams",
     "KVTransferStats",
+    "LoRARequest",
     "Logprob",
     "LogprobsLists",
+    "LogprobsTensors",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "ReconfigureDistributedRequest",
     "ReconfigureRankType",
     "Renderer",
+    "RequestJourneyEvent",
+    "RequestJourneyEventType",
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",
     "SamplingParams",
     "SchedulerStats",
+    "StreamingInput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedFeatureError",
     "UtilityCall",
     "UtilityError",
     "UtilityOutput",
+    "WeightTransferInitRequest",
+    "WeightTransferUpdateRequest",
+    "WithoutControl",
     "fingerprint",
 ]

@@ -1,21 +1,36 @@
 """The one seam above the engine: everything that serves users talks to an `EngineClient`.
 
-Signatures follow vLLM's `vllm.engine.protocol.EngineClient`. Its members that are not abstract here
-answer with `UnsupportedFeatureError` until a client offers them.
+Signatures follow vLLM's `vllm.engine.protocol.EngineClient`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
 from diptych_protocol.errors import UnsupportedFeatureError
+from diptych_protocol.lora import LoRARequest
 from diptych_protocol.outputs import RequestOutput
+from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import SamplingParams
+from diptych_protocol.weight_transfer import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from diptych_protocol.wire import EngineCoreRequest
 
 PauseMode = Literal["abort", "wait", "keep"]
+
+
+@dataclass(slots=True)
+class StreamingInput:
+    """A piece of a prompt that is not known as a whole yet: see `EngineClient.generate`."""
+
+    prompt: PromptType
+    sampling_params: SamplingParams | None = None
+    """None: those of the `generate` call."""
 
 
 class TextPrompt(TypedDict, total=False):
@@ -87,12 +102,12 @@ class EngineClient(ABC):
     @abstractmethod
     def generate(
         self,
-        prompt: EngineCoreRequest | PromptType,
+        prompt: EngineCoreRequest | PromptType | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
         *,
         prompt_text: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -102,7 +117,8 @@ class EngineClient(ABC):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for a prompt; the last output has `finished=True`.
 
-        Leaving the generator early aborts the request in the core.
+        Leaving the generator early aborts the request in the core. A prompt that comes in pieces
+        (an async generator) keeps its KV between them, and is answered after each.
 
         Raises:
             InvalidRequestError: the prompt or a parameter can never succeed.
@@ -110,6 +126,20 @@ class EngineClient(ABC):
             EngineGenerateError: this request failed in the engine.
             EngineDeadError: the engine died.
         """
+
+    @abstractmethod
+    def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Vectors of a prompt: one output, then the end. Raises as `generate` does."""
 
     @abstractmethod
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -151,39 +181,42 @@ class EngineClient(ABC):
         """Forget every cached prefix; False if a block is in use."""
 
     @abstractmethod
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Stop everything this client started. Safe to call twice and at interpreter exit."""
-
-    async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
-
-    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        raise UnsupportedFeatureError("encode: the model supports only the task 'generate'")
-
     async def start_profile(self) -> None:
-        raise UnsupportedFeatureError("start_profile is not offered by this engine")
+        """Begin a torch profile. Raises `UtilityError` if one is running."""
 
+    @abstractmethod
     async def stop_profile(self) -> None:
-        raise UnsupportedFeatureError("stop_profile is not offered by this engine")
+        """End the profile and write its trace; harmless if none is running."""
 
+    @abstractmethod
     async def reset_mm_cache(self) -> None:
-        raise UnsupportedFeatureError("reset_mm_cache: no multimodal model is loaded")
+        """Forget multimodal inputs; there are none without a multimodal model."""
 
+    @abstractmethod
     async def reset_encoder_cache(self) -> None:
-        raise UnsupportedFeatureError("reset_encoder_cache: no multimodal model is loaded")
+        """Forget encoder outputs; there are none without a multimodal model."""
 
+    @abstractmethod
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        raise UnsupportedFeatureError("sleep is not offered by this engine")
+        """Pause, then give memory back.
 
+        Level 0 only pauses; 1 also drops the KV cache and puts the weights aside; 2 drops the
+        weights too.
+        """
+
+    @abstractmethod
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        raise UnsupportedFeatureError("wake_up is not offered by this engine")
+        """Take back what `tags` name (of `weights`, `kv_cache`, `scheduling`), or everything."""
 
+    @abstractmethod
     async def is_sleeping(self) -> bool:
-        return False
+        """Paused, or without weights or KV cache."""
 
-    async def add_lora(self, lora_request: Any) -> bool:
-        raise UnsupportedFeatureError("add_lora is not offered by this engine")
+    @abstractmethod
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; True once it can be used."""
 
+    @abstractmethod
     async def pause_generation(
         self,
         *,
@@ -191,10 +224,54 @@ class EngineClient(ABC):
         wait_for_inflight_requests: bool = False,
         clear_cache: bool = True,
     ) -> None:
-        raise UnsupportedFeatureError("pause_generation is not offered by this engine")
+        """Stop generating; requests that come from now on wait.
 
+        `abort` ends those under way with what they have, `wait` lets them finish, `keep` freezes
+        them. `wait_for_inflight_requests=True` is an old name of the mode `wait`. Returns when
+        nothing runs any more.
+        """
+
+    @abstractmethod
     async def resume_generation(self) -> None:
-        raise UnsupportedFeatureError("resume_generation is not offered by this engine")
+        """Go on after a pause; harmless without one."""
 
-    async def is_paused(self) -> bool:
-        return False
+    @abstractmethod
+    async def is_paused(self) -> bool: ...
+
+    @abstractmethod
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop everything this client started. Safe to call twice and at interpreter exit."""
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can do: `generate`, and tasks of `PoolingParams`."""
+        return ("generate",)
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: int = 300) -> None:
+        """Grow or shrink the data-parallel engine cores behind this client."""
+        raise UnsupportedFeatureError("scale_elastic_ep: this client has no cores of its own")
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method of every worker; their results in the order of their ranks."""
+        raise UnsupportedFeatureError("collective_rpc: this client has no workers of its own")
+
+    async def init_weight_transfer_engine(self, init_request: WeightTransferInitRequest) -> None:
+        """Open the way for weights from a trainer."""
+        raise UnsupportedFeatureError("weights cannot be transferred through this client")
+
+    async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Begin to replace weights; pause generation first."""
+        raise UnsupportedFeatureError("weights cannot be transferred through this client")
+
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        """Replace some weights."""
+        raise UnsupportedFeatureError("weights cannot be transferred through this client")
+
+    async def finish_weight_update(self) -> None:
+        """From now on the new weights are used."""
+        raise UnsupportedFeatureError("weights cannot be transferred through this client")

@@ -21,6 +21,29 @@ class RequestOutputKind(enum.IntEnum):
     """One output, when the request has finished."""
 
 
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """The form that an answer must have: exactly one of these is set."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In Lark's notation."""
+    json_object: bool = False
+    """Any JSON object."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError` unless exactly one form is asked for."""
+        asked = [name for name in self.__struct_fields__ if getattr(self, name)]
+        if len(asked) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs must set exactly one of {', '.join(self.__struct_fields__)}, "
+                f"not {', '.join(asked) or 'none'}",
+                param="structured_outputs",
+            )
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one generation, under vLLM's names.
 
@@ -49,6 +72,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     min_tokens: int = 0
     logprobs: int | None = None
     """How many alternatives to report for each sampled token (0: only the sampled one)."""
+    prompt_logprobs: int | None = None
+    """How many alternatives to report for each token of the prompt."""
+    logit_bias: dict[int, float] | None = None
+    """Token id -> what is added to its logit, between -100 and 100."""
+    bad_words: list[str] = []
+    """Texts that must not be generated."""
+    bad_words_token_ids: list[list[int]] | None = None
+    """The tokens of `bad_words`; filled in by the front-end."""
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -78,6 +110,27 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
                 f"between 0 and {MAX_LOGPROBS}",
             ),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
+            (
+                "logit_bias",
+                len(self.logit_bias or ()) <= MAX_BIASED,
+                f"of at most {MAX_BIASED} tokens",
+            ),
+            (
+                "logit_bias",
+                all(-100.0 <= bias <= 100.0 for bias in (self.logit_bias or {}).values()),
+                "between -100 and 100 for every token",
+            ),
+            ("bad_words", len(self.bad_words) <= MAX_STOPS, f"at most {MAX_STOPS} texts"),
+            (
+                "bad_words",
+                all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words),
+                "not empty or huge",
+            ),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
             (
                 "stop",
@@ -89,6 +142,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             if not ok:
                 value = getattr(self, field)
                 raise InvalidRequestError(f"{field} must be {wanted}, not {value!r}", param=field)
+        if self.structured_outputs is not None:
+            self.structured_outputs.check()
 
     @property
     def greedy(self) -> bool:
@@ -98,4 +153,5 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_BIASED = 1024
 MAX_STOP_CHARS = 1024

@@ -2,11 +2,12 @@
 
 A client owns one DEALER socket; the core owns one ROUTER socket that all its clients connect to.
 
-    client -> core   [type byte, msgpack payload]
+    client -> core   [type byte, msgpack payload, *bytes of arrays]
         ADD      EngineCoreRequest
         ABORT    list of request ids
         UTILITY  UtilityCall
-    core -> client   [msgpack EngineCoreOutputs], or the one-frame sentinel ENGINE_CORE_DEAD
+    core -> client   [msgpack EngineCoreOutputs, *bytes of arrays]
+                     or the one-frame sentinel ENGINE_CORE_DEAD
 
 Evolution rules: the structs are positional arrays, so a new field goes at the end and has a default
 (an older writer leaves it out, an older reader skips it); no field is ever moved, retyped or
@@ -23,6 +24,10 @@ from typing import Any
 
 import msgspec
 
+from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
+from diptych_protocol.journey import RequestJourneyEvent
+from diptych_protocol.lora import LoRARequest
+from diptych_protocol.pooling import PoolingParams
 from diptych_protocol.sampling import SamplingParams
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
@@ -62,14 +67,15 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     prompt_token_ids: list[int] | None
     mm_features: None
     sampling_params: SamplingParams | None
-    pooling_params: None
+    pooling_params: PoolingParams | None
     eos_token_id: int | None
     arrival_time: float
     """`time.time()` of the front-end; only ever compared with other arrival times."""
-    lora_request: None
+    lora_request: LoRARequest | None
     cache_salt: str | None
     data_parallel_rank: int | None
-    prompt_embeds: None = None
+    prompt_embeds: Array | None = None
+    """[prompt tokens, hidden]: used in place of the tokens' embeddings; the ids are zeros then."""
     client_index: int = 0
     current_wave: int = 0
     priority: int = 0
@@ -88,7 +94,17 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """
 
     @property
-    def params(self) -> SamplingParams:
+    def params(self) -> SamplingParams | PoolingParams:
+        """The sampling parameters, or else the pooling parameters. Raises `ValueError` if there
+        are neither."""
+        params = self.sampling_params or self.pooling_params
+        if params is None:
+            raise ValueError(f"request {self.request_id} has neither sampling nor pooling params")
+        return params
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters. Raises `ValueError` for a pooling request."""
         if self.sampling_params is None:
             raise ValueError(f"request {self.request_id} carries no sampling_params")
         return self.sampling_params
@@ -104,6 +120,20 @@ class LogprobsLists(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[list[float]]
     sampled_token_ranks: list[int]
     """1 = the most likely token."""
+
+
+class LogprobsTensors(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of a prompt's tokens from the second on (nothing precedes the first).
+
+    Column 0 is the prompt's own token, the others are the k most likely ones.
+    """
+
+    logprob_token_ids: Array
+    """[prompt tokens - 1, k + 1] int32."""
+    logprobs: Array
+    """[prompt tokens - 1, k + 1] float32."""
+    selected_token_ranks: Array
+    """[prompt tokens - 1] int32; 1 = the most likely token."""
 
 
 class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -163,8 +193,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     request_id: str
     new_token_ids: list[int]
     new_logprobs: LogprobsLists | None = None
-    new_prompt_logprobs_tensors: None = None
-    pooling_output: None = None
+    new_prompt_logprobs_tensors: LogprobsTensors | None = None
+    pooling_output: Array | None = None
+    """float32: what `PoolingOutput.data` says."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id (int) or stop string (str) that ended the request."""
@@ -210,7 +241,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """`time.monotonic()` of the core; stamped at construction."""
     utility_output: UtilityOutput | None = None
     finished_requests: set[str] | None = None
-    journey_events: None = None
+    journey_events: list[RequestJourneyEvent] | None = None
     wave_complete: int | None = None
     start_wave: int | None = None
 
@@ -257,9 +288,9 @@ class ReconfigureRankType(enum.IntEnum):
     SHUTDOWN_CURRENT_RANK = -2
 
 
-encoder = msgspec.msgpack.Encoder()
-"""The only encoder of this channel; not for use by two threads at once."""
-request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
-abort_decoder = msgspec.msgpack.Decoder(list[str])
-utility_decoder = msgspec.msgpack.Decoder(UtilityCall)
-outputs_decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+encoder = FrameEncoder()
+"""The only encoder of this channel; like the decoders, not for use by two threads at once."""
+request_decoder = FrameDecoder(EngineCoreRequest)
+abort_decoder = FrameDecoder(list[str])
+utility_decoder = FrameDecoder(UtilityCall)
+outputs_decoder = FrameDecoder(EngineCoreOutputs)

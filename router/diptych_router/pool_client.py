@@ -31,6 +31,7 @@ from diptych_protocol import (
     RouterConfig,
     SchedulerStats,
     UtilityError,
+    WithoutControl,
 )
 from diptych_router.discovery import Target
 from diptych_router.engine_link import EngineLink, ReadKeys
@@ -44,7 +45,7 @@ MAX_OPEN_REQUESTS = 4096
 HAND_OFF_TIMEOUT_S = 10.0
 
 
-class PoolClient(AsyncEngine):
+class PoolClient(AsyncEngine, WithoutControl):
     """Create it inside a running loop; `start()` begins discovery, `shutdown()` ends it all."""
 
     def __init__(

@@ -96,7 +96,7 @@ class RoutedRequest:
     def tokens_left(self) -> int:
         """How many tokens may still be generated."""
         by_length = self.max_model_len - self.prompt_tokens - len(self.generated)
-        wanted = self.original.params.max_tokens
+        wanted = self.original.sampling.max_tokens
         return by_length if wanted is None else min(by_length, wanted - len(self.generated))
 
     def place(self, engine: str, stage: Stage) -> None:
@@ -123,7 +123,7 @@ class RoutedRequest:
         """
         if self.tokens_left <= 1:
             return self.aggregated_request()
-        params = self.original.params
+        params = self.original.sampling
         max_tokens = len(self.generated) + 1
         first = msgspec.structs.replace(
             params,
@@ -136,17 +136,17 @@ class RoutedRequest:
     def decode_request(self) -> EngineCoreRequest:
         """For D: take the KV over and go on after the tokens that the user has."""
         return self._with(
-            msgspec.structs.replace(self.original.params, extra_args=self._extra_args(self.lease))
+            msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(self.lease))
         )
 
     def aggregated_request(self) -> EngineCoreRequest:
         """For one engine that does everything."""
         return self._with(
-            msgspec.structs.replace(self.original.params, extra_args=self._extra_args(None))
+            msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
         )
 
     def _extra_args(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
-        extra = dict(self.original.params.extra_args or {})
+        extra = dict(self.original.sampling.extra_args or {})
         extra.pop("kv_transfer_params", None)
         if kv_transfer_params is not None:
             extra["kv_transfer_params"] = kv_transfer_params

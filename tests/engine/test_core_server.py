@@ -46,7 +46,7 @@ class Client:
 
     def receive(self) -> EngineCoreOutputs:
         assert self.socket.poll(TIMEOUT_MS), "the core does not answer"
-        return wire.outputs_decoder.decode(self.socket.recv())
+        return wire.outputs_decoder.decode(self.socket.recv_multipart())
 
     def call(self, method: str, *args: Any) -> Any:
         self.call_id += 1

@@ -15,7 +15,6 @@ from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai import build_app, serve_http
 from diptych_protocol import (
     CompletionOutput,
-    EngineClient,
     InvalidRequestError,
     Logprob,
     RequestOutput,
@@ -23,6 +22,7 @@ from diptych_protocol import (
     SamplingParams,
     SchedulerStats,
     TokensPrompt,
+    WithoutControl,
 )
 
 EOS = 256
@@ -48,7 +48,7 @@ class ByteRenderer:
         return bytes(i for i in token_ids if i < EOS).decode("utf-8", "replace")
 
 
-class EchoEngine(EngineClient):
+class EchoEngine(WithoutControl):
     """Answers with the prompt over and over, the n-th choice starting n tokens in.
 
     `gate` holds every token back while it is cleared; `refusal` is raised at admission and

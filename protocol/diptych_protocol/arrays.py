@@ -1,0 +1,152 @@
+"""Arrays on the wire: their bytes travel as frames of their own, without a copy.
+
+`Array` says what the bytes are, in torch's names for types, so that neither torch nor NumPy is
+needed here. Inside a msgpack message it stands as `(dtype, shape, n)`, where n is the frame that
+holds its bytes (the message itself is frame 0); small ones stand inline, as msgpack extension 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+ITEM_BYTES: Final = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
+}  # fmt: skip
+_FORMATS: Final = {
+    "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "uint8": "B",
+    "bool": "?",
+}  # fmt: skip
+INLINE_BYTES: Final = 256
+"""Smaller arrays are not worth a frame."""
+INLINE_EXTENSION: Final = 3
+MAX_FRAMES: Final = 64
+MAX_DIMENSIONS: Final = 8
+
+Frame = bytes | bytearray | memoryview
+T = TypeVar("T")
+C = TypeVar("C")
+
+
+class Array:
+    """Bytes with a shape, in C order; immutable.
+
+    Not a dataclass: msgspec would take it for one of the types that it encodes by itself.
+    """
+
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], data: Frame) -> None:
+        """`dtype` is a key of `ITEM_BYTES`.
+
+        Raises `ValueError` unless the bytes are as many as type and shape say.
+        """
+        size = ITEM_BYTES.get(dtype)
+        if size is None:
+            raise ValueError(f"array of type {dtype!r}, not one of {', '.join(ITEM_BYTES)}")
+        if len(shape) > MAX_DIMENSIONS or any(length < 0 for length in shape):
+            raise ValueError(f"array of shape {shape}")
+        given = memoryview(data).nbytes
+        if math.prod(shape) * size != given:
+            raise ValueError(f"{given} bytes are no {dtype} array of shape {shape}")
+        self.dtype: Final = dtype
+        self.shape: Final = shape
+        self.data: Final = data
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Array)
+            and (self.dtype, self.shape) == (other.dtype, other.shape)
+            and memoryview(self.data).cast("B") == memoryview(other.data).cast("B")
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.shape))
+
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers. Raises `ValueError` for bfloat16, which has none."""
+        item = _FORMATS.get(self.dtype)
+        if item is None:
+            raise ValueError(f"{self.dtype} has no Python number; convert it to float32 first")
+        flat: Any = memoryview(self.data).cast("B")
+        return _nest(flat.cast(item).tolist(), self.shape)
+
+
+def _nest(flat: list[Any], shape: tuple[int, ...]) -> Any:
+    """Group a flat list from the innermost dimension outwards."""
+    if not shape:
+        return flat[0]
+    for length in reversed(shape[1:]):
+        count = len(flat) // length if length else 0
+        flat = [flat[i * length : (i + 1) * length] for i in range(count)]
+    return flat
+
+
+class FrameEncoder:
+    """Messages to frames. Not for use by two threads at once."""
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put)
+
+    def encode(self, message: Any) -> list[Frame]:
+        """The msgpack message, followed by the bytes of its larger arrays."""
+        frames: list[Frame] = [b""]
+        self._frames = frames
+        frames[0] = self._encoder.encode(message)
+        return frames
+
+    def _put(self, value: Any) -> Any:
+        if not isinstance(value, Array):
+            raise TypeError(f"a {type(value).__name__} cannot be sent")
+        data = memoryview(value.data).cast("B")
+        if data.nbytes < INLINE_BYTES:
+            return value.dtype, value.shape, msgspec.msgpack.Ext(INLINE_EXTENSION, bytes(data))
+        self._frames.append(data)
+        return value.dtype, value.shape, len(self._frames) - 1
+
+
+class FrameDecoder(Generic[T]):
+    """Frames to messages of one type. Not for use by two threads at once."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._frames: Sequence[Frame] = ()
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._take, ext_hook=_inline)
+
+    def decode(self, frames: Sequence[Frame]) -> T:
+        """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything malformed."""
+        if not 0 < len(frames) <= MAX_FRAMES:
+            raise msgspec.ValidationError(f"a message of {len(frames)} frames")
+        self._frames = frames
+        return self._decoder.decode(frames[0])
+
+    def convert(self, value: Any, kind: type[C]) -> C:
+        """A part of the newest message that its type left open, made a `kind`.
+
+        Raises `msgspec.ValidationError` if it is none.
+        """
+        return msgspec.convert(value, kind, dec_hook=self._take)
+
+    def _take(self, kind: type, value: Any) -> Any:
+        if kind is not Array:
+            raise NotImplementedError(f"no way to decode a {kind}")
+        match value:
+            case [str(dtype), [*shape], bytes(inline)]:
+                data: Frame = inline
+            case [str(dtype), [*shape], int(at)] if 0 < at < len(self._frames):
+                data = self._frames[at]
+            case _:
+                raise ValueError("an array must be (dtype, shape, frame or extension 3)")
+        if not all(type(length) is int for length in shape):
+            raise ValueError("the lengths of an array must be integers")
+        return Array(dtype, tuple(shape), data)
+
+
+def _inline(code: int, data: memoryview) -> bytes:
+    if code != INLINE_EXTENSION:
+        raise ValueError(f"extension {code} is not known")
+    return bytes(data)
