@@ -10,8 +10,8 @@ import json
 import statistics
 import time
 
+from diptych_engine.build_core import build_core
 from diptych_engine.core import EngineCore
-from diptych_engine.core_process import build_core
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -35,9 +35,14 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What executes a step: the model runner."""
+    """What executes a step: the model runner, or several that share the model's tensors."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Run a method of every worker; their results in the order of their ranks."""
 
 
 class EngineCore:

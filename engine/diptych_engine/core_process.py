@@ -10,7 +10,6 @@ import ctypes
 import gc
 import logging
 import os
-import secrets
 import signal
 import sys
 from pathlib import Path
@@ -18,85 +17,20 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from diptych_engine.block_pool import BlockPool
-from diptych_engine.core import EngineCore, new_epoch
+from diptych_engine.build_core import build_core
 from diptych_engine.core_server import CoreServer
-from diptych_engine.runner import ModelRunner
-from diptych_engine.scheduler import Scheduler
 from diptych_frontend.curve import read_keys
 from diptych_frontend.logs import setup_logging
-from diptych_frontend.model_source import resolve_model
-from diptych_kv_transfer import KVConnector
 from diptych_protocol import (
     CurveKeys,
     DiptychError,
     EngineConfig,
-    EngineDescription,
     InvalidRequestError,
 )
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-
-
-def build_core(config: EngineConfig) -> EngineCore:
-    """Load the model and put the rooms of one engine together.
-
-    Raises `InvalidRequestError` for a configuration or model that cannot work.
-    """
-    config.check()
-    source = resolve_model(config.model)
-    model = source.config
-    runner = ModelRunner(config, source)
-    runner.warm_up()
-    description = EngineDescription(
-        engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
-        epoch=new_epoch(),
-        model=config.name,
-        max_model_len=min(
-            config.max_model_len or model.max_position_embeddings,
-            runner.num_blocks * config.block_size,
-        ),
-        vocab_size=model.vocab_size,
-        block_size=config.block_size,
-        num_blocks=runner.num_blocks,
-        dtype=runner.dtype_name,
-        compat={
-            "model": config.model,
-            # What was fetched is a link to a folder named for its content.
-            "weights": "" if source.path is None else str(source.path.resolve()),
-            "num_layers": model.num_hidden_layers,
-            "kv_heads": model.num_key_value_heads,
-            "head_dim": model.head_dim,
-            "block_size": config.block_size,
-            "dtype": runner.dtype_name,
-            "layout": "block-major/1",
-            "revision": config.revision,
-        },
-        max_num_seqs=config.max_num_seqs,
-        pid=os.getpid(),
-        kv_transfer=config.kv_transfer is not None,
-        revision=config.revision,
-    )
-    scheduler = Scheduler(
-        BlockPool(runner.num_blocks),
-        config.block_size,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_num_waiting,
-        config.enable_prefix_caching,
-    )
-    connector = None
-    if config.kv_transfer is not None:
-        connector = KVConnector(
-            config.kv_transfer,
-            engine_id=description.engine_id,
-            epoch=description.epoch,
-            compat=description.compat,
-            kv_memory=runner.kv_memory(),
-        )
-    return EngineCore(description, scheduler, runner, connector)
 
 
 def die_with_parent(parent_pid: int) -> None:

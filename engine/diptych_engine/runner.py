@@ -8,7 +8,8 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,8 @@ class ModelRunner:
         self._kv_layers = self.kv_cache.unbind(1)
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size)
+        self.worker_methods: dict[str, Callable[..., Any]] = {}
+        """What `collective_rpc` may name."""
 
     @property
     def dtype_name(self) -> str:
@@ -105,6 +108,16 @@ class ModelRunner:
         inputs = self._inputs(shares, rows, num_decodes)
         hidden = self.model.forward(inputs, self._kv_layers)
         return self._sample(plan, shares, rows, inputs, hidden)
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Run a method of the only worker. Raises `InvalidRequestError` for an unknown name."""
+        call = self.worker_methods.get(method)
+        if call is None:
+            known = ", ".join(sorted(self.worker_methods))
+            raise InvalidRequestError(f"no worker method {method!r}; there are {known}")
+        return [call(*args, **(kwargs or {}))]
 
     def _place(self, shares: Sequence[ScheduledRequest]) -> list[int]:
         """The rows of the scheduled requests, their block tables brought up to date."""
