@@ -16,8 +16,15 @@ from typing import Any, Protocol
 import msgspec
 
 from diptych_engine.admission import admit
-from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult
-from diptych_engine.scheduler import LoadOrder, Scheduler, TokenOutput
+from diptych_engine.request import (
+    LoadOrder,
+    Request,
+    RequestStatus,
+    StepPlan,
+    StepResult,
+    TokenOutput,
+)
+from diptych_engine.scheduler import Scheduler
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
 from diptych_protocol import (
     DiptychError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
+from diptych_protocol import FinishReason, KVTransferParams, LogprobsLists, SamplingParams
 
 
 class RequestStatus(enum.Enum):
@@ -116,3 +116,27 @@ class StepResult:
     the sampled token comes first. None when nobody asked."""
     num_nans: list[int] | None
     """NaNs among each request's logits; None when there are none at all."""
+
+
+@dataclass(slots=True, frozen=True)
+class LoadOrder:
+    """Fetch blocks `indices` of the lease into `local_block_ids`, pairwise."""
+
+    request_id: str
+    params: KVTransferParams
+    indices: list[int]
+    local_block_ids: list[int]
+    token_ids: list[int]
+    """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
+    cache_salt: str | None
+
+
+@dataclass(slots=True, frozen=True)
+class TokenOutput:
+    """What a step produced for one request."""
+
+    request: Request
+    new_token_ids: list[int]
+    logprobs: LogprobsLists | None = None
+    num_nans: int = 0
+    error: str | None = None

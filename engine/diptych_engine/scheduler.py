@@ -12,46 +12,21 @@ the engine core carries them out and reports back through `load_ended` and `leas
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
-from diptych_engine.block_pool import BlockPool, extend_block_hashes
+from diptych_engine.block_pool import BlockPool
+from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import (
+    LoadOrder,
     Request,
     RequestStatus,
     ScheduledRequest,
     StepPlan,
     StepResult,
+    TokenOutput,
 )
-from diptych_protocol import FinishReason, KVTransferParams, LogprobsLists, SchedulerStats
-
-HASH_BUDGET_TOKENS = 1 << 15
-"""Tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds at most."""
-_QUEUED = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
-
-
-@dataclass(slots=True, frozen=True)
-class LoadOrder:
-    """Fetch blocks `indices` of the lease into `local_block_ids`, pairwise."""
-
-    request_id: str
-    params: KVTransferParams
-    indices: list[int]
-    local_block_ids: list[int]
-    token_ids: list[int]
-    """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
-    cache_salt: str | None
-
-
-@dataclass(slots=True, frozen=True)
-class TokenOutput:
-    """What a step produced for one request."""
-
-    request: Request
-    new_token_ids: list[int]
-    logprobs: LogprobsLists | None = None
-    num_nans: int = 0
-    error: str | None = None
+from diptych_engine.waiting_queue import SchedulingPolicy, WaitingQueue, make_queue
+from diptych_protocol import FinishReason, LogprobsLists, SchedulerStats
 
 
 @dataclass(slots=True)
@@ -64,11 +39,13 @@ class Scheduler:
     max_num_batched_tokens: int
     max_num_waiting: int
     enable_prefix_caching: bool = True
+    policy: SchedulingPolicy = "fcfs"
 
     requests: dict[str, Request] = field(default_factory=dict)
     """Every unfinished request."""
     running: list[Request] = field(default_factory=list)
-    waiting: deque[Request] = field(default_factory=deque)
+    waiting: WaitingQueue = field(init=False)
+    prefixes: PrefixCache = field(init=False)
     loading: dict[str, Request] = field(default_factory=dict)
     """Requests whose blocks the hinge writes to, cancelled ones included."""
     leased: list[list[int]] = field(default_factory=list)
@@ -79,6 +56,10 @@ class Scheduler:
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.waiting = make_queue(self.policy)
+        self.prefixes = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
+
     # --- requests come and go -----------------------------------------------------------------
 
     def can_add(self) -> bool:
@@ -86,7 +67,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        self.waiting.push(request)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
@@ -138,7 +119,7 @@ class Scheduler:
             return None
         if not ok:
             request.become(RequestStatus.WAITING)
-            self.waiting.appendleft(request)
+            self.waiting.push_front(request)
             return request
         params = request.kv_transfer
         remote_tokens = (params.remote_num_tokens or 0) if params else 0
@@ -146,9 +127,9 @@ class Scheduler:
         request.num_computed_tokens = remote_tokens
         request.num_cached_tokens = min(remote_tokens, request.num_prompt_tokens)
         request.kv_transfer = None
-        self._remember_full_blocks(request, 0)
+        self.prefixes.remember(request, 0)
         request.become(RequestStatus.WAITING)
-        self.waiting.appendleft(request)
+        self.waiting.push_front(request)
         return None
 
     # --- a step -------------------------------------------------------------------------------
@@ -183,11 +164,11 @@ class Scheduler:
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Move waiting requests into the step while budget, rows and blocks last."""
         while self.waiting and budget > 0:
-            request = self.waiting[0]
+            request = self.waiting.peek()
             if request.block_ids:  # its KV came through the hinge
                 hit: list[int] = []
             else:
-                hit = self._cached_prefix(request)
+                hit = self.prefixes.find(request)
             start = request.num_computed_tokens or len(hit) * self.block_size
             known = request.num_tokens
             short = self._blocks_for(known) - len(hit) - len(request.block_ids)
@@ -198,7 +179,7 @@ class Scheduler:
             remote = request.kv_transfer is not None and request.kv_transfer.do_remote_prefill
             if not remote and len(self.running) >= self.max_num_seqs:
                 break
-            self.waiting.popleft()
+            self.waiting.pop()
             self._count_lookup(request, len(hit))
             self.pool.take(hit)
             request.block_ids.extend(hit)
@@ -224,7 +205,7 @@ class Scheduler:
         Without this, received requests could hold all blocks between them, each one block short.
         """
         for request in reversed(self.waiting):
-            if request.block_ids and request is not self.waiting[0]:
+            if request.block_ids and request is not self.waiting.peek():
                 self._free_blocks(request)
                 self.stats.num_preemptions += 1
                 return True
@@ -269,7 +250,7 @@ class Scheduler:
             if self.enable_prefix_caching and (
                 request.num_computed_tokens // self.block_size > share.start // self.block_size
             ):
-                self._remember_full_blocks(request, share.start // self.block_size)
+                self.prefixes.remember(request, share.start // self.block_size)
             if share.samples:
                 outputs.append(self._accept_token(request, result, position))
         return outputs
@@ -300,38 +281,17 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _cached_prefix(self, request: Request) -> list[int]:
-        """Remembered blocks of the request's tokens; always leaves at least one to compute."""
-        if not self.enable_prefix_caching:
-            return []
-        return self.pool.match(self._lookup_hashes(request))
-
-    def _lookup_hashes(self, request: Request) -> list[bytes]:
-        extend_block_hashes(
-            request.block_hashes, request.token_ids, self.block_size, request.cache_salt
-        )
-        return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
-
     def _count_lookup(self, request: Request, num_hit_blocks: int) -> None:
         if self.enable_prefix_caching and not request.block_ids:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += num_hit_blocks * self.block_size
-
-    def _remember_full_blocks(self, request: Request, first: int) -> None:
-        if not self.enable_prefix_caching:
-            return
-        extend_block_hashes(
-            request.block_hashes, request.token_ids, self.block_size, request.cache_salt
-        )
-        for index in range(first, request.num_computed_tokens // self.block_size):
-            self.pool.remember(request.block_ids[index], request.block_hashes[index])
 
     def _preempt(self, victim: Request) -> Request:
         self.running.remove(victim)
         self._removed.append(victim.request_id)
         self._free_blocks(victim)
         victim.become(RequestStatus.PREEMPTED)
-        self.waiting.appendleft(victim)
+        self.waiting.push_front(victim)
         self.stats.num_preemptions += 1
         return victim
 
@@ -355,31 +315,8 @@ class Scheduler:
         stats.num_waiting_for_remote_kv = len(self.loading)
         stats.blocks_total = self.pool.num_blocks
         stats.blocks_free = self.pool.num_free
-        stats.queued_prompt_tokens = self._queued_prompt_tokens()
+        stats.queued_prompt_tokens = self.prefixes.queued_prompt_tokens(self.requests.values())
         return stats
-
-    def _queued_prompt_tokens(self) -> int:
-        """Prompt tokens that steps have yet to compute: not here, not remembered, not on their way.
-
-        A snapshot costs two looks into the pool per waiting request, plus the hashing of new ones,
-        which admission needs too. What exceeds the budget counts in full until the next snapshot.
-        """
-        budget = HASH_BUDGET_TOKENS
-        total = 0
-        for request in self.requests.values():
-            covered = request.num_computed_tokens
-            params = request.kv_transfer
-            if params is not None and params.do_remote_prefill:
-                covered = params.remote_num_tokens or 0
-            elif covered == 0 and request.status in _QUEUED and self.enable_prefix_caching:
-                unhashed = request.num_tokens - len(request.block_hashes) * self.block_size
-                if unhashed < self.block_size or budget > 0:
-                    budget -= unhashed
-                    hashes = self._lookup_hashes(request)
-                    request.expected_hit = self.pool.match_length(hashes, request.expected_hit)
-                    covered = request.expected_hit * self.block_size
-            total += max(0, request.num_prompt_tokens - covered)
-        return total
 
 
 def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
