@@ -28,6 +28,7 @@ def admit(
     if params is None or not prompt:
         raise InvalidRequestError("a request needs sampling_params and prompt_token_ids")
     params.check()
+    params.check_vocabulary(limits.vocab_size)
     generated = message.generated_token_ids or []
     token_ids = prompt + generated
     if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:

@@ -23,6 +23,11 @@ _UNIFORM_BITS: Final = 40
 """Few enough that a uniform times a float64 sum stays below the sum after rounding."""
 
 
+def to_tensor(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    """An array as a tensor, on the device where `like` is."""
+    return torch.from_numpy(values).to(like.device)
+
+
 def argmax(logits: Tensor) -> NDArray[np.int64]:
     """The first largest logit of each row, a NaN counting as the largest: [rows, vocabulary] ->
     [rows]."""

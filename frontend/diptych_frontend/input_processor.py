@@ -17,6 +17,7 @@ from diptych_protocol import (
     PromptType,
     SamplingParams,
 )
+from diptych_protocol.sampling import MAX_BAD_SEQUENCES
 
 
 class InputProcessor:
@@ -103,6 +104,7 @@ class InputProcessor:
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """A checked copy of the parameters in which nothing is left open."""
         params.check()
+        params.check_vocabulary(self.vocab_size)
         self._check_stops(params)
         _check_kv_transfer(params)
         room = self.max_model_len - num_prompt_tokens
@@ -120,6 +122,7 @@ class InputProcessor:
             min_tokens=min(params.min_tokens, max_tokens),
             stop=list(params.stop),
             stop_token_ids=self._stop_token_ids(params),
+            bad_words_token_ids=self._bad_words(params),
             extra_args=None if params.extra_args is None else dict(params.extra_args),
         )
 
@@ -128,13 +131,30 @@ class InputProcessor:
         others = () if params.ignore_eos else self.eos_token_ids[1:]
         return list(dict.fromkeys((*params.stop_token_ids, *others)))
 
-    def _check_stops(self, params: SamplingParams) -> None:
-        outside = [t for t in params.stop_token_ids if not 0 <= t < self.vocab_size]
-        if outside:
+    def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
+        """Each bad word as it is tokenised at the start of a text, and after a space."""
+        if not params.bad_words:
+            return params.bad_words_token_ids
+        tokenizer = self.renderer.tokenizer
+        if tokenizer is None:
             raise InvalidRequestError(
-                f"stop_token_ids: {outside[0]} is outside the vocabulary of {self.vocab_size}",
-                param="stop_token_ids",
+                "this model has no tokenizer; use bad_words_token_ids", param="bad_words"
             )
+        sequences = list(params.bad_words_token_ids or ())
+        for word in params.bad_words:
+            text = word.lstrip()
+            for spelling in (text, f" {text}"):
+                token_ids = tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids and token_ids not in sequences:
+                    sequences.append(token_ids)
+        if len(sequences) > MAX_BAD_SEQUENCES:
+            raise InvalidRequestError(
+                f"bad_words and bad_words_token_ids make more than {MAX_BAD_SEQUENCES} sequences",
+                param="bad_words",
+            )
+        return sequences
+
+    def _check_stops(self, params: SamplingParams) -> None:
         if params.stop and (self.renderer.tokenizer is None or not params.detokenize):
             raise InvalidRequestError(
                 "stop strings are found in the text, and this request makes none; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -79,7 +80,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     bad_words: list[str] = []
     """Texts that must not be generated."""
     bad_words_token_ids: list[list[int]] | None = None
-    """The tokens of `bad_words`; filled in by the front-end."""
+    """The tokens of `bad_words`, which the front-end adds to what stands here."""
     structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -131,6 +132,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words),
                 "not empty or huge",
             ),
+            (
+                "bad_words_token_ids",
+                len(self.bad_words_token_ids or ()) <= MAX_BAD_SEQUENCES,
+                f"at most {MAX_BAD_SEQUENCES} sequences",
+            ),
+            (
+                "bad_words_token_ids",
+                all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words_token_ids or ()),
+                "not empty or huge",
+            ),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
             (
                 "stop",
@@ -145,6 +156,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError`, naming the field, unless every token exists."""
+        for field, token_ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", self.logit_bias or ()),
+            ("bad_words_token_ids", chain.from_iterable(self.bad_words_token_ids or ())),
+        ):
+            for token_id in token_ids:
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequestError(
+                        f"{field}: {token_id} is outside the vocabulary of {vocab_size}",
+                        param=field,
+                    )
+
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
@@ -153,5 +178,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_BAD_SEQUENCES = 2 * MAX_STOPS
+"""Every bad word may be tokenised in two ways."""
 MAX_BIASED = 1024
 MAX_STOP_CHARS = 1024

@@ -1,0 +1,78 @@
+"""An EngineCore in the test's own process, and requests that run in it.
+
+On the import path of the tests (pytest's `pythonpath`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from diptych_engine.build_core import build_core
+from diptych_engine.core import EngineCore
+from diptych_protocol import EngineConfig, EngineCoreOutput, EngineCoreRequest, SamplingParams
+
+CLIENT = b"client"
+VOCABULARY = 64
+DUMMY = f"dummy://?vocab_size={VOCABULARY}&num_hidden_layers=2&hidden_size=32"
+"""A small model with random weights and no tokenizer."""
+TIMEOUT_S = 60.0
+
+
+def make_core(model: str = DUMMY, **options: Any) -> EngineCore:
+    fields: dict[str, Any] = {"num_blocks": 64, "num_threads": 1, "max_num_seqs": 8}
+    return build_core(EngineConfig(model=model, **{**fields, **options}))
+
+
+def core_request(request_id: str, prompt: list[int], **fields: Any) -> EngineCoreRequest:
+    """A greedy request; other fields than those of the message are sampling parameters."""
+    message = {
+        name: fields.pop(name)
+        for name in EngineCoreRequest.__struct_fields__
+        if name in fields and name != "sampling_params"
+    }
+    return EngineCoreRequest(
+        **{
+            "request_id": request_id,
+            "prompt_token_ids": prompt,
+            "mm_features": None,
+            "sampling_params": SamplingParams(**{"temperature": 0.0, **fields}),
+            "pooling_params": None,
+            "eos_token_id": None,
+            "arrival_time": 0.0,
+            "lora_request": None,
+            "cache_salt": None,
+            "data_parallel_rank": None,
+            **message,
+        }
+    )
+
+
+def step(core: EngineCore) -> list[EngineCoreOutput]:
+    """One step, and everything that it has to tell."""
+    core.finish_step(*core.start_step())
+    return [output for of_client in core.take_outputs().values() for output in of_client]
+
+
+def run(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[EngineCoreOutput]]:
+    """The outputs of each request, run together to their ends."""
+    for request in requests:
+        core.add(request, CLIENT)
+    outputs: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
+    deadline = time.monotonic() + TIMEOUT_S
+    while not all(made and made[-1].finished for made in outputs.values()):
+        assert time.monotonic() < deadline, "the core does not come to an end"
+        for output in step(core):
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def generate(core: EngineCore, prompt: list[int], **fields: Any) -> list[int]:
+    """The tokens of one request, alone; its last output must not be an error."""
+    [outputs] = run(core, core_request("one", prompt, **fields)).values()
+    assert outputs[-1].error is None
+    return tokens(outputs)
