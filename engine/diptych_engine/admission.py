@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from diptych_engine.lora.adapter import cache_identity
+from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import Request
 from diptych_protocol import (
     EngineCoreRequest,
@@ -15,7 +17,12 @@ from diptych_protocol import (
 
 
 def admit(
-    message: EngineCoreRequest, client: bytes, limits: EngineDescription, *, hinged: bool
+    message: EngineCoreRequest,
+    client: bytes,
+    limits: EngineDescription,
+    adapters: AdapterTable,
+    *,
+    hinged: bool,
 ) -> tuple[Request, list[int]]:
     """Validate a message and make it a Request.
 
@@ -37,6 +44,7 @@ def admit(
         raise InvalidRequestError(
             f"{len(token_ids)} tokens leave no room to generate in {limits.max_model_len}"
         )
+    adapter = adapters.resolve(message.lora_request)
     room = limits.max_model_len if params.max_tokens is None else params.max_tokens
     request = Request(
         request_id=message.request_id,
@@ -49,7 +57,8 @@ def admit(
         seed=params.seed if params.seed is not None else secrets.randbits(63),
         arrival_time=message.arrival_time,
         priority=message.priority,
-        cache_salt=message.cache_salt,
+        cache_salt=cache_identity(message.cache_salt, adapter),
+        adapter=adapter,
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
     return request, _first_tokens(request, limits)

@@ -7,6 +7,7 @@ import secrets
 
 from diptych_engine.block_pool import BlockPool
 from diptych_engine.core import EngineCore, new_epoch
+from diptych_engine.lora.calls import LoraCalls
 from diptych_engine.runner import ModelRunner
 from diptych_engine.scheduler import Scheduler
 from diptych_frontend.model_source import resolve_model
@@ -60,6 +61,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         config.max_num_batched_tokens,
         config.max_num_waiting,
         config.enable_prefix_caching,
+        max_loras=config.max_loras,
     )
     connector = None
     if config.kv_transfer is not None:
@@ -70,4 +72,9 @@ def build_core(config: EngineConfig) -> EngineCore:
             compat=description.compat,
             kv_memory=runner.kv_memory(),
         )
-    return EngineCore(description, scheduler, runner, connector)
+    core = EngineCore(description, scheduler, runner, connector)
+    loras = LoraCalls(core.adapters, lambda: core.scheduler.running)
+    core.utilities.update(loras.utilities)
+    for adapter in config.lora_requests:
+        loras.add_lora(adapter)
+    return core

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from diptych_engine.admission import admit
+from diptych_engine.lora.adapter import busy_adapters
+from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import (
     LoadOrder,
     Request,
@@ -66,6 +68,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.connector = connector
+        self.adapters = AdapterTable(scheduler.max_loras, runner.collective_rpc)
+        scheduler.pinned_adapters = self.adapters.pinned
         self.draining = False
         """This engine is about to leave; every client is to know."""
         self.utilities: dict[str, Callable[..., Any]] = {
@@ -94,7 +98,11 @@ class EngineCore:
             if not self.scheduler.can_add():
                 raise DiptychError("overloaded: too many requests wait already")
             request, first_tokens = admit(
-                message, client, self.description, hinged=self.connector is not None
+                message,
+                client,
+                self.description,
+                self.adapters,
+                hinged=self.connector is not None,
             )
         except DiptychError as exc:
             log.info("request %s refused: %s", message.request_id, exc)
@@ -147,9 +155,27 @@ class EngineCore:
         """Plan a step and run the model."""
         plan = self.scheduler.schedule()
         self._start_loads()
+        if self.adapters.in_use:
+            plan = self._with_adapters(plan)
         if not plan.scheduled and not plan.removed:
             return plan, StepResult([], None, None)
         return plan, self.runner.execute(plan)
+
+    def _with_adapters(self, plan: StepPlan) -> StepPlan:
+        """The plan without the requests whose adapters cannot be loaded: they fail."""
+        wanted = dict.fromkeys(
+            share.request.adapter for share in plan.scheduled if share.request.adapter is not None
+        )
+        failed = self.adapters.use(wanted, busy_adapters(self.scheduler.running))
+        if not failed:
+            return plan
+        for share in plan.scheduled:
+            request = share.request
+            if request.adapter in failed:
+                self._end(request, FinishReason.ERROR)
+                self._fail(request.request_id, request.client, failed[request.adapter])
+        kept = [share for share in plan.scheduled if not share.request.finished]
+        return StepPlan(kept, sum(share.num_tokens for share in kept), plan.removed)
 
     def finish_step(self, plan: StepPlan, result: StepResult) -> None:
         """Turn a step's results into outputs. Requests aborted since it started get none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from diptych_engine.lora.adapter import Adapter
 from diptych_protocol import FinishReason, KVTransferParams, LogprobsLists, SamplingParams
 
 
@@ -50,6 +51,8 @@ class Request:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    """All that its KV depends on besides its tokens: see `cache_identity`."""
+    adapter: Adapter | None = None
     kv_transfer: KVTransferParams | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.batch_rows import BatchRows
+from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.sampler import Sampler
@@ -76,8 +77,13 @@ class ModelRunner:
         self._kv_layers = self.kv_cache.unbind(1)
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size)
-        self.worker_methods: dict[str, Callable[..., Any]] = {}
-        """What `collective_rpc` may name."""
+        self._loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
+        self.worker_methods: dict[str, Callable[..., Any]] = {
+            "_inspect_lora": self._loras.inspect,
+            "_load_lora": self._loras.load,
+            "_unload_lora": self._loras.unload,
+        }
+        """What `collective_rpc` may name; names with an underscore are not for clients."""
 
     @property
     def dtype_name(self) -> str:
@@ -169,6 +175,7 @@ class ModelRunner:
                 window=self._window,
                 device=self._device,
             ),
+            adapters=self._loras.rows_of(shares) if self._loras else (),
         )
 
     def _sample(

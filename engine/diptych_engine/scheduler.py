@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diptych_engine.block_pool import BlockPool
+from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import (
     LoadOrder,
@@ -40,6 +41,9 @@ class Scheduler:
     max_num_waiting: int
     enable_prefix_caching: bool = True
     policy: SchedulingPolicy = "fcfs"
+    max_loras: int = 0
+    """Different adapters that running requests and pinned ones may need together."""
+    pinned_adapters: set[int] = field(default_factory=set)
 
     requests: dict[str, Request] = field(default_factory=dict)
     """Every unfinished request."""
@@ -177,7 +181,7 @@ class Scheduler:
                     continue
                 break
             remote = request.kv_transfer is not None and request.kv_transfer.do_remote_prefill
-            if not remote and len(self.running) >= self.max_num_seqs:
+            if not remote and not self._has_room_for(request):
                 break
             self.waiting.pop()
             self._count_lookup(request, len(hit))
@@ -198,6 +202,19 @@ class Scheduler:
             scheduled.append(ScheduledRequest(request, start, count, start + count == known))
             budget -= count
         return budget
+
+    def _has_room_for(self, request: Request) -> bool:
+        """A row is free, and a place for the adapter, of those that no running request needs.
+
+        Whoever lacks a place waits at the head of the queue: others must not overtake it for ever.
+        """
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        adapter = request.adapter
+        if adapter is None:
+            return True
+        needed = busy_adapters(self.running) | self.pinned_adapters | {adapter.lora_int_id}
+        return len(needed) <= self.max_loras
 
     def _reclaim_from_waiting(self) -> bool:
         """Take the blocks of the youngest waiting request that holds some; it will recompute.

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from diptych_protocol.errors import InvalidRequestError
+from diptych_protocol.lora import LoRARequest
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,6 +62,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Names the deployment's revision; engines exchange KV only within one."""
     drain_seconds: float = 30.0
     """After SIGTERM, how long requests and leases may take to end or move elsewhere."""
+    max_loras: int = 8
+    """LoRA adapters loaded at a time; more may be used in turn. 0: requests may bring none."""
+    max_lora_rank: int = 64
+    """Adapters of a higher rank are refused."""
+    lora_modules: dict[str, str] = {}
+    """Adapters that are there from the start: name -> directory. Clients ask for them as models."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
@@ -79,11 +86,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("max_num_waiting", self.max_num_waiting >= 1, "at least 1"),
             ("num_threads", self.num_threads is None or self.num_threads >= 1, "at least 1"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
+            ("max_loras", 0 <= self.max_loras <= 1024, "between 0 and 1024"),
+            ("max_lora_rank", 1 <= self.max_lora_rank <= 4096, "between 1 and 4096"),
         ):  # fmt: skip
             if not ok:
                 raise InvalidRequestError(
                     f"{field} must be {wanted}, not {getattr(self, field)!r}", param=field
                 )
+
+    @property
+    def lora_requests(self) -> list[LoRARequest]:
+        """The adapters of `lora_modules`, with the ids they have: 1, 2, 3…"""
+        return [
+            LoRARequest(name, index, path)
+            for index, (name, path) in enumerate(self.lora_modules.items(), start=1)
+        ]
 
     @property
     def name(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from diptych_engine.models.low_rank import AdapterRows, Projection
 from diptych_kernels.paged_attention import AttentionMetadata
 
 
@@ -24,6 +25,8 @@ class StepInputs:
     slot_offsets: Tensor
     """[tokens] int64: its place inside that block."""
     attention: AttentionMetadata
+    adapters: Sequence[AdapterRows] = ()
+    """The adapters that some of the tokens want."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +46,13 @@ class CausalLM(Protocol):
     @property
     def slots(self) -> dict[str, WeightSlot]:
         """Every tensor that must be loaded, by its Hugging Face name."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def projections(self) -> Mapping[str, Projection]:
+        """What an adapter may change in each layer, by the Hugging Face name inside the layer."""
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         """Run all layers and store the new tokens' keys and values.

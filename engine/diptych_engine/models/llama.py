@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diptych_engine.models.interface import StepInputs, WeightSlot
+from diptych_engine.models.low_rank import Projection, add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_frontend.model_source import ModelConfig
 from diptych_kernels.kv_write import kv_write
@@ -113,29 +114,58 @@ class LlamaModel:
             slots["self_attn.k_norm.weight"] = WeightSlot(layer.key_norm, rotary_dim=dim)
         return slots
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def projections(self) -> dict[str, Projection]:
+        config = self.config
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        query, key = self._num_query, config.num_key_value_heads * dim
+        return {
+            "self_attn.q_proj": Projection("qkv", hidden, 0, query, rotary_dim=dim),
+            "self_attn.k_proj": Projection("qkv", hidden, query, key, rotary_dim=dim),
+            "self_attn.v_proj": Projection("qkv", hidden, query + key, key),
+            "self_attn.o_proj": Projection("output", query, 0, hidden),
+            "mlp.gate_proj": Projection("gate_up", hidden, 0, inner),
+            "mlp.up_proj": Projection("gate_up", hidden, inner, inner),
+            "mlp.down_proj": Projection("down", inner, 0, hidden),
+        }
+
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         hidden = self._embedding.index_select(0, inputs.token_ids)
         rotations = self._rotations.index_select(0, inputs.positions)
-        for layer, kv_layer in zip(self._layers, kv_layers, strict=True):
+        adapters = inputs.adapters
+        for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             normed = rms_norm(hidden, layer.attention_norm, self._eps)
-            attended = self._attend(layer, normed, rotations, inputs, kv_layer)
+            qkv = normed.mm(layer.qkv)
+            if adapters:
+                add_low_rank(qkv, normed, adapters, index, "qkv")
+            attended = self._attend(layer, qkv, rotations, inputs, kv_layer)
             hidden.addmm_(attended, layer.output)
+            if adapters:
+                add_low_rank(hidden, attended, adapters, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
-            gated = silu_mul(normed.mm(layer.gate_up))
+            gate_up = normed.mm(layer.gate_up)
+            if adapters:
+                add_low_rank(gate_up, normed, adapters, index, "gate_up")
+            gated = silu_mul(gate_up)
             hidden.addmm_(gated, layer.down)
+            if adapters:
+                add_low_rank(hidden, gated, adapters, index, "down")
         return hidden
 
     def _attend(
         self,
         layer: LayerWeights,
-        normed: Tensor,
+        qkv: Tensor,
         rotations: Tensor,
         inputs: StepInputs,
         kv_layer: Tensor,
     ) -> Tensor:
-        """Attention without its output projection: [T, hidden] -> [T, H D]."""
+        """Attention between its projections: [T, (H + 2 K) D] -> [T, H D]. Overwrites `qkv`."""
         config = self.config
-        qkv = normed.mm(layer.qkv)
         if layer.qkv_bias is not None:
             qkv.add_(layer.qkv_bias)
         num_tokens, num_query, dim = len(qkv), config.num_attention_heads, config.head_dim

@@ -174,10 +174,20 @@ def _fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None
             f"tensor {name} has the shape {list(values.shape)}, "
             f"not {list(slot.target.shape)} as the configuration says"
         )
-    if slot.rotary_dim and reorder:
-        halves = values.view(-1, 2, slot.rotary_dim // 2, *values.shape[1:])
-        values = halves.transpose(1, 2).reshape(values.shape)
+    if reorder:
+        values = interleave_pairs(values, slot.rotary_dim)
     slot.target.copy_(values)
+
+
+def interleave_pairs(rows: Tensor, rotary_dim: int) -> Tensor:
+    """Rows whose rotated pairs are half a head apart -> the same with the pairs side by side.
+
+    rotary_dim: as in `WeightSlot`; 0 leaves them as they are.
+    """
+    if not rotary_dim:
+        return rows
+    halves = rows.reshape(-1, 2, rotary_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _require_same_names(slots: Mapping[str, WeightSlot], names: Iterable[str]) -> None:

@@ -1,0 +1,40 @@
+"""What an adapter is to a request, and what it means for the prefix cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True, frozen=True, weakref_slot=True, eq=False)
+class Adapter:
+    """An adapter whose files were found sound. Every request that uses it holds the same one."""
+
+    lora_int_id: int
+    name: str
+    path: str
+    digest: str
+    """Of the files' content: two engines that have the same adapter agree on it."""
+
+
+class UsesAdapter(Protocol):
+    @property
+    def adapter(self) -> Adapter | None: ...
+
+
+def busy_adapters(requests: Iterable[UsesAdapter]) -> set[int]:
+    """The ids of the adapters of some requests."""
+    return {adapter.lora_int_id for request in requests if (adapter := request.adapter) is not None}
+
+
+def cache_identity(cache_salt: str | None, adapter: Adapter | None) -> str | None:
+    """Names all that a sequence's KV depends on besides its tokens; None if there is nothing.
+
+    Whoever chooses a salt must not reach the KV of an adapter with it, nor poison it: a salt alone
+    and a salt with an adapter never give the same name.
+    """
+    if adapter is not None:
+        return "lora:" + json.dumps([cache_salt, adapter.name, adapter.digest])
+    return None if cache_salt is None else "salt:" + cache_salt

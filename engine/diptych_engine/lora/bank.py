@@ -1,0 +1,113 @@
+"""The loaded adapters of one worker: their tensors, in the layout of the model's fused weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diptych_engine.lora.peft import PeftAdapter, read_peft
+from diptych_engine.models.interface import CausalLM
+from diptych_engine.models.loader import interleave_pairs
+from diptych_engine.models.low_rank import AdapterRows, LowRank, Projection
+from diptych_engine.request import ScheduledRequest
+from diptych_protocol import InvalidRequestError
+
+Layers = list[dict[str, LowRank]]
+
+
+class LoraBank:
+    """Adapters by their id. How many there may be, the core decides."""
+
+    def __init__(
+        self, model: CausalLM, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model = model
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._device = device
+        self._adapters: dict[int, Layers] = {}
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def inspect(self, path: str) -> str:
+        """The digest of an adapter's files. Raises `InvalidRequestError` if they are no good."""
+        return self._read(path).digest
+
+    def load(self, lora_int_id: int, path: str, digest: str) -> None:
+        """Raises `InvalidRequestError` if the files are no longer those that were inspected."""
+        adapter = self._read(path)
+        if adapter.digest != digest:
+            raise InvalidRequestError(
+                f"adapter {path}: its files have changed since it was named", param="lora_path"
+            )
+        with torch.inference_mode():
+            self._adapters[lora_int_id] = self._lay_out(adapter)
+
+    def unload(self, lora_int_id: int) -> None:
+        """Forget an adapter; an unknown one is ignored."""
+        self._adapters.pop(lora_int_id, None)
+
+    def _read(self, path: str) -> PeftAdapter:
+        model = self._model
+        return read_peft(path, model.projections, model.num_layers, self._max_rank)
+
+    def _lay_out(self, adapter: PeftAdapter) -> Layers:
+        parts: list[dict[str, list[tuple[Projection, Tensor, Tensor]]]]
+        parts = [defaultdict(list) for _ in range(self._model.num_layers)]
+        for (layer, module), (a, b) in adapter.pairs.items():
+            projection = self._model.projections[module]
+            parts[layer][projection.fused].append((projection, a, b))
+        return [
+            {fused: self._fuse(fused, own, adapter.scale) for fused, own in layer.items()}
+            for layer in parts
+        ]
+
+    def _fuse(
+        self, fused: str, parts: Sequence[tuple[Projection, Tensor, Tensor]], scale: float
+    ) -> LowRank:
+        """Put the parts of one fused projection together."""
+        ranks = sum(len(a) for _, a, _ in parts)
+        down = torch.cat([a.float() for _, a, _ in parts]).t()
+        up = torch.zeros(ranks, self._num_outputs(fused))
+        row = 0
+        for projection, a, b in parts:
+            columns = interleave_pairs(b.float(), projection.rotary_dim).t()
+            up[row : row + len(a)].narrow(1, projection.start, projection.num_outputs).copy_(
+                columns * scale
+            )
+            row += len(a)
+        return LowRank(self._place(down), self._place(up))
+
+    def _num_outputs(self, fused: str) -> int:
+        projections = self._model.projections.values()
+        return max(p.start + p.num_outputs for p in projections if p.fused == fused)
+
+    def _place(self, values: Tensor) -> Tensor:
+        return values.to(self._device, self._dtype).contiguous()
+
+    def rows_of(self, shares: Sequence[ScheduledRequest]) -> tuple[AdapterRows, ...]:
+        """Which tokens of a step want which adapter; the shares in the order of their tokens.
+
+        Empty if none of them wants any.
+        """
+        ids = [0 if (own := share.request.adapter) is None else own.lora_int_id for share in shares]
+        if not any(ids):
+            return ()
+        if len(set(ids)) == 1:
+            return (AdapterRows(self._adapters[ids[0]], None),)
+        of_token = np.repeat(ids, [share.num_tokens for share in shares])
+        return tuple(
+            AdapterRows(
+                self._adapters[lora_int_id], self._tensor(np.flatnonzero(of_token == lora_int_id))
+            )
+            for lora_int_id in sorted(set(ids) - {0})
+        )
+
+    def _tensor(self, rows: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(rows).to(self._device)

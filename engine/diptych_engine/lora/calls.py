@@ -1,0 +1,45 @@
+"""What a client may ask of an engine core about adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from diptych_engine.lora.adapter import busy_adapters
+from diptych_engine.lora.table import AdapterTable
+from diptych_engine.request import Request
+from diptych_protocol import LoRARequest
+
+
+class LoraCalls:
+    """The utility calls `add_lora`, `remove_lora`, `list_loras` and `pin_lora`."""
+
+    def __init__(self, table: AdapterTable, running: Callable[[], Sequence[Request]]) -> None:
+        """`running` tells which requests run at the moment."""
+        self._table = table
+        self._running = running
+
+    @property
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        calls = (self.add_lora, self.remove_lora, self.list_loras, self.pin_lora)
+        return {call.__name__: call for call in calls}
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Load an adapter. Raises `InvalidRequestError` if that is not possible."""
+        request = msgspec.convert(lora_request, LoRARequest)
+        self._table.add(request, busy_adapters(self._running()))
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Unload an adapter; False if it is not loaded."""
+        return self._table.remove(lora_int_id, busy_adapters(self._running()))
+
+    def list_loras(self) -> list[int]:
+        """Ids of the loaded adapters."""
+        return self._table.listed()
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Never unload an adapter for the sake of others; False if it is not loaded."""
+        return self._table.pin(lora_int_id)

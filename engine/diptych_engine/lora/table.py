@@ -1,0 +1,159 @@
+"""Which adapters are loaded. Lives in the core, which knows who uses them.
+
+There are `max_loras` places. A request brings its adapter with it: the files are checked when it
+arrives, and loaded when it is scheduled, in the place of the adapter that was used least recently.
+The scheduler sees to it that running requests and pinned adapters never want more places than
+there are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from diptych_engine.lora.adapter import Adapter
+from diptych_protocol import DiptychError, InvalidRequestError, LoRARequest
+
+WorkerCall = Callable[[str, tuple[Any, ...]], list[Any]]
+"""Runs a worker's method (name, arguments) on every rank."""
+
+MAX_NAME_LENGTH = 256
+MAX_ID = 2**31 - 1
+
+
+class AdapterTable:
+    """The adapters of one engine core."""
+
+    def __init__(self, max_loras: int, call_workers: WorkerCall) -> None:
+        self.max_loras = max_loras
+        self.pinned: set[int] = set()
+        """Ids of adapters that keep their places."""
+        self._call_workers = call_workers
+        self._loaded: OrderedDict[int, Adapter] = OrderedDict()
+        """By id, the least recently used first."""
+        self._leaving: set[int] = set()
+        """Removed while requests were using them: loaded, but no longer listed."""
+        self._known: WeakValueDictionary[int, Adapter] = WeakValueDictionary()
+        """Those that are loaded or that some request will use."""
+
+    @property
+    def in_use(self) -> bool:
+        """Some request may have an adapter."""
+        return len(self._known) > 0
+
+    def resolve(self, request: LoRARequest | None) -> Adapter | None:
+        """The adapter that a request names, its files checked but not necessarily loaded.
+
+        Raises `InvalidRequestError` if it cannot be used.
+        """
+        if request is None:
+            return None
+        known = self._known.get(request.lora_int_id)
+        if known is not None:
+            if (known.name, known.path) != (request.lora_name, request.lora_path):
+                raise _refusal(
+                    f"adapter {request.lora_int_id} is {known.name!r} from {known.path}, "
+                    f"not {request.lora_name!r} from {request.lora_path}: take another id"
+                )
+            return known
+        self._check(request)
+        digest: str = self._call_workers("_inspect_lora", (request.lora_path,))[0]
+        adapter = Adapter(request.lora_int_id, request.lora_name, request.lora_path, digest)
+        self._known[adapter.lora_int_id] = adapter
+        return adapter
+
+    def _check(self, request: LoRARequest) -> None:
+        if self.max_loras == 0:
+            raise _refusal("this engine takes no adapters (max_loras is 0)")
+        if not 0 < request.lora_int_id <= MAX_ID:
+            raise _refusal(f"lora_int_id must be in 1..{MAX_ID}, not {request.lora_int_id}")
+        if not 0 < len(request.lora_name) <= MAX_NAME_LENGTH or not request.lora_path:
+            raise _refusal(f"an adapter needs a path and a name of 1..{MAX_NAME_LENGTH} characters")
+
+    def use(self, adapters: Iterable[Adapter], busy: set[int]) -> dict[Adapter, str]:
+        """Load the adapters of a step, as far as they are not.
+
+        busy: ids of the adapters of all running requests, those of the step included.
+        Returns those that cannot be loaded, with the reason.
+        """
+        failed: dict[Adapter, str] = {}
+        for adapter in adapters:
+            try:
+                self._load(adapter, busy)
+            except DiptychError as exc:
+                failed[adapter] = str(exc)
+        return failed
+
+    def _load(self, adapter: Adapter, busy: set[int]) -> None:
+        lora_int_id = adapter.lora_int_id
+        if lora_int_id not in self._loaded:
+            while len(self._loaded) >= self.max_loras:
+                self._unload(self._least_recent(busy))
+            try:
+                self._call_workers("_load_lora", (lora_int_id, adapter.path, adapter.digest))
+            except Exception:
+                self._call_workers("_unload_lora", (lora_int_id,))  # some rank may have it
+                raise
+            self._loaded[lora_int_id] = adapter
+        self._loaded.move_to_end(lora_int_id)
+
+    def _least_recent(self, busy: set[int]) -> int:
+        for lora_int_id in self._loaded:
+            if lora_int_id not in busy and lora_int_id not in self.pinned:
+                return lora_int_id
+        raise InvalidRequestError(
+            f"all {self.max_loras} places for adapters (max_loras) are pinned or in use; "
+            "remove one first",
+            status=409,
+        )
+
+    def _unload(self, lora_int_id: int) -> None:
+        self._call_workers("_unload_lora", (lora_int_id,))
+        del self._loaded[lora_int_id]
+        self._leaving.discard(lora_int_id)
+
+    def add(self, request: LoRARequest, busy: set[int]) -> None:
+        """Load an adapter ahead of its first request. Raises `InvalidRequestError`."""
+        adapter = self.resolve(request)
+        if adapter is not None:
+            self._load(adapter, busy)
+            self._leaving.discard(adapter.lora_int_id)
+
+    def remove(self, lora_int_id: int, busy: set[int]) -> bool:
+        """Unload an adapter; False if it is not loaded.
+
+        Running requests keep it until they end: then it goes as soon as its place is wanted.
+        """
+        if lora_int_id not in self.listed():
+            return False
+        self.pinned.discard(lora_int_id)
+        if lora_int_id in busy:
+            self._leaving.add(lora_int_id)
+            self._loaded.move_to_end(lora_int_id, last=False)
+        else:
+            self._unload(lora_int_id)
+        return True
+
+    def listed(self) -> list[int]:
+        return [lora_int_id for lora_int_id in self._loaded if lora_int_id not in self._leaving]
+
+    def pin(self, lora_int_id: int) -> bool:
+        """Keep an adapter loaded whatever others want; False if it is not loaded.
+
+        Raises `InvalidRequestError` for the last place: other adapters could never run again.
+        """
+        if lora_int_id not in self.listed():
+            return False
+        if len(self.pinned | {lora_int_id}) >= self.max_loras:
+            raise InvalidRequestError(
+                f"at most {self.max_loras - 1} of {self.max_loras} adapters can be pinned",
+                status=409,
+            )
+        self.pinned.add(lora_int_id)
+        return True
+
+
+def _refusal(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="lora_request")
