@@ -1,26 +1,22 @@
-"""AsyncLLM: the asynchronous face of one EngineCore in its own process."""
+"""AsyncLLM: the asynchronous face of one EngineCore, or of several, in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from diptych_frontend.async_engine import AsyncEngine
-from diptych_frontend.core_client import CoreClient
-from diptych_frontend.core_launcher import TERMINATE_GRACE_S, CoreProcess
+from diptych_frontend.core_group import CoreGroup
+from diptych_frontend.core_launcher import TERMINATE_GRACE_S
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.output_processor import OutputProcessor
-from diptych_frontend.pulse import Pulse
 from diptych_frontend.renderer import TextRenderer
 from diptych_protocol import (
-    DiptychError,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -35,12 +31,9 @@ from diptych_protocol.admin import DrainReport
 
 START_TIMEOUT_S = 600.0
 NOTIFY_TIMEOUT_S = 5.0
-CAUSE_GRACE_S = 0.2
 STALL_LIMIT_S = 60.0
 """A core that has work and makes no step for so long will not come round. The longest step of the
 slowest machine must fit in."""
-PROBE_WAIT_S = 0.5
-"""A probe waits this long for the core, and otherwise goes by what is known."""
 DRAIN_POLL_S = 0.1
 
 
@@ -76,14 +69,14 @@ class AsyncLLM(AsyncEngine, WithoutControl):
             OutputProcessor(inputs.renderer.tokenizer),
             max_open_requests=config.max_num_waiting + config.max_num_seqs,
         )
-        self._stats = SchedulerStats()
-        self._core = CoreProcess(config, public_endpoint, keys_dir)
-        self._client: CoreClient | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._cores = CoreGroup(
+            config,
+            public_endpoint,
+            keys_dir,
+            on_outputs=self._on_outputs,
+            on_death=self._die,
+        )
         self._stall_limit_s = stall_limit_s
-        self._pulse = Pulse()
-        self._question: asyncio.Task[None] | None = None
-        """Statistics that the core was asked for, to take its pulse."""
         self._draining = False
 
     @classmethod
@@ -114,80 +107,42 @@ class AsyncLLM(AsyncEngine, WithoutControl):
 
         Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
         """
-        if self._client is None:
-            self._client = CoreClient(
-                self._core.endpoint, None, on_outputs=self._on_outputs, on_lost=self._lose_core
-            )
-            self._watcher = asyncio.create_task(self._watch_core(), name="core watcher")
-        self.description = await self._unless_dead(self._client.describe(timeout_s))
-        self._core.unlink()
+        await self._cores.connect(timeout_s)
+        self.description = self._cores.description
         self.input_processor.max_model_len = self.description.max_model_len
 
-    async def _unless_dead(
-        self, greeting: Coroutine[Any, Any, EngineDescription]
-    ) -> EngineDescription:
-        """A core that ends before it listens is nobody that a greeting could notice missing."""
-        described = asyncio.create_task(greeting)
-        watcher = self._watcher
-        try:
-            tasks = (described,) if watcher is None else (described, watcher)
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not described.done():
-                raise self.dead_error
-            return described.result()
-        finally:
-            described.cancel()
-
     async def died(self) -> EngineDeadError:
-        """Wait for the end of the core, and return its cause."""
-        return await self._core.wait()
-
-    def _lose_core(self, cause: EngineDeadError) -> None:
-        """The connection ended; the process, if it ended too, knows better why."""
-        asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._die, cause)
-
-    async def _watch_core(self) -> None:
-        cause = await self._core.wait()
-        self._die(cause)
-        if self._client is not None:
-            self._client.lost(cause)
-
-    def _on_outputs(self, message: EngineCoreOutputs) -> None:
-        if message.scheduler_stats is not None:
-            self._take_stats(message.scheduler_stats)
-        self._deliver(message.outputs)
+        """Wait for the end of a core, and return its cause."""
+        return await self._cores.died()
 
     @property
-    def _connected(self) -> CoreClient:
-        if self._client is None:
-            raise EngineDeadError("the engine is not started: await ready() first")
-        return self._client
+    def _connected(self) -> CoreGroup:
+        """What control calls go through: they reach every core."""
+        return self._cores
+
+    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        self._deliver(message.outputs)
 
     def _submit(self, request: EngineCoreRequest) -> None:
-        self._connected.add(request)
+        self._cores.add(request)
 
     def _withdraw(self, request_ids: list[str]) -> None:
         if request_ids and not self.errored and not self._closed:
-            self._connected.abort(request_ids)
+            self._cores.abort(request_ids)
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
-        return {self.description.engine_id: self._stats}
+        return self._cores.stats_by_engine()
 
-    async def refresh_stats(self) -> SchedulerStats:
-        """Ask the core for its statistics now."""
-        self._take_stats(await self._connected.fetch_stats())
-        return self._stats
-
-    def _take_stats(self, stats: SchedulerStats) -> None:
-        self._stats = stats
-        self._pulse.heard(stats)
+    async def refresh_stats(self) -> None:
+        """Ask the cores for their statistics now."""
+        await self._cores.refresh_stats()
 
     # --- is it well? --------------------------------------------------------------------------
 
     async def check_health(self) -> None:
         """Raise if the engine is dead, stalled or draining."""
         self._check_usable()
-        if self._draining or self._stats.draining:
+        if self._draining or self._cores.draining:
             raise EngineOverloadedError("draining")
         await self.check_live()
 
@@ -195,18 +150,9 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         """Raise if the core is dead, or stalled: it has work, or does not even say that it has
         none, and made no step within the limit."""
         self._check_usable()
-        if self._question is None or self._question.done():
-            self._pulse.asked(time.monotonic())
-            self._question = asyncio.create_task(self._ask(), name="core pulse")
-        await asyncio.wait((self._question,), timeout=PROBE_WAIT_S)
-        doubtful = self._pulse.doubtful_s(time.monotonic())
+        doubtful = await self._cores.doubtful_s()
         if doubtful > self._stall_limit_s:
             raise EngineDeadError(f"stalled: the engine core made no step for {doubtful:.0f} s")
-
-    async def _ask(self) -> None:
-        """The answer may come after the probe that asked: at the end of a long step."""
-        with contextlib.suppress(TimeoutError, DiptychError):
-            await self.refresh_stats()
 
     # --- leaving ------------------------------------------------------------------------------
 
@@ -237,10 +183,10 @@ class AsyncLLM(AsyncEngine, WithoutControl):
 
     async def _ask_to_drain(self, method: str) -> DrainReport:
         try:
-            answer = await self._connected.call(method, timeout_s=self._stall_limit_s)
+            answers = await self._cores.call_each(method, timeout_s=self._stall_limit_s)
         except TimeoutError as exc:
             raise EngineOverloadedError("the engine core does not answer; ask again") from exc
-        return msgspec.convert(answer, DrainReport)
+        return _sum_up(msgspec.convert(answers, list[DrainReport]))
 
     async def notify_kv_transfer_request_rejected(
         self,
@@ -266,11 +212,17 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         if self._closed:
             return
         self._closed = True
-        if self._watcher is not None and not self._watcher.get_loop().is_closed():
-            self._watcher.cancel()
-            if self._question is not None:
-                self._question.cancel()
-        if self._client is not None:
-            self._client.close()
+        self._cores.disconnect()
         self.output_processor.fail_all(EngineDeadError("the engine was shut down"))
-        self._core.stop(TERMINATE_GRACE_S if timeout is None else timeout)
+        self._cores.stop(TERMINATE_GRACE_S if timeout is None else timeout)
+
+
+def _sum_up(reports: list[DrainReport]) -> DrainReport:
+    """What holds the cores together."""
+    return DrainReport(
+        draining=all(report.draining for report in reports),
+        drained=all(report.drained for report in reports),
+        num_running=sum(report.num_running for report in reports),
+        num_waiting=sum(report.num_waiting for report in reports),
+        leases_held=sum(report.leases_held for report in reports),
+    )

@@ -63,6 +63,11 @@ class CoreProcess:
         """
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    def terminate(self) -> None:
+        """Ask the process to end; does not wait for it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
         """End the process: politely first, then not. Safe to call twice."""
         if self.process.poll() is None:

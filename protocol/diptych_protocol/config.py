@@ -9,6 +9,10 @@ import msgspec
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.lora import LoRARequest
 
+MAX_RANKS = 64
+"""Of either kind of parallelism."""
+RANKS = f"between 1 and {MAX_RANKS}"
+
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The engine's end of the hinge. Its role is decided per request, by `kv_transfer_params`."""
@@ -68,6 +72,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Adapters of a higher rank are refused."""
     lora_modules: dict[str, str] = {}
     """Adapters that are there from the start: name -> directory. Clients ask for them as models."""
+    tensor_parallel_size: int = 1
+    """Processes that share every layer's work; each has `num_threads` and `kv_cache_bytes`."""
+    data_parallel_size: int = 1
+    """Engine cores behind one front-end that share its requests; each has a whole model."""
+    data_parallel_rank: int = 0
+    """This core's place among them; the front-end sets it."""
+    data_parallel_lockstep: bool = False
+    """Cores that share layers (mixtures of experts) step together: while one works, all do."""
+    data_parallel_store: str = ""
+    """A file in which cores in lock-step find each other; the front-end sets it."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
@@ -88,10 +102,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
             ("max_loras", 0 <= self.max_loras <= 1024, "between 0 and 1024"),
             ("max_lora_rank", 1 <= self.max_lora_rank <= 4096, "between 1 and 4096"),
+            ("tensor_parallel_size", 1 <= self.tensor_parallel_size <= MAX_RANKS, RANKS),
+            ("data_parallel_size", 1 <= self.data_parallel_size <= MAX_RANKS, RANKS),
+            ("data_parallel_rank", 0 <= self.data_parallel_rank < self.data_parallel_size,
+             "below data_parallel_size"),
         ):  # fmt: skip
             if not ok:
                 raise InvalidRequestError(
                     f"{field} must be {wanted}, not {getattr(self, field)!r}", param=field
+                )
+        for field in ("tensor_parallel_size", "data_parallel_size"):
+            if self.kv_transfer is not None and getattr(self, field) > 1:
+                raise InvalidRequestError(
+                    f"{field} must be 1 in an engine that takes part in hand-offs", param=field
                 )
 
     @property

@@ -1,0 +1,189 @@
+"""The engine cores behind one front-end: one, or several that share its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from diptych_frontend.core_client import UTILITY_TIMEOUT_S
+from diptych_frontend.core_launcher import TERMINATE_GRACE_S
+from diptych_frontend.core_member import CoreMember
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDeadError,
+    EngineDescription,
+    InvalidRequestError,
+    SchedulerStats,
+)
+
+WAITING_WEIGHT = 3
+"""A request that waits for a place says more about the next one's fate than one that runs."""
+
+
+class CoreGroup:
+    """Starts cores, spreads requests over them, and asks all of them what one is asked.
+
+    Every core has the whole model; a request stays with the core that got it. The death of a core
+    is the death of the group.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        public_endpoint: str | None,
+        keys_dir: Path | None,
+        *,
+        on_outputs: Callable[[EngineCoreOutputs], None],
+        on_death: Callable[[EngineDeadError], None],
+    ) -> None:
+        """Start the processes; `connect` waits until they can serve.
+
+        Raises `InvalidRequestError` for a configuration that cannot work.
+        """
+        if config.data_parallel_size > 1 and public_endpoint is not None:
+            raise InvalidRequestError(
+                "data_parallel_size must be 1 in an engine that routers reach: "
+                "to them, every replica is an engine of its own",
+                param="data_parallel_size",
+            )
+        self._config = config
+        self._public_endpoint = public_endpoint
+        self._keys_dir = keys_dir
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._died = asyncio.Event()
+        self._cause = EngineDeadError("the engine is alive")
+        self.members: list[CoreMember] = []
+        """In the order of their ranks."""
+        try:
+            for rank in range(config.data_parallel_size):
+                self.members.append(self._start(rank))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, rank: int) -> CoreMember:
+        config = self._config
+        if config.data_parallel_size > 1:
+            name = f"{config.engine_id}-{rank}" if config.engine_id else ""
+            config = msgspec.structs.replace(config, data_parallel_rank=rank, engine_id=name)
+        return CoreMember(
+            config,
+            self._public_endpoint,
+            self._keys_dir,
+            on_outputs=self._on_outputs,
+            on_death=self._lose,
+        )
+
+    def _lose(self, cause: EngineDeadError) -> None:
+        if not self._died.is_set():
+            self._cause = cause
+            self._died.set()
+        self._on_death(cause)
+
+    async def connect(self, timeout_s: float) -> None:
+        """Wait until every core can serve. Raises what `CoreMember.connect` raises."""
+        await asyncio.gather(*(member.connect(timeout_s) for member in self.members))
+
+    async def died(self) -> EngineDeadError:
+        """Wait for the first core that ends unasked, and return its cause."""
+        await self._died.wait()
+        return self._cause
+
+    @property
+    def description(self) -> EngineDescription:
+        """What the first core says of itself; the others differ by name only."""
+        return self.members[0].description
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Send a request to the core that it names, or else to the one with the least to do.
+
+        Raises `InvalidRequestError` if there is no core of that rank.
+        """
+        self._choose(request.data_parallel_rank).add(request)
+
+    def _choose(self, rank: int | None) -> CoreMember:
+        members = self.members
+        if rank is None:
+            return members[0] if len(members) == 1 else min(members, key=_load)
+        if not 0 <= rank < len(members) or members[rank].leaving:
+            raise InvalidRequestError(
+                f"data_parallel_rank {rank} is not one of the {len(members)} ranks here",
+                param="data_parallel_rank",
+            )
+        return members[rank]
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests where they are; ids of no open request are ignored."""
+        by_member: defaultdict[CoreMember, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            for member in self.members:
+                if member.open.pop(request_id, None) is not None:
+                    by_member[member].append(request_id)
+        for member, ids in by_member.items():
+            member.client.abort(ids)
+
+    # --- control ------------------------------------------------------------------------------
+
+    async def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
+        """Make a utility call to every core.
+
+        Returns the first core's answer; if they are truth values, whether all of them are true.
+        Raises what `CoreClient.call` raises.
+        """
+        answers = await self.call_each(method, *args, timeout_s=timeout_s)
+        if all(isinstance(answer, bool) for answer in answers):
+            return all(answers)
+        return answers[0]
+
+    async def call_each(
+        self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
+    ) -> list[Any]:
+        """The same, with the answers of all cores in the order of their ranks."""
+        calls = (m.client.call(method, *args, timeout_s=timeout_s) for m in self.members)
+        return await asyncio.gather(*calls)
+
+    def stats_by_engine(self) -> dict[str, SchedulerStats]:
+        """The newest statistics of every core, by its name."""
+        return {member.description.engine_id: member.stats for member in self.members}
+
+    @property
+    def draining(self) -> bool:
+        """Some core was told to leave."""
+        return any(member.stats.draining for member in self.members)
+
+    async def refresh_stats(self) -> None:
+        """Ask every core for its statistics now."""
+        await asyncio.gather(*(member.refresh_stats() for member in self.members))
+
+    async def doubtful_s(self) -> float:
+        """For how many seconds some core gave no proof of progress."""
+        return max(await asyncio.gather(*(member.doubtful_s() for member in self.members)))
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        """Hear no more from any core. Safe to call twice, and without an event loop."""
+        for member in self.members:
+            member.disconnect()
+
+    def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
+        """End all processes. Safe to call twice."""
+        for member in self.members:
+            member.process.terminate()
+        for member in self.members:
+            member.stop(timeout_s)
+
+
+def _load(member: CoreMember) -> tuple[bool, int]:
+    """How much stands between a new request and its first token, as far as known."""
+    return member.leaving, len(member.open) + WAITING_WEIGHT * member.stats.num_waiting
