@@ -133,9 +133,10 @@ class AsyncLLM(AsyncEngine, WithoutControl):
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         return self._cores.stats_by_engine()
 
-    async def refresh_stats(self) -> None:
-        """Ask the cores for their statistics now."""
+    async def refresh_stats(self) -> SchedulerStats:
+        """Ask every core for its statistics now; returns the first one's."""
         await self._cores.refresh_stats()
+        return self._cores.members[0].stats
 
     # --- is it well? --------------------------------------------------------------------------
 

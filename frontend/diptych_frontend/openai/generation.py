@@ -39,6 +39,8 @@ INLINE_RENDER_BYTES = 16 << 10
 """Bodies up to this size are tokenised on the event loop: quicker than a hop to a thread. Larger
 ones would hold up everybody's stream."""
 
+RANK_HEADER = "X-data-parallel-rank"
+
 ABORT_TIMEOUT_S = 10.0
 """How long the other prompts of a failed request may take to end."""
 
@@ -68,6 +70,7 @@ class Job:
     prompts: list[TokensPrompt]
     params: SamplingParams
     priority: int
+    data_parallel_rank: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -99,7 +102,8 @@ class GenerationRoute(Generic[R]):
         request = self._parse(scope, exchange.body)
         params = self._api.params(request)
         prompts = await self._render(request, len(exchange.body))
-        job = Job(exchange.request_id, prompts, params, request.priority or 0)
+        rank = _data_parallel_rank(Headers(scope=scope))
+        job = Job(exchange.request_id, prompts, params, request.priority or 0, rank)
         writer = self._api.writer(request, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
         async with UntilDisconnect(receive, exchange) as client:
@@ -184,6 +188,19 @@ class GenerationRoute(Generic[R]):
         await send_bytes(send, 200, writer.answer(collected, tally), headers)
 
 
+def _data_parallel_rank(headers: Headers) -> int | None:
+    """The engine core that the caller chose, if any; whether it exists, the engine knows."""
+    text = headers.get(RANK_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 4):
+        raise InvalidRequestError(
+            f"{RANK_HEADER} must be the number of a rank, not {text[:100]!r}",
+            param="data_parallel_rank",
+        )
+    return int(text)
+
+
 def unknown_model(name: str, served_names: frozenset[str]) -> InvalidRequestError:
     served = ", ".join(sorted(served_names))
     return InvalidRequestError(
@@ -216,7 +233,13 @@ async def _run_prompt(
 ) -> AsyncGenerator[Item, None]:
     prompt = job.prompts[index]
     finished = False
-    outputs = engine.generate(prompt, job.params, job.engine_id(index), priority=job.priority)
+    outputs = engine.generate(
+        prompt,
+        job.params,
+        job.engine_id(index),
+        priority=job.priority,
+        data_parallel_rank=job.data_parallel_rank,
+    )
     with metrics.track(len(prompt["prompt_token_ids"])) as progress:
         try:
             async with aclosing(outputs):
