@@ -148,5 +148,5 @@ class FrameDecoder(Generic[T]):
 
 def _inline(code: int, data: memoryview) -> bytes:
     if code != INLINE_EXTENSION:
-        raise ValueError(f"extension {code} is not known")
+        raise msgspec.ValidationError(f"extension {code} is not known")
     return bytes(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -17,10 +18,12 @@ import msgspec
 import pytest
 import zmq
 
+from diptych_frontend.core_client import CoreClient
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineDeadError,
     FinishReason,
     SamplingParams,
     SchedulerStats,
@@ -111,7 +114,7 @@ def client(endpoint: str) -> Iterator[Client]:
     client.socket.close()
 
 
-def test_a_request_in_bytes_is_answered_in_bytes(client: Client) -> None:
+def test_contract_M07_a_request_in_bytes_is_answered_in_bytes(client: Client) -> None:
     client.add("a")
     tokens, reason, error = client.read("a")
     assert (len(tokens), reason, error) == (5, FinishReason.LENGTH, None)
@@ -126,7 +129,7 @@ def test_a_core_says_what_it_is(client: Client) -> None:
     assert description["epoch"]
 
 
-def test_an_abort_ends_a_request_and_unknown_ids_are_ignored(client: Client) -> None:
+def test_contract_C07_an_abort_ends_a_request_and_unknown_ids_are_ignored(client: Client) -> None:
     client.add("long", max_tokens=900, ignore_eos=True)
     client.receive()
     client.send(ABORT, msgspec.msgpack.encode(["long", "never heard of"]))
@@ -195,7 +198,7 @@ def test_only_declared_methods_can_be_called(client: Client, method: str) -> Non
     assert "no utility method" in client.call(method)
 
 
-def test_wrong_arguments_fail_the_call_only(client: Client) -> None:
+def test_contract_M08_wrong_arguments_fail_the_call_only(client: Client) -> None:
     assert "stats" in client.call("stats", 1, 2, 3)
     assert client.call("describe")["num_blocks"] == 64
 
@@ -209,13 +212,15 @@ def test_wrong_arguments_fail_the_call_only(client: Client) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_garbage_is_dropped_and_the_core_lives(client: Client, frames: tuple[bytes, ...]) -> None:
+def test_contract_M07_garbage_is_dropped_and_the_core_lives(
+    client: Client, frames: tuple[bytes, ...]
+) -> None:
     client.send(*frames)
     client.add("canary")
     assert client.read("canary")[1] is FinishReason.LENGTH
 
 
-def test_thousands_of_mutated_messages_do_not_kill_a_core(client: Client) -> None:
+def test_contract_M07_mutated_messages_do_not_kill_a_core(client: Client) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -225,7 +230,7 @@ def test_thousands_of_mutated_messages_do_not_kill_a_core(client: Client) -> Non
         (ABORT, msgspec.msgpack.encode(["m"])),
         (UTILITY, msgspec.msgpack.encode(UtilityCall(0, 1, "stats", []))),
     ]
-    for _ in range(3000):
+    for _ in range(int(os.environ.get("DIPTYCH_TEST_FRAMES", "3000"))):
         kind, payload = rng.choice(good)
         mutated = bytearray(payload)
         for _ in range(rng.randint(1, 4)):
@@ -234,6 +239,21 @@ def test_thousands_of_mutated_messages_do_not_kill_a_core(client: Client) -> Non
     stranger.socket.close()
     client.add("canary")
     assert client.read("canary")[1] is FinishReason.LENGTH
+
+
+async def test_contract_M08_pending_calls_fail_when_the_core_dies(tmp_path: Path) -> None:
+    path = f"ipc://{tmp_path}/core"
+    process = start(path)
+    client = CoreClient(path, None, on_outputs=lambda _: None, on_lost=lambda _: None)
+    await client.describe(TIMEOUT_MS / 1000)
+    process.send_signal(signal.SIGSTOP)  # it will not answer
+    calls = [asyncio.create_task(client.call("stats")) for _ in range(3)]
+    await asyncio.sleep(0)
+    process.kill()
+    for answer in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10):
+        assert isinstance(answer, EngineDeadError)
+    client.close()
+    assert process.wait(10) == -signal.SIGKILL
 
 
 def test_a_client_that_vanishes_frees_its_blocks(endpoint: str, client: Client) -> None:

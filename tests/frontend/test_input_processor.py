@@ -58,7 +58,7 @@ def test_a_request_is_complete(inputs: InputProcessor) -> None:
     assert inputs.process("r", [1], SamplingParams(), arrival_time=1.5).arrival_time == 1.5
 
 
-def test_the_same_user_id_gets_different_internal_ids(inputs: InputProcessor) -> None:
+def test_contract_B01_the_same_user_id_gets_different_internal_ids(inputs: InputProcessor) -> None:
     assert len({process(inputs).request_id for _ in range(50)}) == 50
 
 
@@ -197,7 +197,7 @@ def test_a_ready_made_request_is_checked_and_completed_too(inputs: InputProcesso
         inputs.process("x", core_request(prompt_token_ids=[49152]), SamplingParams())
 
 
-def test_ids_that_callers_must_not_set(inputs: InputProcessor) -> None:
+def test_contract_B01_ids_that_callers_must_not_set(inputs: InputProcessor) -> None:
     with pytest.raises(ValueError, match="external_req_id"):
         inputs.process("x", core_request(external_req_id="mine"), SamplingParams())
     with pytest.raises(TypeError, match="must be a string"):

@@ -320,7 +320,9 @@ def test_abort_tells_the_consumer_and_flushes_held_text(
     assert collector.take() is None
 
 
-def test_a_users_id_stands_for_every_request_that_carries_it(processor: OutputProcessor) -> None:
+def test_contract_C07_a_users_id_stands_for_every_request_that_carries_it(
+    processor: OutputProcessor,
+) -> None:
     for name in ("r-1", "r-2"):
         opened(processor, request(name, "r"))
     opened_family(processor, request("r-3", "r", n=2))

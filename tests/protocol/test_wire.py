@@ -11,14 +11,20 @@ import pytest
 
 from diptych_protocol import (
     FINISH_REASON_STRINGS,
+    Array,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
     FinishReason,
     LogprobsLists,
+    LoRARequest,
+    PoolingParams,
+    ReconfigureDistributedRequest,
+    ReconfigureRankType,
     SamplingParams,
     SchedulerStats,
+    UtilityCall,
     UtilityOutput,
     wire,
 )
@@ -44,57 +50,129 @@ def make_request(**kwargs: object) -> EngineCoreRequest:
     )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("struct", "fields"),
-    [
-        (EngineCoreRequest, REQUEST_FIELDS),
-        (EngineCoreOutput, OUTPUT_FIELDS),
-        (EngineCoreOutputs, OUTPUTS_FIELDS),
-    ],
-)
-def test_the_contract_s_fields_come_first_and_in_order(struct: Any, fields: str) -> None:
-    names = fields.split()
+FIELDS = {
+    EngineCoreRequest: REQUEST_FIELDS,
+    EngineCoreOutput: OUTPUT_FIELDS,
+    EngineCoreOutputs: OUTPUTS_FIELDS,
+}
+
+
+def check_fields(struct: Any) -> None:
+    names = FIELDS[struct].split()
     assert list(struct.__struct_fields__[: len(names)]) == names
 
 
-@pytest.mark.parametrize(
-    ("message", "golden"),
-    [
-        (
-            make_request(),
-            "dc0015 a172 920102 c0 de0001aa6d61785f746f6b656e7303 c0 02 cb3ff8000000000000 c0c0c0"
-            "c0 00 00 00 c0 c0 c2 c0 c0 c2 c0",
-        ),
-        (EngineCoreOutput("r", [7]), "9d a172 9107 c0c0c0 c0 c0c0c0 00 c0 00 c0"),
-        (
-            EngineCoreOutput("r", [7], finish_reason=FinishReason.LENGTH),
-            "9d a172 9107 c0c0c0 01 c0c0c0 00 c0 00 c0",
-        ),
-        (EngineCoreOutputs(timestamp=1.5), "99 00 90 c0 cb3ff8000000000000 c0c0c0c0c0"),
-        (UtilityOutput(3, "no"), "9303a26e6fc0"),
-        (SchedulerStats(steps=7), "9f" + "00" * 12 + "07 c0 c2"),
-        (SchedulerStats(draining=True), "9f" + "00" * 13 + "c0 c3"),
-        (["a", "b"], "92a161a162"),
-    ],
-)
-def test_golden_bytes(message: object, golden: str) -> None:
-    assert wire.encoder.encode(message)[0].hex() == golden.replace(" ", "")
+def check_bytes(message: object, *golden: str) -> None:
+    """`golden` is what the frames hold, in hexadecimal, spaces for the eye."""
+    frames = [bytes(frame).hex() for frame in wire.encoder.encode(message)]
+    assert frames == [text.replace(" ", "") for text in golden]
 
 
-def test_an_older_reader_s_message_decodes_with_defaults() -> None:
+def test_contract_M03_the_contract_s_fields_come_first_and_in_order() -> None:
+    check_fields(EngineCoreRequest)
+
+
+def test_contract_M04_the_contract_s_fields_come_first_and_in_order() -> None:
+    check_fields(EngineCoreOutput)
+
+
+def test_contract_M05_the_contract_s_fields_come_first_and_in_order() -> None:
+    check_fields(EngineCoreOutputs)
+
+
+def test_contract_M03_golden_bytes() -> None:
+    check_bytes(
+        make_request(),
+        "dc0015 a172 920102 c0 de0001aa6d61785f746f6b656e7303 c0 02 cb3ff8000000000000 c0c0c0"
+        "c0 00 00 00 c0 c0 c2 c0 c0 c2 c0",
+    )
+
+
+def test_contract_M03_golden_bytes_of_pooling_adapter_and_embeddings() -> None:
+    embeddings = Array("float32", (64, 1), bytes(256))
+    request = EngineCoreRequest(
+        "r", [0], None, None, PoolingParams("embed"), None, 0.0, LoRARequest("a", 1), None, None,
+        embeddings,
+    )  # fmt: skip
+    check_bytes(
+        request,
+        "dc0015 a172 9100 c0 c0 80 c0 cb0000000000000000 93a16101a0 c0 c0"
+        "93 a7666c6f61743332 924001 01 00 00 00 c0 c0 c2 c0 c0 c2 c0",
+        "00" * 256,
+    )
+
+
+def test_contract_M03_params_are_the_sampling_s_or_else_the_pooling_s() -> None:
+    sampling, pooling = SamplingParams(), PoolingParams()
+    assert make_request().params == SamplingParams(max_tokens=3)
+    request = EngineCoreRequest("r", [1], None, None, pooling, None, 0.0, None, None, None)
+    assert request.params is pooling
+    request.sampling_params = sampling
+    assert request.params is sampling
+    request.sampling_params = request.pooling_params = None
+    with pytest.raises(ValueError, match="neither"):
+        _ = request.params
+
+
+def test_contract_M04_golden_bytes() -> None:
+    check_bytes(EngineCoreOutput("r", [7]), "9d a172 9107 c0c0c0 c0 c0c0c0 00 c0 00 c0")
+    length = EngineCoreOutput("r", [7], finish_reason=FinishReason.LENGTH)
+    check_bytes(length, "9d a172 9107 c0c0c0 01 c0c0c0 00 c0 00 c0")
+    pooled = EngineCoreOutput("r", [], pooling_output=Array("float32", (1,), b"\0\0\x80\x3f"))
+    check_bytes(
+        pooled, "9d a172 90 c0c0 93 a7666c6f61743332 9101 d6030000803f c0 c0c0c0 00 c0 00 c0"
+    )
+
+
+def test_contract_M04_an_output_is_finished_when_it_has_a_reason() -> None:
+    assert not EngineCoreOutput("r", [7]).finished
+    assert all(EngineCoreOutput("r", [], finish_reason=r).finished for r in FinishReason)
+
+
+def test_contract_M05_golden_bytes() -> None:
+    check_bytes(EngineCoreOutputs(timestamp=1.5), "99 00 90 c0 cb3ff8000000000000 c0c0c0c0c0")
+    check_bytes(SchedulerStats(steps=7), "9f" + "00" * 12 + "07 c0 c2")
+
+
+def test_contract_M05_an_empty_message_is_tiny() -> None:
+    (frame,) = wire.encoder.encode(EngineCoreOutputs())
+    timestamp = 9
+    assert len(frame) - timestamp < 16
+
+
+def test_contract_M08_golden_bytes() -> None:
+    check_bytes(UtilityOutput(3, "no"), "9303a26e6fc0")
+    check_bytes(UtilityCall(0, 3, "stats", [1]), "940003a57374617473 9101")
+
+
+def test_contract_M09_golden_bytes() -> None:
+    message = ReconfigureDistributedRequest(2, -1, -1, "h", 1)
+    names = [name.encode() for name in message.__struct_fields__]
+    (frame,) = wire.encoder.encode(message)
+    assert frame[0] == 0x85, "a map of five"
+    assert all(name in frame for name in names)
+    assert msgspec.msgpack.decode(frame, type=ReconfigureDistributedRequest) == message
+
+
+def test_contract_M10_the_special_ranks() -> None:
+    assert ReconfigureRankType.KEEP_CURRENT_RANK == -1
+    assert ReconfigureRankType.SHUTDOWN_CURRENT_RANK == -2
+
+
+def test_contract_M03_an_older_writer_s_message_decodes_with_defaults() -> None:
     old = msgspec.msgpack.encode(["r", [1], None, None, None, None, 0.0, None, None, None])
     request = wire.request_decoder.decode([old])
     assert request.generated_token_ids is None
     assert request.priority == 0
 
 
-def test_fields_that_a_newer_writer_appended_are_ignored() -> None:
+def test_contract_M04_fields_that_a_newer_writer_appended_are_ignored() -> None:
     new = [*msgspec.to_builtins(EngineCoreOutput("r", [1], error="x")), "of the future"]
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=EngineCoreOutput)
     assert decoded.error == "x"
 
 
-def test_outputs_are_stamped_when_made() -> None:
+def test_contract_M05_outputs_are_stamped_when_made() -> None:
     assert EngineCoreOutputs().timestamp > 0
 
 
@@ -107,12 +185,12 @@ def test_logprobs_survive_the_wire() -> None:
 @pytest.mark.parametrize(
     ("reason", "text"), list(zip(FinishReason, FINISH_REASON_STRINGS, strict=True))
 )
-def test_finish_reasons_are_their_index(reason: FinishReason, text: str) -> None:
+def test_contract_M01_finish_reasons_are_their_index(reason: FinishReason, text: str) -> None:
     assert str(reason) == text
     assert FINISH_REASON_STRINGS[reason] == text
 
 
-def test_request_types_are_single_bytes() -> None:
+def test_contract_M07_request_types_are_single_bytes() -> None:
     assert [t.value for t in EngineCoreRequestType] == [bytes([i]) for i in range(5)]
 
 

@@ -125,7 +125,9 @@ async def test_a_user_who_leaves_frees_everything(pair: Pair, after: int, eventu
     await eventually(pair.all_blocks_free)
 
 
-async def test_a_rejected_hand_off_frees_prefill_at_once(pair: Pair, eventually: Any) -> None:
+async def test_contract_C08_a_rejected_hand_off_frees_prefill_at_once(
+    pair: Pair, eventually: Any
+) -> None:
     """Another project's router prefilled, and its decode engine refused the request."""
     params = await prefill_only(pair, "This prompt is prefilled and then refused. " * 4)
     stats = await pair.prefill.refresh_stats()

@@ -206,7 +206,7 @@ async def test_failures_before_the_first_token_have_their_status(
 
 
 @pytest.mark.parametrize("failure", [EngineGenerateError("KV was lost"), "error"])
-async def test_a_failed_generation_is_never_a_normal_answer(
+async def test_contract_M02_a_failed_generation_is_never_a_normal_answer(
     http: httpx.AsyncClient, engine: Any, failure: Any
 ) -> None:
     engine.failure = failure
