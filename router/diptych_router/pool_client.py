@@ -130,7 +130,7 @@ class PoolClient(AsyncEngine, WithoutControl):
 
         Raises `EngineOverloadedError` if it may not wait.
         """
-        while (decision := self.pools.choose()) is not None:
+        while (decision := self.pools.choose(routed.full)) is not None:
             prefill = self.pools.links[decision.prefill] if decision.prefill else None
             decode = self.pools.links[decision.decode]
             routed.attempts += 1
@@ -159,8 +159,11 @@ class PoolClient(AsyncEngine, WithoutControl):
         """Let a request wait for an engine, until the time is up that it has for that.
 
         Raises `EngineOverloadedError` if requests do not wait here, or if too many do already;
-        the latter turns nobody away who was taken on before.
+        the latter turns nobody away who was taken on before. Engines that are there and full turn
+        away who has nothing yet: a queue here, before theirs, would only hide the overload.
         """
+        if routed.full and not routed.generated:
+            raise EngineOverloadedError("no other engine has room; retry later")
         if self._config.hold_seconds <= 0:
             raise EngineOverloadedError("no engine is usable; retry later")
         waiting = len(self._held)
@@ -169,6 +172,7 @@ class PoolClient(AsyncEngine, WithoutControl):
                 f"no engine is usable and {waiting} requests wait already; retry later"
             )
         log.info("request %s waits for an engine", routed.request_id)
+        routed.full.clear()
         loop = asyncio.get_running_loop()
         if routed.hold_until is None:
             routed.hold_until = loop.time() + self._config.hold_seconds
@@ -225,7 +229,7 @@ class PoolClient(AsyncEngine, WithoutControl):
                     strays.append(output.request_id)
             elif output.finish_reason is FinishReason.ERROR:
                 why = output.error or "the engine gave no reason"
-                turns.append(partial(self._retry, routed, routed.setback_of_error, why))
+                turns.append(partial(self._retry, routed, routed.setback_of(why), why))
             elif is_given_up(output):
                 setback = Setback.MOVE if link.stats.draining else Setback.LOSS
                 why = f"engine {link.name} gave it up"
@@ -285,12 +289,14 @@ class PoolClient(AsyncEngine, WithoutControl):
         """Give a request another chance elsewhere, or end it with an error."""
         if routed.request_id not in self._routed:
             return
+        log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
+        again = routed.set_back(setback)
         self._release(routed.core_id, routed.lease)
         routed.lease = None
         self._leave_engine(routed)
-        log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
-        if not routed.set_back(setback):
-            self._fail(routed, EngineGenerateError(why))
+        if not again:
+            kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError
+            self._fail(routed, kind(why))
             return
         try:
             self._dispatch(routed)

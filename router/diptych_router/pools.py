@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,21 @@ class Pools:
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
-    def choose(self) -> Decision | None:
-        """The engines for a new attempt; None: there are none now."""
+    def choose(self, full: Collection[str] = ()) -> Decision | None:
+        """The engines for a new attempt; None: there are none now.
+
+        `full`: keys of engines that have no room. Where prefill has none, decode engines do not
+        compute the prompt in its stead: that would make all streams slow.
+        """
         prefill, decode = (
-            [_view(link, self.usable(link)) for link in self.of(role)] for role in ROLES
+            [_view(link, self.usable(link) and link.key not in full) for link in self.of(role)]
+            for role in ROLES
         )
-        return decide(prefill, decode)
+        decision = decide(prefill, decode)
+        prefill_is_full = any(view.key in full for view in prefill)
+        if decision is not None and decision.prefill is None and prefill_is_full:
+            return None
+        return decision
 
     def heir(self, fingerprint: str) -> EngineLink | None:
         """A decode engine that may take over KV of this fingerprint.

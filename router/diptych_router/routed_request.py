@@ -33,6 +33,8 @@ MAX_LOSSES = 8
 More than `MAX_ERRORS`, because it is seldom the request's fault: engines whose pods are deleted
 without warning, one after the other, must not end a stream. But bounded, because a request that
 does kill engines must not kill them all for ever."""
+OVERLOADED = "overloaded"
+"""An engine that takes no more requests for now answers with an error that begins so."""
 
 
 class Stage(enum.Enum):
@@ -47,6 +49,9 @@ class Setback(enum.Enum):
     """An engine says that it failed with it."""
     LOSS = enum.auto()
     """The engine vanished, or gave it up, or could not take it over."""
+    FULL = enum.auto()
+    """The engine has no room for it now. Another may have; if none has, the client is to come back
+    later."""
     MOVE = enum.auto()
     """Its engine leaves in good order. That is nobody's fault and not counted."""
 
@@ -74,6 +79,8 @@ class RoutedRequest:
     """kv_transfer_params of a lease that no decode engine has read yet."""
     moving: bool = False
     """Its engine was asked to hand it off."""
+    full: set[str] = field(default_factory=set)
+    """Keys of the engines that had no room for it since it last got on."""
     hold_until: float | None = None
     """When it stops waiting for an engine, by the loop's clock: set when it first has to wait, so
     that attempts in between win it no time; None once it has got on."""
@@ -107,12 +114,15 @@ class RoutedRequest:
     def set_back(self, setback: Setback) -> bool:
         """Count what went wrong; True if it deserves another attempt."""
         self.errors += setback is Setback.ERROR
-        self.losses += setback is Setback.LOSS
+        self.losses += setback in (Setback.LOSS, Setback.FULL)
+        if setback is Setback.FULL:
+            self.full.add(self.engine)
         return self.errors < MAX_ERRORS and self.losses < MAX_LOSSES
 
-    @property
-    def setback_of_error(self) -> Setback:
+    def setback_of(self, error: str) -> Setback:
         """What an engine's error means: with a lease unread it is the hand-off that failed."""
+        if error.startswith(OVERLOADED):
+            return Setback.FULL
         handing_off = self.stage is Stage.DECODE and self.lease is not None
         return Setback.LOSS if handing_off else Setback.ERROR
 
@@ -168,6 +178,7 @@ class RoutedRequest:
         """
         self.generated += output.new_token_ids
         self.hold_until = None
+        self.full.clear()
         prefill_done = (
             self.stage is Stage.PREFILL
             and output.finish_reason is FinishReason.LENGTH

@@ -134,7 +134,12 @@ def test_engines_know_each_placement_by_its_own_id_and_the_user_by_hers() -> Non
 
 @pytest.mark.parametrize(
     ("setback", "attempts"),
-    [(Setback.ERROR, MAX_ERRORS), (Setback.LOSS, MAX_LOSSES), (Setback.MOVE, None)],
+    [
+        (Setback.ERROR, MAX_ERRORS),
+        (Setback.LOSS, MAX_LOSSES),
+        (Setback.FULL, MAX_LOSSES),
+        (Setback.MOVE, None),
+    ],
 )
 def test_how_often_a_request_may_be_set_back(setback: Setback, attempts: int | None) -> None:
     state = routed()
@@ -145,13 +150,25 @@ def test_how_often_a_request_may_be_set_back(setback: Setback, attempts: int | N
 
 def test_an_error_during_a_hand_off_is_blamed_on_the_engines() -> None:
     state = routed()
-    assert state.setback_of_error is Setback.ERROR
+    assert state.setback_of("no") is Setback.ERROR
     state.absorb(EngineCoreOutput("r", [1], finish_reason=FinishReason.LENGTH,
                                   kv_transfer_params=dict(LEASE)))  # fmt: skip
     state.place("decode d", Stage.DECODE)
-    assert state.setback_of_error is Setback.LOSS
+    assert state.setback_of("no") is Setback.LOSS
     state.absorb(EngineCoreOutput("r", [2]))
-    assert state.setback_of_error is Setback.ERROR
+    assert state.setback_of("no") is Setback.ERROR
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_an_engine_without_room_is_not_asked_again_before_the_request_got_on(stage: Stage) -> None:
+    state = routed()
+    for engine in ("a", "b"):
+        state.place(engine, stage)
+        assert state.set_back(state.setback_of("overloaded: too many requests wait already"))
+    assert (state.full, state.errors) == ({"a", "b"}, 0)
+    state.place("c", stage)
+    state.absorb(EngineCoreOutput("r/3", [1]))
+    assert state.full == set()
 
 
 def test_an_abort_that_lends_nothing_is_an_engine_giving_up() -> None:
