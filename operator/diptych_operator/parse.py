@@ -2,6 +2,10 @@
 
 The error names the field and the remedy. The remedy is read off the same schema that the CRD
 carries, so the two cannot disagree.
+
+What a user writes is read strictly: a field that is not known is a mistake. What an API server
+sends is read leniently: its CRD may be newer than this program, as while an operator is replaced by
+its successor, and a field that only the successor knows must not stop the service of today.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from diptych_operator.crd import object_schema
 from diptych_operator.errors import SpecError
 
 MAX_TEXT_BYTES = 1 << 20
+_FREE_FORM = "x-kubernetes-preserve-unknown-fields"
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]+)`")
 _WHERE = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -68,18 +73,37 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str) -> InferenceService:
-    """One InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line."""
+    """One InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line.
+
+    A field that does not exist is an error.
+    """
     raw = _load(text)
     if not isinstance(raw, dict):
         raise SpecError("file", f"must hold one {KIND} object, not {_JSON_NAMES.get(type(raw))}")
-    return parse_object(raw)
+    return _read(raw)
 
 
 def parse_object(raw: Mapping[str, Any]) -> InferenceService:
-    """One InferenceService from plain values, such as an API server sends. Raises `SpecError`.
+    """One InferenceService as an API server sends it. Raises `SpecError`.
 
-    Its status is what some operator once wrote: where it cannot be read, it counts as empty.
+    Fields that are not known here are left out, as an API server with this program's CRD would have
+    done. The status is what some operator once wrote: where it cannot be read, it counts as empty.
     """
+    return _read({**_pruned(dict(raw), _schema()), "status": raw.get("status")})
+
+
+def _pruned(value: Any, schema: Mapping[str, Any]) -> Any:
+    """A value without the fields that the schema does not have.
+
+    Free-form objects (a podTemplate, annotations) are left as they are.
+    """
+    fields = schema.get("properties")
+    if not isinstance(value, dict) or not fields or _FREE_FORM in schema:
+        return value
+    return {name: _pruned(item, fields[name]) for name, item in value.items() if name in fields}
+
+
+def _read(raw: Mapping[str, Any]) -> InferenceService:
     for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if raw.get(field) != wanted:
             found = repr(raw[field]) if field in raw else "nothing"

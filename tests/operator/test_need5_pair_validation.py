@@ -6,10 +6,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 from crd_kit import SCHEMA, broken_rules, inference_service
 
 from diptych_operator.errors import SpecError
-from diptych_operator.parse import parse_object
+from diptych_operator.parse import parse
 
 SPEC = SCHEMA["properties"]["spec"]["properties"]
 POOLS = ("prefill", "decode")
@@ -21,7 +22,7 @@ MAY_DIFFER = {"replicas", "autoscaling", "resources", "podTemplate"}
 
 def refusal(service: dict[str, Any]) -> SpecError:
     with pytest.raises(SpecError) as caught:
-        parse_object(service)
+        parse(yaml.safe_dump(service))
     return caught.value
 
 

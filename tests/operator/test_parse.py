@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from diptych_operator.api_status import Condition, PoolStatus, Status
 from diptych_operator.errors import SpecError
 from diptych_operator.parse import parse, parse_object
+from diptych_operator.revision import revision
 
 GOOD = """\
 apiVersion: diptych.dev/v1alpha1
@@ -80,6 +81,50 @@ def test_an_object_of_an_api_server_is_read_with_its_metadata_and_status() -> No
         prefill=PoolStatus(summary="1/1"),
         conditions=[Condition("Available", "True", "Ready", "", "2026-01-01T00:00:00Z")],
     )
+
+
+def test_fields_of_a_newer_crd_change_nothing_for_an_older_operator() -> None:
+    """While an operator is replaced, its successor's CRD is there already, with its defaults."""
+    known, newer = live({}), live({})
+    newer["ofANewerCrd"] = {"a": 1}
+    newer["spec"] |= {"tracing": {"enabled": True}, "engine": {"kvDtype": "fp8", "blockSize": 16}}
+    newer["spec"]["model"]["cache"] = {"shared": {"claims": [{"name": "a"}]}}
+    newer["spec"]["decode"]["autoscaling"]["tokensPerReplica"] = None
+    assert parse_object(newer) == parse_object(known)
+    assert revision(parse_object(newer)) == revision(parse_object(known))
+
+
+def test_what_is_free_in_form_is_kept_whole_for_an_api_server_s_object() -> None:
+    raw = live({})
+    template = {
+        "metadata": {"labels": {"a": "b"}},
+        "spec": {"containers": [{"name": "engine", "env": [{"name": "A", "value": "1"}]}]},
+        "ofANewerKubernetes": {"a": [1, None]},
+    }
+    raw["spec"]["prefill"] = {"podTemplate": template, "resources": {"limits": {"a.b/gpu": 1}}}
+    prefill = parse_object(raw).spec.prefill
+    assert prefill.pod_template == template
+    assert prefill.resources.limits == {"a.b/gpu": 1}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("decode", {"replicas": 0, "newer": 1},
+         "spec.decode.replicas: must be an integer from 1 to 1000, not 0"),
+        ("engine", {"blockSize": 3, "newer": 1},
+         "spec.engine.blockSize: must be 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 or 1024, not 3"),
+        ("router", [], "spec.router: must be an object, not a list"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_a_known_field_is_refused_wherever_it_comes_from(
+    part: str, value: Any, message: str
+) -> None:
+    raw = live({})
+    raw["spec"][part] = value
+    with pytest.raises(SpecError) as caught:
+        parse_object(raw)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
