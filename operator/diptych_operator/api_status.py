@@ -14,6 +14,10 @@ from msgspec import Meta
 ConditionStatus = Literal["True", "False", "Unknown"]
 
 
+MAX_MESSAGE = 1024
+"""Characters of what a condition, a rollout or an event says: Kubernetes refuses longer events."""
+
+
 class _Status(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_defaults=True):
     """Common to all parts that the operator writes.
 

@@ -21,6 +21,7 @@ import msgspec
 
 from diptych_operator.api_types import API_VERSION, KIND, InferenceService
 from diptych_operator.kube import ApiError, Kube
+from diptych_operator.names import COMPONENT_LABEL
 
 Raw = Mapping[str, Any]
 ChildId = tuple[str, str, str]
@@ -110,6 +111,7 @@ class Children:
                 return await self._overwrite(owned, dry_run=dry_run)
         except ApiError as exc:
             exc.kind = owned["kind"]
+            exc.component = owned["metadata"].get("labels", {}).get(COMPONENT_LABEL, "")
             if exc.is_refusal:
                 self._remember(owned, exc)
             raise

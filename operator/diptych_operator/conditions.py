@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from diptych_operator.api_status import ConditionStatus, Status, TransferStatus
+from diptych_operator.api_status import MAX_MESSAGE, ConditionStatus, Status, TransferStatus
 from diptych_operator.api_types import InferenceService
 from diptych_operator.canaries import failures, figures, newest
 from diptych_operator.counts import Counts
 from diptych_operator.diagnose import Finding, progress_text, shorten
+from diptych_operator.names import POOLS, ROLES
 from diptych_operator.observed import Observed
 from diptych_operator.plan import Phase, Step
 from diptych_operator.reasons import ConditionType, Reason
 
-MAX_MESSAGE = 1024
 MAX_PART = 600
 """Characters of one of the things that a message lists."""
-ROLES = ("prefill", "decode", "router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Situation:
         return ready_pods(self.observed, role, revisions)
 
     def pair_ready(self, revision: str) -> bool:
-        return all(self.ready(role, (revision,)) for role in ("prefill", "decode"))
+        return all(self.ready(role, (revision,)) for role in POOLS)
 
 
 def ready_pods(observed: Observed, role: str, revisions: Iterable[str] | None = None) -> int:
@@ -260,7 +259,7 @@ def _failure(seen: Situation) -> str:
     else:
         states = [
             f"{role} {progress_text(seen.observed, role, seen.wanted(role), (seen.target,))}"
-            for role in ("prefill", "decode")
+            for role in POOLS
         ]
         cause = f"{', '.join(states)}. {Reason.ROLLOUT_FAILED.remedy}"
     return f"{seen.step.message.rstrip('. ') or 'The rollout has stopped'}. {cause}"

@@ -52,20 +52,17 @@ class Finding:
         return says if found and ended and len(says) <= MAX_QUOTE else None
 
 
-def diagnose(observed: Observed, role: str, revision: str | None = None) -> list[Finding]:
-    """Everything that is wrong with the pods of one role, the worst first.
+def diagnose(observed: Observed, role: str) -> list[Finding]:
+    """Everything that is wrong with the pods of one role, of every revision, the worst first.
 
-    `revision` narrows it to one revision of a pool; None takes all. Pods that only take their time
-    are no finding: `progress_text` speaks of them.
+    Pods that only take their time are no finding: `progress_text` speaks of them.
     """
     refused = [
-        _refused(view)
-        for view in observed.deployments
-        if view.role == role and revision in (None, view.revision) and view.failure
+        _refused(view) for view in observed.deployments if view.role == role and view.failure
     ]
     by_case: dict[Finding, list[str]] = {}
     quotes: dict[Finding, str] = {}
-    for pod in _alive(observed, role, revision):
+    for pod in _alive(observed, role):
         if (case := _case(pod)) is not None:
             # Pods that fail alike are told of once, with the words of the first that has some.
             key = Finding(case.reason, case.what, "", case.remedy, case.severity)
@@ -89,7 +86,7 @@ def progress_text(
 ) -> str:
     """How far the pods of a role have come, such as `1 of 2 pods ready; 1 loading the model`."""
     chosen = None if revisions is None else set(revisions)
-    pods = [p for p in _alive(observed, role, None) if chosen is None or p.revision in chosen]
+    pods = [p for p in _alive(observed, role) if chosen is None or p.revision in chosen]
     steps = Counter(_step(pod) for pod in pods if not pod.ready)
     ready = sum(pod.ready for pod in pods)
     if missing := max(0, wanted - len(pods)):
@@ -127,15 +124,10 @@ def telling_line(log: str) -> str:
 # --- one pod ----------------------------------------------------------------------------------
 
 
-def _alive(observed: Observed, role: str, revision: str | None) -> list[PodView]:
+def _alive(observed: Observed, role: str) -> list[PodView]:
     """Pods that are to stay. Failed ones (evicted, say) are gone already but for their record."""
     return [
-        pod
-        for pod in observed.pods
-        if pod.role == role
-        and revision in (None, pod.revision)
-        and not pod.terminating
-        and not pod.gone
+        pod for pod in observed.pods if pod.role == role and not pod.terminating and not pod.gone
     ]
 
 

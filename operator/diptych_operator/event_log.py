@@ -6,14 +6,13 @@ import logging
 from datetime import UTC, datetime
 from typing import Protocol
 
+from diptych_operator.api_status import MAX_MESSAGE
 from diptych_operator.api_types import API_VERSION, KIND, InferenceService
 from diptych_operator.kube import ApiError, Kube
 
 log = logging.getLogger(__name__)
 
 COMPONENT = "diptych-operator"
-MAX_MESSAGE = 1024
-"""Kubernetes refuses longer ones."""
 
 
 class Note(Protocol):

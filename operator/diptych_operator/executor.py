@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diptych_operator.api_scaler import SCALER_KIND
-from diptych_operator.children import Children, child_id
+from diptych_operator.children import Children, belongs_to, child_id
 from diptych_operator.cluster import Cluster
 from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
 from diptych_operator.kube import ApiError, Kube
-from diptych_operator.names import DELETION_COST_ANNOTATION, REVISION_LABEL, ROLE_LABEL
+from diptych_operator.names import DELETION_COST_ANNOTATION, POOLS, REVISION_LABEL, ROLE_LABEL
 from diptych_operator.plan import Step
 from diptych_operator.render import Serving, render_revision, render_shared
 from diptych_operator.scalers import scaler_ids
@@ -43,19 +43,29 @@ class Executor:
         changed then that the old revision needs.
         """
         service = scene.service
+        if service.spec.suspend:
+            await self._stop(scene)
         asleep = service.sleeps_when_idle and not step.replicas.get(scene.target, NOTHING)
         shared = render_shared(
             service, self._cluster, scene.keys, Serving(step.serving, asleep=asleep)
         )
         revision = self._revision_objects(scene, step)
         wanted = [*shared, *revision]
-        # The CRD does not know what a podTemplate may hold; the API server does.
-        deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
-        await self._children.try_out(service, deployments, scene.children)
+        if not service.spec.suspend:
+            # The CRD does not know what a podTemplate may hold; the API server does.
+            deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
+            await self._children.try_out(service, deployments, scene.children)
         await self._name_the_idlest(scene, step)
         await self._children.apply_all(service, wanted, scene.children)
         await self._scale_older(scene, step)
         await self._remove(scene, step, shared)
+
+    async def _stop(self, scene: Scene) -> None:
+        """Take all pods away, whatever else the spec asks for and however wrong that may be."""
+        for raw in scene.children.values():
+            running = raw["kind"] == "Deployment" and raw["spec"]["replicas"] > 0
+            if running and belongs_to(raw, scene.service):
+                await self._children.scale(raw, 0)
 
     def _revision_objects(self, scene: Scene, step: Step) -> list[Object]:
         counts = step.replicas.get(scene.target)
@@ -79,7 +89,7 @@ class Executor:
         shrinking = {
             (name, role)
             for name, counts in step.replicas.items()
-            for role in ("prefill", "decode")
+            for role in POOLS
             if counts.of(role) < scene.observed.wanted(name).of(role)
         }
         if not shrinking:

@@ -10,17 +10,36 @@ from dataclasses import dataclass
 from diptych_operator.api_types import InferenceService
 from diptych_operator.children import NotOursError, belongs_to, with_owner
 from diptych_operator.kube import ApiError, Kube
+from diptych_operator.names import ROTATE_ANNOTATION
 from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render.keys import secret, secret_name
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
 
-RECHECK_S = 3600.0
-"""A Secret that somebody deleted is made anew after so long; running pods keep what they read."""
+RECHECK_S = 300.0
+"""After so long it is noticed that somebody deleted a Secret."""
 
 
 _Id = tuple[str, str, str, str]
 """Namespace, name and uid of the service, name of the key set: a service that is deleted and made
 anew gets new keys, because the old ones go with the old service."""
+
+
+class KeysLostError(Exception):
+    """A Secret is gone whose keys running pods have, and nobody else does.
+
+    Other keys under its name would part new pods from old ones without a word.
+    """
+
+    def __init__(self, service: InferenceService, keys: str, token: str) -> None:
+        meta = service.metadata
+        super().__init__(
+            f"the Secret {secret_name(service, keys)} is gone, and running pods have its keys: "
+            "they serve on, but no new pod can join them; bring it back from a backup, or ask for "
+            f"new keys: kubectl -n {meta.namespace} annotate infsvc {meta.name} "
+            f'{ROTATE_ANNOTATION}="$(date +%s)" --overwrite'
+        )
+        self.token = token
+        """The admin token that was in it, if this process ever read it, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +56,17 @@ class KeyKeeper:
         self._known: dict[_Id, _Known] = {}
         self._removed: set[_Id] = set()
 
-    async def ensure(self, service: InferenceService, keys: str) -> str:
+    async def ensure(self, service: InferenceService, keys: str, *, in_use: bool) -> str:
         """The admin token of a key set, which exists then.
 
-        Raises `NotOursError`, `ApiError`.
+        `in_use`: running pods have these keys. Raises `KeysLostError` if they do and nobody else
+        has, `NotOursError`, `ApiError`.
         """
-        known = self._known.get(_id(service, keys))
-        if known is not None and time.monotonic() - known.checked_at < RECHECK_S:
-            return known.token
         token = await self._read(service, keys)
         while token is None:
+            if in_use:
+                known = self._known.get(_id(service, keys))
+                raise KeysLostError(service, keys, known.token if known else "")
             self._removed.discard(_id(service, keys))
             try:
                 await self._kube.create(with_owner(secret(service, keys, new_secrets()), service))
@@ -56,11 +76,10 @@ class KeyKeeper:
             token = await self._read(service, keys)
         return token
 
-    async def tokens(self, service: InferenceService, key_sets: list[str]) -> list[str]:
-        """Admin tokens of those key sets that exist."""
-        there = [keys for keys in key_sets if keys and _id(service, keys) not in self._removed]
-        found = [await self._read(service, keys) for keys in there]
-        return [token for token in found if token is not None]
+    async def token(self, service: InferenceService, keys: str) -> str | None:
+        """The admin token of a key set; None if it does not exist. Raises as `ensure` does."""
+        gone = not keys or _id(service, keys) in self._removed
+        return None if gone else await self._read(service, keys)
 
     async def remove_once(self, service: InferenceService, keys: str) -> None:
         """Delete a key set that nobody holds any more; the API server is asked only once."""

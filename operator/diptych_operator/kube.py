@@ -56,6 +56,8 @@ class ApiError(DiptychError):
         """Kubernetes' own word for it, such as Conflict, Invalid, Forbidden."""
         self.kind = ""
         """Of the object that was to be applied, where that is what was refused."""
+        self.component = ""
+        """The part of the service that the object belongs to: `prefill`, `decode` or `router`."""
 
     @property
     def will_last(self) -> bool:

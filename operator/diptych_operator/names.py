@@ -7,6 +7,8 @@ from typing import Any, Literal
 from diptych_operator.api_types import InferenceService
 
 Role = Literal["prefill", "decode", "router"]
+POOLS: tuple[Role, Role] = ("prefill", "decode")
+ROLES: tuple[Role, ...] = (*POOLS, "router")
 
 MANAGED_BY_LABEL, MANAGED_BY = "app.kubernetes.io/managed-by", "diptych"
 SERVICE_LABEL = "diptych.dev/service"
@@ -72,7 +74,7 @@ def metadata(
 ) -> dict[str, Any]:
     """Name, namespace and labels of a rendered object."""
     marks = labels(service, component)
-    if component in ("prefill", "decode", "router"):
+    if component in ROLES:
         marks[ROLE_LABEL] = component
     if revision:
         marks[REVISION_LABEL] = revision

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych_operator.counts import Counts
-from diptych_operator.names import REVISION_LABEL, ROLE_LABEL
+from diptych_operator.names import POOLS, REVISION_LABEL, ROLE_LABEL
 from diptych_protocol.admin import RouterReport
 
 Raw = Mapping[str, Any]
@@ -103,14 +103,14 @@ class Observed:
         return Counts(here.count("prefill"), here.count("decode"))
 
     def _counts(self, revision: str, read: Any) -> Counts:
-        prefill, decode = (self.deployment(role, revision) for role in ("prefill", "decode"))
+        prefill, decode = (self.deployment(role, revision) for role in POOLS)
         return Counts(read(prefill) if prefill else 0, read(decode) if decode else 0)
 
     def trusted(self, revision: str) -> Counts | None:
         """Engines of a revision that every reporting router has verified; None without reports."""
         if not self.routers:
             return None
-        return Counts(*(self._verified_by_all(revision, role) for role in ("prefill", "decode")))
+        return Counts(*(self._verified_by_all(revision, role) for role in POOLS))
 
     def _verified_by_all(self, revision: str, role: str) -> int:
         by_router = (
@@ -213,12 +213,10 @@ def observe(
     pods: Iterable[Raw],
     routers: Iterable[RouterReport] = (),
     unreachable_routers: int = 0,
-    problems: Iterable[Problem] = (),
 ) -> Observed:
     return Observed(
         tuple(sorted(map(deployment_view, deployments), key=lambda d: d.name)),
         tuple(sorted(map(pod_view, pods), key=lambda p: p.name)),
         tuple(routers),
         unreachable_routers,
-        tuple(problems),
     )

@@ -9,13 +9,12 @@ from typing import Self
 
 import msgspec
 
-from diptych_operator.api_status import RolloutStatus
+from diptych_operator.api_status import MAX_MESSAGE, RolloutStatus
 from diptych_operator.api_types import InferenceService
 from diptych_operator.counts import Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.revision import revision
 
-MAX_MESSAGE = 1024
 AT_REST: frozenset[str] = frozenset({"", Phase.Idle, Phase.Suspended})
 """Phases in which nothing has to get any further."""
 

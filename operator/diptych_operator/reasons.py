@@ -210,6 +210,13 @@ class Reason(StrEnum):
         "An object that the service needs exists already and belongs to somebody else.",
         "Delete or rename that object, or give the service another name.",
     )  # fmt: skip
+    KEYS_LOST = (
+        "KeysLost", Group.OPERATOR,
+        "Somebody deleted the Secret with the service's keys while pods use them. They serve on, "
+        "but no new pod can join them.",
+        "Bring the Secret back from a backup, or ask for new keys: a new value of the annotation "
+        "`diptych.dev/rotate-secrets` replaces all pods.",
+    )  # fmt: skip
     POOL_SCALER_UNAVAILABLE = (
         "PoolScalerUnavailable", Group.OPERATOR,
         "A pool is to be scaled from outside, but its PoolScaler cannot be kept. The pool keeps "

@@ -24,18 +24,19 @@ from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.errors import SpecError
 from diptych_operator.event_log import EventLog
 from diptych_operator.executor import Executor
-from diptych_operator.key_keeper import KeyKeeper
+from diptych_operator.key_keeper import KeyKeeper, KeysLostError
 from diptych_operator.kube import ApiError, Kube
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.observed import Observed, Problem, observe, pod_view
 from diptych_operator.parse import parse_object
 from diptych_operator.plan import Phase, Step, plan
 from diptych_operator.progress import deadline_missed
+from diptych_operator.reasons import Reason
 from diptych_operator.render import fixed_counts
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
-from diptych_operator.scene import Scene, key_sets
+from diptych_operator.scene import Scene, key_sets, keys_in_pods
 from diptych_operator.status import build_status, count, events_between
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ class Reconciler:
         aim = scene.aim
         desired = self._desired(key, scene, aim)
         step = _decide(scene, desired)
-        problems, failure = await self._act(scene, step, aim)
+        found, failure = await self._act(scene, step, aim)
+        problems = (*scene.observed.problems, *found)
         observed = replace(scene.observed, problems=problems)
         await self._report(service, observed, step, scene.target, desired)
         if failure is not None:
@@ -128,16 +130,31 @@ class Reconciler:
         children = {child_id(raw): raw for raw in self._watched.children(key)}
         deployments = [raw for raw in children.values() if raw["kind"] == "Deployment"]
         pods = self._watched.pods(key)
+        views = [pod_view(raw) for raw in pods]
         keys = key_sets(key_set(service), deployments)
-        tokens = [await self._keys.ensure(service, keys.current)]
-        tokens += await self._keys.tokens(service, [keys.previous])
+        in_use = keys.current in keys_in_pods(deployments, views)
+        current, problems = await self._current_token(service, keys.current, in_use=in_use)
+        older = await self._keys.token(service, keys.previous)
         # Routers report from their first moments on: they are not ready before a canary was.
-        views = map(pod_view, pods)
         routers = [p for p in views if p.role == "router" and not (p.terminating or p.gone)]
         asked = [pod.ip for pod in routers if pod.ip]
-        polled = await self._routers.poll(asked, tokens)
+        polled = await self._routers.poll(asked, list(filter(None, (current, older))))
         observed = observe(deployments, pods, polled.reports, polled.unreachable)
-        return Scene(service, revision(service), keys, children, pods, observed)
+        observed = replace(observed, problems=problems)
+        lost = frozenset({keys.previous} if older is None else ())
+        return Scene(service, revision(service), keys, children, pods, observed, lost)
+
+    async def _current_token(
+        self, service: InferenceService, keys: str, *, in_use: bool
+    ) -> tuple[str, tuple[Problem, ...]]:
+        """The admin token of the keys that are asked for, and what is to be told of them.
+
+        Without its keys a service cannot grow, but it serves: all else goes on.
+        """
+        try:
+            return await self._keys.ensure(service, keys, in_use=in_use), ()
+        except KeysLostError as exc:
+            return exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
 
     async def _act(
         self, scene: Scene, step: Step, aim: Counts
@@ -170,7 +187,13 @@ class Reconciler:
                 raise  # not the service's fault
             if exc.kind != "Deployment":
                 return Problem("OperatorProblem", f"the API server refuses a {exc.kind}: {exc}")
-            return Problem("PodTemplateRejected", f"the API server refuses the pods: {exc}")
+            spec = f"spec.{exc.component}"
+            words = str(exc).rstrip(".")
+            return Problem(
+                "PodTemplateRejected",
+                f"the API server refuses the {exc.component} pods: {words}. "
+                f"Correct {spec}.podTemplate or {spec}.resources.",
+            )
         return None
 
     def _desired(self, key: ServiceKey, scene: Scene, aim: Counts) -> Counts:

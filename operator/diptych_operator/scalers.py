@@ -19,9 +19,8 @@ from diptych_operator.cluster import Cluster
 from diptych_operator.conditions import ready_pods
 from diptych_operator.counts import Counts
 from diptych_operator.kube import ApiError, Kube
-from diptych_operator.names import Role, metadata, selector
+from diptych_operator.names import POOLS, Role, metadata, selector
 from diptych_operator.observed import Problem
-from diptych_operator.render import POOLS
 from diptych_operator.scene import Scene
 
 Raw = Mapping[str, Any]

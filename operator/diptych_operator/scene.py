@@ -17,7 +17,7 @@ from diptych_operator.names import (
     REVISION_LABEL,
     ROLE_LABEL,
 )
-from diptych_operator.observed import Observed, deployment_view
+from diptych_operator.observed import Observed, PodView, deployment_view
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets, fixed_counts
 
@@ -37,6 +37,8 @@ class Scene:
     children: Mapping[ChildId, Raw]
     pods: Sequence[Raw]
     observed: Observed
+    lost_keys: frozenset[str] = frozenset()
+    """Older key sets whose Secret is gone: no router can be given them, so none is waited for."""
 
     @property
     def aim(self) -> Counts:
@@ -95,7 +97,7 @@ class Scene:
 
         Until then no engine may start with them: routers could not reach it.
         """
-        if self.held_keys() == {self.keys.current}:
+        if self.held_keys() - self.lost_keys <= {self.keys.current}:
             return False
         routers = self.deployments("")
         return not routers or not all(
@@ -120,6 +122,21 @@ def key_sets(wanted: str, deployments: Sequence[Raw]) -> KeySets:
         held.pop(wanted, None)
         previous = max(held, key=lambda keys: (held[keys], keys == current, keys), default=current)
     return KeySets(wanted, previous if previous != wanted else "")
+
+
+def keys_in_pods(deployments: Iterable[Raw], pods: Iterable[PodView]) -> set[str]:
+    """The key sets that running pods have read.
+
+    Of routers only the current one: the older one stays named long after it is gone.
+    """
+    held: dict[tuple[str, str], str] = {}
+    for raw in deployments:
+        role = label(raw, ROLE_LABEL)
+        keys = annotation(raw, CURRENT_KEYS_ANNOTATION) or label(raw, KEYS_LABEL)
+        held[role, label(raw, REVISION_LABEL)] = keys
+    # What has an address has its volumes.
+    running = [pod for pod in pods if not pod.gone and (pod.ip or pod.phase == "Running")]
+    return {held.get((pod.role, pod.revision), "") for pod in running} - {""}
 
 
 def _ready_by_keys(children: Iterable[Raw]) -> Counter[str]:

@@ -12,12 +12,16 @@ from typing import Literal
 
 import msgspec
 
-from diptych_operator.api_status import Condition, PoolStatus, Status, TransferStatus
+from diptych_operator.api_status import (
+    MAX_MESSAGE,
+    Condition,
+    PoolStatus,
+    Status,
+    TransferStatus,
+)
 from diptych_operator.api_types import InferenceService
 from diptych_operator.canaries import transfer_status
 from diptych_operator.conditions import (
-    MAX_MESSAGE,
-    ROLES,
     Situation,
     Verdict,
     judge,
@@ -26,7 +30,7 @@ from diptych_operator.conditions import (
 )
 from diptych_operator.counts import Counts
 from diptych_operator.diagnose import Finding, diagnose, shorten
-from diptych_operator.names import HTTP_PORT, object_name
+from diptych_operator.names import HTTP_PORT, POOLS, ROLES, object_name
 from diptych_operator.observed import Observed
 from diptych_operator.plan import Phase, Step
 from diptych_operator.progress import AT_REST, Progress, rollout_status
@@ -102,7 +106,7 @@ def _current_revision(
         observed, target, previous.transfer
     )
     complete = bool(desired) and all(
-        ready_pods(observed, role, (target,)) >= desired.of(role) for role in ("prefill", "decode")
+        ready_pods(observed, role, (target,)) >= desired.of(role) for role in POOLS
     )
     return target if target and may_serve and trusted and complete else previous.current_revision
 
@@ -139,7 +143,7 @@ def count(observed: Observed, target: str, transfer: TransferStatus) -> Progress
     others = [pod for pod in observed.pods if pod.role != "router" and pod.revision != target]
     return Progress(
         revision=target,
-        ready=Counts(*(ready_pods(observed, role, (target,)) for role in ("prefill", "decode"))),
+        ready=Counts(*(ready_pods(observed, role, (target,)) for role in POOLS)),
         verified=verified(observed, target, transfer),
         old=len(others),
         draining=sum(pod.terminating for pod in others),

@@ -60,11 +60,6 @@ class WorkQueue(Generic[Key]):
             heapq.heappush(self._due, (due, next(self._order), key))
             self._changed.set()
 
-    def forget(self, key: Key) -> None:
-        """The key will not come back by itself."""
-        self._due_of.pop(key, None)
-        self._failures.pop(key, None)
-
     async def run(self) -> None:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -81,7 +76,7 @@ class WorkQueue(Generic[Key]):
         """Start what is due; how long until the next."""
         while self._due and len(self._running) < self._concurrency:
             due, _, key = self._due[0]
-            if self._due_of.get(key) != due:  # forgotten, or due earlier meanwhile
+            if self._due_of.get(key) != due:  # due earlier meanwhile
                 heapq.heappop(self._due)
                 continue
             if due > self._now():

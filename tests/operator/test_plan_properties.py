@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -295,3 +295,41 @@ def test_from_any_state_a_rollout_ends(
     pods = sum(counts.prefill + counts.decode for counts in (size, *olds))
     *_, last = sequence("new", size, rollout, revisions, limit=2 * pods + 3)
     assert last.replicas["new"] == size
+
+
+@given(
+    size=sizes,
+    olds=st.lists(st.tuples(sizes, sizes), min_size=1, max_size=3),
+    limits=surges,
+)
+@settings(max_examples=300, deadline=None)
+def test_old_pods_that_never_become_ready_hold_up_nothing(
+    size: Counts, olds: list[tuple[Counts, Counts]], limits: tuple[int, int]
+) -> None:
+    """Unless there are so many old revisions that one pod of each fills a pool: one of them is to
+    grow then, and which of them still can is not to be seen."""
+    surge, unavailable = limits
+    assume(len(olds) < min(size.prefill, size.decode) + surge)
+    rollout = Rollout(max_surge=surge, max_unavailable=unavailable)
+    working = {f"old{number}": able for number, (_, able) in enumerate(olds)}
+    wanted = {f"old{number}": counts for number, (counts, _) in enumerate(olds)}
+    for _ in range(2 * sum(c.prefill + c.decode for c in (size, *wanted.values())) + 3):
+        before = [partly_ready(name, c, working.get(name, c)) for name, c in wanted.items()]
+        step = plan(
+            "new", size, rollout, before,
+            verify=True, failed=False, routers_serving=[()], suspend=False,
+        )  # fmt: skip
+        for role in ROLES:
+            now = sum(carried(state, state.wanted).of(role) for state in before)
+            kept = [carried(s, step.replicas.get(s.revision, NOTHING)).of(role) for s in before]
+            assert sum(kept) >= min(now, size.of(role) - unavailable), (before, step)
+        wanted = dict(step.replicas)
+        if step.phase is Phase.Idle and set(wanted) == {"new"}:
+            return
+    raise AssertionError(f"no end: {wanted}, of which {working} can be ready")
+
+
+def partly_ready(name: str, wanted: Counts, able: Counts) -> RevisionState:
+    """Of a revision with so many wanted pods, at most `able` ever become ready."""
+    ready = Counts(min(wanted.prefill, able.prefill), min(wanted.decode, able.decode))
+    return RevisionState(name, wanted, ready, wanted, verified=True)

@@ -147,7 +147,7 @@ def test_the_fetching_container_has_the_pods_resources_but_no_devices() -> None:
     resources = {"limits": {"cpu": 4, "memory": "8Gi", "nvidia.com/gpu": 1}}
     given = service("hf://org/repo", part={"resources": resources})
     (container,) = model_mount(given, "prefill", cluster_has_image_volumes=True).init_containers
-    assert container["resources"] == {"limits": {"cpu": 4, "memory": "8Gi"}}
+    assert container["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}}
     (container,) = model_mount(given, "decode", cluster_has_image_volumes=True).init_containers
     assert "resources" not in container
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from diptych_operator.names import (
     REVISION_LABEL,
     ROLE_LABEL,
 )
-from diptych_operator.observed import observe
+from diptych_operator.observed import PodView, observe, pod_view
 from diptych_operator.parse import parse_object
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets
-from diptych_operator.scene import Scene, key_sets
+from diptych_operator.scene import Scene, key_sets, keys_in_pods
 from diptych_protocol.admin import CanaryReport, RouterReport
 
 Raw = dict[str, Any]
@@ -182,6 +183,36 @@ def test_keys_in_use_are_those_of_engines_that_stay_and_those_wanted() -> None:
     # A set that no engine ever held is known of only by the routers.
     assert scene(KeySets(C, A), [routers(B, A), *older]).held_keys() == {A, C}
     assert scene(KeySets(C, A), [routers(B, A), *older]).known_keys() == {A, B, C}
+
+
+def pod(role: str, revision: str = "", **status: Any) -> PodView:
+    labels = {ROLE_LABEL: role, REVISION_LABEL: revision}
+    return pod_view({"metadata": {"name": "x", "labels": labels}, "status": status})
+
+
+@pytest.mark.parametrize(
+    ("pods", "held"),
+    [
+        ([], set()),
+        ([pod("decode", "r1", podIP="10.0.0.1")], {A}),
+        ([pod("decode", "r2", phase="Running"), pod("prefill", "r1", phase="Running")], {A, B}),
+        ([pod("decode", "r1", phase="Pending")], set()),  # it waits for its volumes
+        ([pod("decode", "r1", phase="Failed", podIP="10.0.0.1")], set()),
+        ([pod("router", phase="Running")], {C}),
+        ([pod("decode", "unheard-of", phase="Running")], set()),
+    ],
+)
+def test_keys_in_pods_are_those_that_running_ones_have_read(
+    pods: list[PodView], held: set[str]
+) -> None:
+    deployments = [routers(C, B), *engines("r1", A), *engines("r2", B)]
+    assert keys_in_pods(deployments, pods) == held
+
+
+def test_engines_do_not_wait_for_routers_to_hold_what_is_lost() -> None:
+    found = scene(KeySets(B, A), [routers(A), *engines("r1", A)])
+    assert found.routers_lack_keys()
+    assert not replace(found, lost_keys=frozenset({A})).routers_lack_keys()
 
 
 # --- revisions --------------------------------------------------------------------------------

@@ -130,23 +130,6 @@ async def test_a_failure_comes_back_and_hurts_no_other_key(
     assert caplog.text.count("bad: failed, once more") == 3
 
 
-async def test_what_was_forgotten_does_not_come_back() -> None:
-    seen: list[str] = []
-    done = asyncio.Event()
-
-    async def work(key: str) -> None:
-        seen.append(key)
-        if key == "last":
-            done.set()
-
-    async with running(work) as queue:
-        queue.add("gone", 0.02)
-        queue.forget("gone")
-        queue.add("last", 0.06)
-        await done.wait()
-    assert seen == ["last"]
-
-
 async def test_an_earlier_date_wins() -> None:
     done = asyncio.Event()
 

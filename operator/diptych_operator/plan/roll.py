@@ -37,8 +37,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.names import POOLS
 from diptych_operator.plan.state import (
-    ROLES,
     RevisionState,
     both,
     both_or_none,
@@ -153,7 +153,7 @@ class _Retreat:
 
     def leaves_a_place(self) -> bool:
         """A further revision could have a pod in each pool."""
-        return all(self.most_room(role) >= 1 for role in ROLES)
+        return all(self.most_room(role) >= 1 for role in POOLS)
 
     def most_room(self, role: str) -> int:
         """Room in a pool if each remaining revision kept one pod there."""
@@ -184,7 +184,7 @@ class _Retreat:
     def _moves(self) -> Iterator[tuple[str, Counts]]:
         """What may go next, best first: pods that carry nothing, then pods along the line."""
         for name, wanted in self.wanted.items():
-            for role in ROLES:
+            for role in POOLS:
                 spare = max(1, self._leave.of(role))
                 if wanted.of(role) > max(spare, self._ready[name].of(role)):
                     yield name, with_count(NOTHING, role, 1)
@@ -207,7 +207,7 @@ class _Retreat:
         wanted = total(list(self.wanted.values()))
         return all(
             not loss.of(role) or wanted.of(role) - loss.of(role) >= self._need.of(role)
-            for role in ROLES
+            for role in POOLS
         )
 
     def _take(self, name: str, loss: Counts) -> None:

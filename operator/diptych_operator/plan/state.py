@@ -9,8 +9,6 @@ from enum import StrEnum
 from diptych_operator.api_types import Rollout
 from diptych_operator.counts import NOTHING, Counts
 
-ROLES = ("prefill", "decode")
-
 
 class Phase(StrEnum):
     Idle = "Idle"

@@ -12,19 +12,14 @@ from typing import Any
 from diptych_operator.api_types import InferenceService
 from diptych_operator.cluster import Cluster
 from diptych_operator.counts import Counts
-from diptych_operator.names import Role
+from diptych_operator.names import POOLS, ROLES
 from diptych_operator.render.config import (
     config_hash,
     engine_config_map,
     router_config_map,
     serving_config_map,
 )
-from diptych_operator.render.guards import (
-    ROLES,
-    disruption_budget,
-    network_policy,
-    service_account,
-)
+from diptych_operator.render.guards import disruption_budget, network_policy, service_account
 from diptych_operator.render.keys import KeySets, ServiceSecrets, secret
 from diptych_operator.render.model import model_mount
 from diptych_operator.render.pods import engine_deployment, router_deployment
@@ -34,7 +29,6 @@ from diptych_operator.revision import key_set, revision
 __all__ = ["KeySets", "ServiceSecrets", "Serving", "render", "render_revision", "render_shared"]
 
 Object = dict[str, Any]
-POOLS: tuple[Role, Role] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)

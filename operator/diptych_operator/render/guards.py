@@ -16,7 +16,6 @@ from diptych_operator.names import (
     selector,
 )
 
-ROLES: tuple[Role, ...] = ("prefill", "decode", "router")
 _NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 
 

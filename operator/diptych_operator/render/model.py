@@ -140,7 +140,7 @@ def _read_only(cache: ModelCache) -> bool:
 def _resources(resources: Resources) -> dict[str, Any]:
     """The pod's own, so that quotas and the QoS class stay as they are; no devices."""
     given = {
-        kind: {name: amount for name, amount in amounts.items() if name in _DIVISIBLE}
+        kind: {name: str(amount) for name, amount in amounts.items() if name in _DIVISIBLE}
         for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))
     }
     given = {kind: amounts for kind, amounts in given.items() if amounts}

@@ -323,6 +323,10 @@ def _container_ports(ports: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _resources(resources: Resources) -> dict[str, Any]:
-    given = {"limits": dict(resources.limits), "requests": dict(resources.requests)}
-    given = {kind: amounts for kind, amounts in given.items() if amounts}
+    """Quantities as strings: older API servers take no bare numbers in server-side apply."""
+    given = {
+        kind: {name: str(amount) for name, amount in amounts.items()}
+        for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))
+        if amounts
+    }
     return {"resources": given} if given else {}

@@ -1,0 +1,87 @@
+"""A Secret that somebody deletes is not silently made anew with other keys."""
+
+from __future__ import annotations
+
+import pytest
+from reconcile_kit import KEY, SECRETS, Store, one_pass, serving
+
+from diptych_operator.key_keeper import KeyKeeper, KeysLostError
+from diptych_operator.names import KEYS_LABEL, ROTATE_ANNOTATION
+from diptych_operator.parse import parse_object
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+def keys_of(secret: str) -> str:
+    return secret.rpartition("-")[2]
+
+
+async def test_keys_that_nobody_has_are_made(store: Store) -> None:
+    await one_pass(store)
+    (first,) = store.names("secrets")
+    before = store.objects.pop(f"{SECRETS}/{first}")
+    await one_pass(store)
+    assert store.names("secrets") == {first}
+    assert store.objects[f"{SECRETS}/{first}"]["data"] != before["data"]
+    assert store.condition("Degraded")["status"] == "False"
+
+
+async def test_keys_that_running_pods_have_are_reported_as_lost_until_they_are_back(
+    store: Store,
+) -> None:
+    await one_pass(store)
+    store.start_pods()
+    (name,) = store.names("secrets")
+    secret = store.objects.pop(f"{SECRETS}/{name}")
+    await one_pass(store)
+    assert store.names("secrets") == set()
+    degraded = store.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "KeysLost")
+    assert f"the Secret {name} is gone" in degraded["message"]
+    assert (
+        f'kubectl -n ns annotate infsvc svc {ROTATE_ANNOTATION}="$(date +%s)"'
+        in (degraded["message"])
+    )
+    assert "KeysLost" in store.events()
+    assert store.condition("PrefillReady")["reason"] != "KeysLost", "pods are judged as ever"
+    store.objects[f"{SECRETS}/{name}"] = secret
+    await one_pass(store)
+    assert store.condition("Degraded")["reason"] != "KeysLost"
+
+
+async def test_a_rotation_heals_it_and_waits_for_no_router_to_hold_what_is_gone(
+    store: Store,
+) -> None:
+    await one_pass(store)
+    store.start_pods()
+    (lost,) = store.names("secrets")
+    del store.objects[f"{SECRETS}/{lost}"]
+    await one_pass(store)
+    store.annotations = {ROTATE_ANNOTATION: "1"}
+    await one_pass(store)
+    (new,) = store.names("secrets")
+    assert new != lost
+    assert store.condition("Degraded")["reason"] != "KeysLost"
+    held = {found["metadata"]["labels"].get(KEYS_LABEL) for found in store.deployments()}
+    assert keys_of(new) in held, "engines with the new keys start at once"
+    assert keys_of(lost) in held, "and those that serve stay"
+
+
+async def test_the_last_known_token_is_told_with_the_loss(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that routers, which have it still, can go on to report."""
+    service = parse_object(store.service(KEY))
+    async with serving(store) as kube:
+        keeper = KeyKeeper(kube)
+        token = await keeper.ensure(service, "k1", in_use=False)
+        store.objects.clear()
+        assert await keeper.ensure(service, "k1", in_use=True) == token
+        monkeypatch.setattr("diptych_operator.key_keeper.RECHECK_S", 0.0)
+        with pytest.raises(KeysLostError) as caught:
+            await keeper.ensure(service, "k1", in_use=True)
+    assert caught.value.token == token
+    assert token not in str(caught.value)

@@ -1,0 +1,125 @@
+"""The reconciler against a small server that keeps objects as an API server does.
+
+On the import path of the tests (pytest's `pythonpath`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from kubernetes.aio import client
+
+from diptych_operator.cluster import Cluster
+from diptych_operator.kube import Kube
+from diptych_operator.metrics import OperatorMetrics
+from diptych_operator.reconcile import Reconciler
+from diptych_operator.routers import Routers
+
+Object = dict[str, Any]
+KEY = ("ns", "svc")
+SECRETS = "/api/v1/namespaces/ns/secrets"
+
+
+class Store:
+    """As much of an API server as keeps objects; and what the watches would have seen of it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Object] = {}
+        self.pods_here: list[Object] = []
+        self.annotations: dict[str, str] = {}
+        self.spec: Object = {}
+        self.refuses_pods = False
+        """It takes no pod template."""
+        self._version = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        path = request.path.removesuffix("/status")
+        if request.method == "GET":
+            found = self.objects.get(path)
+            return web.json_response(found or {"reason": "NotFound"}, status=200 if found else 404)
+        if request.method == "DELETE":
+            return web.json_response(self.objects.pop(path, {}))
+        body = await request.json()
+        if self.refuses_pods and "template" in body.get("spec", {}):
+            return web.json_response({"reason": "Invalid", "message": "not so"}, status=422)
+        if request.method == "POST":
+            meta = body["metadata"]
+            path += "/" + meta.get("name", f"{meta.get('generateName')}{self._version}")
+            if path in self.objects:
+                return web.json_response({"reason": "AlreadyExists"}, status=409)
+        kept = {**self.objects.get(path, {}), **body}
+        if "kind" not in kept:
+            return web.json_response({"reason": "NotFound"}, status=404)
+        self._version += 1
+        kept["metadata"] |= {"uid": path, "resourceVersion": str(self._version), "generation": 1}
+        if "dryRun" not in request.query:
+            self.objects[path] = kept
+        return web.json_response(kept)
+
+    def names(self, collection: str) -> set[str]:
+        return {path.rpartition("/")[2] for path in self.objects if f"/{collection}/" in path}
+
+    # What the watches have seen.
+
+    def service(self, key: tuple[str, str]) -> Object:
+        meta = {"name": "svc", "namespace": "ns", "uid": "u1", "annotations": self.annotations}
+        written = next((o for p, o in self.objects.items() if "/inferenceservices/" in p), {})
+        return {
+            "apiVersion": "diptych.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": meta,
+            "spec": {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}, **self.spec},
+            "status": written.get("status"),
+        }
+
+    def children(self, key: tuple[str, str]) -> list[Object]:
+        unseen = ("Secret", "Event", "InferenceService")
+        return [obj for obj in self.objects.values() if obj["kind"] not in unseen]
+
+    def pods(self, key: tuple[str, str]) -> list[Object]:
+        return self.pods_here
+
+    def start_pods(self) -> None:
+        """One for each Deployment that there is now."""
+        for deployment in self.deployments():
+            its = deployment["metadata"]
+            meta = {"name": f"{its['name']}-0", "namespace": "ns", "labels": its["labels"]}
+            status = {"phase": "Running", "podIP": "127.0.0.9"}
+            self.pods_here.append({"metadata": meta, "status": status})
+            deployment["status"] = {"readyReplicas": 1, "replicas": 1, "observedGeneration": 1}
+
+    def condition(self, kind: str) -> Object:
+        conditions: list[Object] = self.service(KEY)["status"]["conditions"]
+        (found,) = (c for c in conditions if c["type"] == kind)
+        return found
+
+    def events(self) -> list[str]:
+        return [obj["reason"] for obj in self.objects.values() if obj["kind"] == "Event"]
+
+    def deployments(self) -> list[Object]:
+        return [obj for obj in self.children(KEY) if obj["kind"] == "Deployment"]
+
+
+@asynccontextmanager
+async def serving(store: Store) -> AsyncIterator[Kube]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", store.answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with Kube(client.ApiClient(client.Configuration(host=host))) as kube:
+            yield kube
+    finally:
+        await runner.cleanup()
+
+
+async def one_pass(store: Store) -> None:
+    """Of an operator that has just started and remembers nothing."""
+    async with serving(store) as kube, Routers() as routers:
+        reconciler = Reconciler(kube, store, Cluster(), routers, OperatorMetrics())
+        await reconciler.reconcile(KEY)
