@@ -106,22 +106,25 @@ def _take(response: httpx2.Response, wanted: int, url: str) -> bytes:
 
 
 def _check(response: httpx2.Response, url: str) -> None:
+    if not response.is_success:
+        raise refusal(response, _origin(url))
+
+
+def refusal(response: httpx2.Response, where: str) -> FetchError:
+    """What it means that a server does not give what it was asked for; `where` names the server."""
     status = response.status_code
-    if response.is_success:
-        return
-    where = _origin(url)
     if status in (401, 403):
-        raise BadSourceError(
+        return BadSourceError(
             CREDENTIALS, f"{where} refuses access ({status}); give a token that may read the model"
         )
     if status in (404, 410):
-        raise BadSourceError(URI, f"{where} has no such file ({status}); check the URI")
+        return BadSourceError(URI, f"{where} has no such file ({status}); check the URI")
     if status == httpx2.codes.TOO_MANY_REQUESTS or status >= 500:
-        raise UnreachableError(f"{where} answers {status}", retry_after(response))
-    raise FetchError(f"{where} answers {status}, which makes no sense here")
+        return UnreachableError(f"{where} answers {status}", _retry_after(response))
+    return FetchError(f"{where} answers {status}, which makes no sense here")
 
 
-def retry_after(response: httpx2.Response) -> float:
+def _retry_after(response: httpx2.Response) -> float:
     """Seconds that a server asks to be left alone, within reason."""
     text = response.headers.get("retry-after", "")
     return min(float(text), MAX_RETRY_AFTER_S) if text.isdecimal() else 0.0

@@ -27,7 +27,7 @@ from diptych_frontend.model_fetch.errors import (
     FetchError,
     UnreachableError,
 )
-from diptych_frontend.model_fetch.http_ranges import HttpRanges, retry_after
+from diptych_frontend.model_fetch.http_ranges import HttpRanges, refusal
 from diptych_frontend.model_fetch.source import Checksum, RemoteFile
 from diptych_protocol.model_uri import ModelUri
 
@@ -103,7 +103,9 @@ class HubSource:
             problem = f"{self._repo} cannot be the name of a repository; check it"
             raise BadSourceError(URI, problem) from None
         except HfHubHTTPError as exc:
-            raise _http_error(where, exc.response) from None
+            if exc.response is None:
+                raise UnreachableError(f"{where} gives no answer") from None
+            raise refusal(exc.response, where) from None
         except (httpx2.TransportError, ValueError) as exc:
             # ValueError: an answer that is no JSON, as from a captive portal.
             raise UnreachableError(f"{where} cannot be reached ({type(exc).__name__})") from None
@@ -120,16 +122,3 @@ class HubSource:
             f"{self._api.endpoint} has no {self._repo}; check the name, or give the token of an "
             "account that may read it in spec.model.credentials",
         )
-
-
-def _http_error(where: str, response: httpx2.Response | None) -> FetchError:
-    if response is None:
-        return UnreachableError(f"{where} gives no answer")
-    status = response.status_code
-    if status in (401, 403):
-        return BadSourceError(
-            CREDENTIALS, f"{where} refuses access ({status}); give a token that may read the model"
-        )
-    if status == httpx2.codes.TOO_MANY_REQUESTS or status >= 500:
-        return UnreachableError(f"{where} answers {status}", retry_after(response))
-    return FetchError(f"{where} answers {status}, which makes no sense here")
