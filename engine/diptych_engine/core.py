@@ -192,6 +192,7 @@ class EngineCore:
             request.request_id,
             made.new_token_ids,
             made.logprobs,
+            made.prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens,
             num_nans_in_logits=made.num_nans,
         )

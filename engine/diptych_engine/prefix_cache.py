@@ -23,7 +23,7 @@ class PrefixCache:
 
     def find(self, request: Request) -> list[int]:
         """Remembered blocks of the request's tokens; always leaves at least one to compute."""
-        if not self.enabled:
+        if not self._reads_cache(request):
             return []
         return self.pool.match(self._lookup_hashes(request))
 
@@ -48,7 +48,7 @@ class PrefixCache:
             params = request.kv_transfer
             if params is not None and params.do_remote_prefill:
                 covered = params.remote_num_tokens or 0
-            elif covered == 0 and request.status in _QUEUED and self.enabled:
+            elif covered == 0 and request.status in _QUEUED and self._reads_cache(request):
                 unhashed = request.num_tokens - len(request.block_hashes) * self.block_size
                 if unhashed < self.block_size or budget > 0:
                     budget -= unhashed
@@ -57,6 +57,9 @@ class PrefixCache:
                     covered = request.expected_hit * self.block_size
             total += max(0, request.num_prompt_tokens - covered)
         return total
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self.enabled and not request.wants_prompt_logprobs
 
     def _lookup_hashes(self, request: Request) -> list[bytes]:
         self._extend_hashes(request)

@@ -6,7 +6,13 @@ import enum
 from dataclasses import dataclass, field
 
 from diptych_engine.lora.adapter import Adapter
-from diptych_protocol import FinishReason, KVTransferParams, LogprobsLists, SamplingParams
+from diptych_protocol import (
+    FinishReason,
+    KVTransferParams,
+    LogprobsLists,
+    LogprobsTensors,
+    SamplingParams,
+)
 
 
 class RequestStatus(enum.Enum):
@@ -83,6 +89,16 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Its prompt must be computed here from the first token on, whatever is remembered.
+
+        Once there is output the log-probabilities were reported, by whoever made its first token.
+        """
+        handed_off = self.kv_transfer is not None and self.kv_transfer.do_remote_prefill
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and self.num_output_tokens == 0 and not handed_off
+
+    @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -119,6 +135,8 @@ class StepResult:
     the sampled token comes first. None when nobody asked."""
     num_nans: list[int] | None
     """NaNs among each request's logits; None when there are none at all."""
+    prompt_logprobs: dict[str, LogprobsTensors] | None = None
+    """By request id, for prompts that are complete with this step; None when nobody asked."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,4 +160,5 @@ class TokenOutput:
     new_token_ids: list[int]
     logprobs: LogprobsLists | None = None
     num_nans: int = 0
+    prompt_logprobs: LogprobsTensors | None = None
     error: str | None = None

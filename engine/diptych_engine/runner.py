@@ -9,6 +9,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from diptych_engine.batch_rows import BatchRows
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.sampler import Sampler
 from diptych_frontend.model_source import ModelConfig, ModelSource
@@ -77,6 +79,7 @@ class ModelRunner:
         self._kv_layers = self.kv_cache.unbind(1)
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size)
+        self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self.worker_methods: dict[str, Callable[..., Any]] = {
             "_inspect_lora": self._loras.inspect,
@@ -113,7 +116,11 @@ class ModelRunner:
         rows = self._place(shares)
         inputs = self._inputs(shares, rows, num_decodes)
         hidden = self.model.forward(inputs, self._kv_layers)
-        return self._sample(plan, shares, rows, inputs, hidden)
+        of_prompts = self._prompt_logprobs.gather(
+            shares, inputs.attention.query_starts, hidden, self.model.logits
+        )
+        result = self._sample(plan, shares, rows, inputs, hidden)
+        return result if of_prompts is None else replace(result, prompt_logprobs=of_prompts)
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -136,6 +143,7 @@ class ModelRunner:
             if row is None:
                 row = table.admit(request.request_id)
                 self._sampler.admit(row, request)
+                self._prompt_logprobs.admit(share)
             if table.num_blocks[row] < len(request.block_ids):
                 first_fresh = -(-share.start // self._block_size)
                 fresh_blocks += table.extend(row, request.block_ids, first_fresh)
@@ -204,6 +212,7 @@ class ModelRunner:
         row = self._rows.release(request_id)
         if row is not None:
             self._sampler.release(row)
+            self._prompt_logprobs.release(request_id)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -128,6 +128,27 @@ def penalize(
     logits[rows, token_ids] = seen
 
 
+def token_logprobs(
+    log_probabilities: Tensor, targets: Tensor, num_alternatives: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    """The target of each row and the `num_alternatives` likeliest tokens after it.
+
+    log_probabilities: [rows, vocabulary]; targets: [rows] int64.
+    Returns their ids [rows, num_alternatives + 1], their log-probabilities in the same shape, and
+    the ranks of the targets [rows], 1 being the most likely.
+    """
+    of_targets = log_probabilities.gather(1, targets.unsqueeze(1))
+    ranks = (log_probabilities > of_targets).sum(-1) + 1
+    best = log_probabilities.topk(num_alternatives, dim=-1)
+    token_ids = torch.cat((targets.unsqueeze(1), best.indices), 1)
+    values = torch.cat((of_targets, best.values), 1)
+    return (
+        token_ids.to(torch.int32).numpy(force=True),
+        values.numpy(force=True),
+        ranks.to(torch.int32).numpy(force=True),
+    )
+
+
 def describe(
     log_probabilities: Tensor, chosen: Sequence[int], num_alternatives: Sequence[int]
 ) -> list[tuple[list[int], list[float], int]]:

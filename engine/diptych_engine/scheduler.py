@@ -284,7 +284,9 @@ class Scheduler:
         ended = stop_condition(request, token)
         if ended is not None:
             request.finish_reason, request.stop_reason = ended
-        return TokenOutput(request, [token], logprobs, num_nans)
+        of_prompts = result.prompt_logprobs
+        of_prompt = None if of_prompts is None else of_prompts.get(request.request_id)
+        return TokenOutput(request, [token], logprobs, num_nans, of_prompt)
 
     def preempt_all(self) -> None:
         """Take the blocks of every running request, and of those that wait with received KV."""

@@ -67,6 +67,8 @@ def _merge(old: RequestOutput, new: RequestOutput, *, delta: bool) -> None:
             old.outputs[at] = completion
     old.finished = old.finished or new.finished
     old.num_cached_tokens = max(old.num_cached_tokens, new.num_cached_tokens)
+    if new.prompt_logprobs is not None:
+        old.prompt_logprobs = new.prompt_logprobs
     if new.kv_transfer_params is not None:
         old.kv_transfer_params = new.kv_transfer_params
 

@@ -10,6 +10,7 @@ import msgspec
 
 from diptych_frontend.collector import Collector
 from diptych_frontend.detokenizer import Detokenizer
+from diptych_frontend.logprobs import of_output, of_prompt
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import (
     CompletionOutput,
@@ -18,7 +19,6 @@ from diptych_protocol import (
     EngineGenerateError,
     FinishReason,
     Logprob,
-    LogprobsLists,
     RequestOutput,
     RequestOutputKind,
 )
@@ -34,6 +34,8 @@ class ParentRequest:
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.open_children: set[str] = set()
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        """As the first child learns them."""
         self._unfinished = request.sampling.n
         self._answers: list[CompletionOutput] = []
 
@@ -44,7 +46,13 @@ class ParentRequest:
         return msgspec.structs.replace(
             self.request,
             request_id=f"{index}_{self.request.request_id}",
-            sampling_params=msgspec.structs.replace(params, n=1, seed=seed),
+            sampling_params=msgspec.structs.replace(
+                params,
+                n=1,
+                seed=seed,
+                # One of them suffices: the prompt is the same, and cannot come from the cache.
+                prompt_logprobs=None if index else params.prompt_logprobs,
+            ),
         )
 
     def finish_child(self) -> bool:
@@ -191,6 +199,7 @@ class _Answer:
         "collector",
         "external_id",
         "parent",
+        "prompt_logprobs",
         "request_id",
     )
 
@@ -224,6 +233,7 @@ class _Answer:
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached_tokens = 0
         self._kv_transfer_params: dict[str, Any] | None = None
 
@@ -241,7 +251,13 @@ class _Answer:
                 finish, stop_reason = FinishReason.STOP, stop
         logprobs = None
         if self._wants_logprobs and output.new_logprobs is not None:
-            logprobs = self._read_logprobs(output.new_logprobs, len(token_ids))
+            logprobs = of_output(output.new_logprobs, len(token_ids), self._token_text)
+            for token_id, row in zip(token_ids, logprobs, strict=True):
+                self._cumulative_logprob += row[token_id].logprob
+        if output.new_prompt_logprobs_tensors is not None:
+            self._shared.prompt_logprobs = of_prompt(
+                output.new_prompt_logprobs_tensors, self._token_text
+            )
         if output.num_cached_tokens:
             self._num_cached_tokens = output.num_cached_tokens
         if output.kv_transfer_params is not None:
@@ -284,6 +300,7 @@ class _Answer:
                 answers = self.parent.gather(answer)
                 if not all_finished:
                     return
+        delta = self._kind is RequestOutputKind.DELTA
         self.collector.put(
             RequestOutput(
                 self.external_id,
@@ -293,27 +310,17 @@ class _Answer:
                 all_finished,
                 self._num_cached_tokens,
                 self._kv_transfer_params,
+                self._shared.prompt_logprobs,
             ),
-            delta=self._kind is RequestOutputKind.DELTA,
+            delta=delta,
         )
+        if delta:
+            self._shared.prompt_logprobs = None  # said once
 
-    def _read_logprobs(self, lists: LogprobsLists, count: int) -> list[dict[int, Logprob]]:
-        """One row a token: the sampled token first, then the likeliest ones by rank."""
-        rows: list[dict[int, Logprob]] = []
-        for token_ids, values, sampled_rank in zip(
-            lists.logprob_token_ids[:count],
-            lists.logprobs,
-            lists.sampled_token_ranks,
-            strict=False,  # `count` may cut the first of them
-        ):
-            row: dict[int, Logprob] = {}
-            for position, (token_id, value) in enumerate(zip(token_ids, values, strict=True)):
-                if token_id not in row:
-                    rank = position if position else sampled_rank
-                    row[token_id] = Logprob(value, rank, self._token_text(token_id))
-            self._cumulative_logprob += values[0]
-            rows.append(row)
-        return rows
+    @property
+    def _shared(self) -> _Answer | ParentRequest:
+        """Who holds what all answers to a prompt have in common."""
+        return self.parent or self
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

@@ -25,6 +25,7 @@ INLINE_BYTES: Final = 256
 """Smaller arrays are not worth a frame."""
 INLINE_EXTENSION: Final = 3
 MAX_FRAMES: Final = 64
+"""Of one message; arrays beyond them stand inline, however large."""
 MAX_DIMENSIONS: Final = 8
 
 Frame = bytes | bytearray | memoryview
@@ -104,7 +105,7 @@ class FrameEncoder:
         if not isinstance(value, Array):
             raise TypeError(f"a {type(value).__name__} cannot be sent")
         data = memoryview(value.data).cast("B")
-        if data.nbytes < INLINE_BYTES:
+        if data.nbytes < INLINE_BYTES or len(self._frames) == MAX_FRAMES:
             return value.dtype, value.shape, msgspec.msgpack.Ext(INLINE_EXTENSION, bytes(data))
         self._frames.append(data)
         return value.dtype, value.shape, len(self._frames) - 1

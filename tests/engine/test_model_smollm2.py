@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from core_kit import core_request, make_core, run
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -152,3 +153,36 @@ def test_greedy_output_equals_transformers(source: ModelSource, reference: Any) 
         assert float(lost.max()) < TIE
         exact += int((best.indices == ours).sum())
     assert exact >= 0.99 * NUM_PROMPTS * NUM_OUTPUT
+
+
+def test_contract_B06_prompt_logprobs_equal_log_softmax_of_transformers(
+    source: ModelSource, reference: Any
+) -> None:
+    """In three chunks, with the whole prompt in the prefix cache: it is computed all the same."""
+    core = make_core(source.uri, max_num_batched_tokens=32, max_model_len=256)
+    prompt = np.random.default_rng(1).integers(0, source.config.vocab_size, 80).tolist()
+    warm_up, again = (core_request(name, prompt, max_tokens=1) for name in ("first", "again"))
+    run(core, warm_up)
+    [cached] = run(core, again)["again"]
+    assert cached.num_cached_tokens == 64
+    steps_before = core.scheduler.stats.steps
+
+    outputs = run(core, core_request("r", prompt, max_tokens=3, prompt_logprobs=5))["r"]
+
+    assert core.scheduler.stats.steps - steps_before == 3 + 2
+    first, *later = outputs
+    assert first.num_cached_tokens == 0
+    assert [o.new_prompt_logprobs_tensors for o in later] == [None, None]
+    tensors = first.new_prompt_logprobs_tensors
+    assert tensors is not None
+    expected = hf_logits(reference, prompt)[:-1].log_softmax(-1)
+    token_ids = torch.tensor(tensors.logprob_token_ids.tolist())
+    assert token_ids[:, 0].tolist() == prompt[1:]
+    actual = torch.tensor(tensors.logprobs.tolist())
+    assert actual.shape == (79, 6)
+    torch.testing.assert_close(actual, expected.gather(1, token_ids), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(actual[:, 1:], expected.topk(5).values, atol=1e-3, rtol=1e-3)
+    ranks = (expected > expected.gather(1, token_ids[:, :1])).sum(-1) + 1
+    assert (
+        float((torch.tensor(tensors.selected_token_ranks.tolist()) == ranks).float().mean()) > 0.9
+    )
