@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 from typing import Any
 
-from diptych_engine.lora.adapter import cache_identity
+from diptych_engine.lora.adapter import Adapter, cache_identity
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import Request
+from diptych_frontend.prompt_embeds import check_embeds
 from diptych_protocol import (
     EngineCoreRequest,
     EngineDescription,
     InvalidRequestError,
     KVTransferParams,
+    PoolingParams,
+    SamplingParams,
 )
 
 
@@ -30,16 +35,17 @@ def admit(
     Returns the request and the tokens that its client is to be told at once. Raises
     `InvalidRequestError` for a message that cannot be served.
     """
+    if message.pooling_params is not None:
+        return _admit_pooling(message, message.pooling_params, client, limits, adapters), []
     params = message.sampling_params
-    prompt = message.prompt_token_ids
-    if params is None or not prompt:
-        raise InvalidRequestError("a request needs sampling_params and prompt_token_ids")
+    if params is None:
+        raise InvalidRequestError("a request needs sampling_params or pooling_params")
     params.check()
     params.check_vocabulary(limits.vocab_size)
-    generated = message.generated_token_ids or []
-    token_ids = prompt + generated
-    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
-        raise InvalidRequestError(f"token ids must be in 0..{limits.vocab_size - 1}")
+    if params.prompt_logprobs is not None and message.prompt_embeds is not None:
+        raise InvalidRequestError("prompt_logprobs are of tokens; prompt_embeds have none")
+    prompt = _prompt_of(message, limits)
+    token_ids = prompt + _in_vocabulary(message.generated_token_ids or [], limits)
     if len(token_ids) >= limits.max_model_len:
         raise InvalidRequestError(
             f"{len(token_ids)} tokens leave no room to generate in {limits.max_model_len}"
@@ -57,11 +63,84 @@ def admit(
         seed=params.seed if params.seed is not None else secrets.randbits(63),
         arrival_time=message.arrival_time,
         priority=message.priority,
-        cache_salt=cache_identity(message.cache_salt, adapter),
+        cache_salt=_cache_salt(message, adapter),
         adapter=adapter,
+        prompt_embeds=message.prompt_embeds,
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
     return request, _first_tokens(request, limits)
+
+
+def _admit_pooling(
+    message: EngineCoreRequest,
+    params: PoolingParams,
+    client: bytes,
+    limits: EngineDescription,
+    adapters: AdapterTable,
+) -> Request:
+    """A prompt whose hidden states are wanted; it may fill the whole context."""
+    if message.sampling_params is not None or message.generated_token_ids:
+        raise InvalidRequestError(
+            "a pooling request generates nothing: it has neither sampling_params (which includes "
+            "kv_transfer_params) nor generated_token_ids"
+        )
+    params.check()
+    if (params.dimensions or 0) > limits.hidden_size:
+        raise InvalidRequestError(f"dimensions must be at most {limits.hidden_size}")
+    prompt = _prompt_of(message, limits)
+    if len(prompt) > limits.max_model_len:
+        raise InvalidRequestError(f"{len(prompt)} tokens do not fit in {limits.max_model_len}")
+    adapter = adapters.resolve(message.lora_request)
+    return Request(
+        request_id=message.request_id,
+        client=client,
+        params=SamplingParams(),
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        eos_token_id=None,
+        max_total_tokens=len(prompt),
+        seed=0,
+        arrival_time=message.arrival_time,
+        priority=message.priority,
+        cache_salt=_cache_salt(message, adapter),
+        adapter=adapter,
+        pooling=params,
+        prompt_embeds=message.prompt_embeds,
+        # The hidden states of cached tokens are gone: only the last token's needs no others.
+        reads_prefix_cache=params.task == "embed" and limits.pooling == "last",
+    )
+
+
+def _prompt_of(message: EngineCoreRequest, limits: EngineDescription) -> list[int]:
+    """The prompt's token ids, or zeros for embeddings, which the message must fit."""
+    prompt = message.prompt_token_ids
+    if message.prompt_embeds is not None:
+        num_tokens = check_embeds(message.prompt_embeds, limits.hidden_size).shape[0]
+        prompt = prompt or [0] * num_tokens
+        if len(prompt) != num_tokens:
+            raise InvalidRequestError(
+                f"prompt_embeds has {num_tokens} rows for {len(prompt)} prompt_token_ids"
+            )
+    if not prompt:
+        raise InvalidRequestError("a request needs prompt_token_ids or prompt_embeds")
+    return _in_vocabulary(prompt, limits)
+
+
+def _in_vocabulary(token_ids: list[int], limits: EngineDescription) -> list[int]:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        raise InvalidRequestError(f"token ids must be in 0..{limits.vocab_size - 1}")
+    return token_ids
+
+
+def _cache_salt(message: EngineCoreRequest, adapter: Adapter | None) -> str | None:
+    """Names what the KV depends on besides token ids: embeddings are as good as tokens."""
+    identity = cache_identity(message.cache_salt, adapter)
+    embeds = message.prompt_embeds
+    if embeds is None:
+        return identity
+    content = hashlib.blake2b(f"{embeds.dtype} {embeds.shape} ".encode(), digest_size=16)
+    content.update(embeds.data)
+    return "embeds:" + json.dumps([identity, content.hexdigest()])
 
 
 def _transfer_params(extra_args: dict[str, Any] | None, *, hinged: bool) -> KVTransferParams | None:

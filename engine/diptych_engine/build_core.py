@@ -13,6 +13,7 @@ from diptych_engine.scheduler import Scheduler
 from diptych_frontend.model_source import resolve_model
 from diptych_kv_transfer import KVConnector
 from diptych_protocol import EngineConfig, EngineDescription
+from diptych_protocol.pooling import POOLING_TASKS
 
 
 def build_core(config: EngineConfig) -> EngineCore:
@@ -53,6 +54,9 @@ def build_core(config: EngineConfig) -> EngineCore:
         pid=os.getpid(),
         kv_transfer=config.kv_transfer is not None,
         revision=config.revision,
+        hidden_size=model.hidden_size,
+        pooling=config.pooling,
+        tasks=("generate", *POOLING_TASKS),
     )
     scheduler = Scheduler(
         BlockPool(runner.num_blocks),

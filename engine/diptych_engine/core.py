@@ -193,6 +193,7 @@ class EngineCore:
             made.new_token_ids,
             made.logprobs,
             made.prompt_logprobs,
+            pooling_output=made.pooled,
             num_cached_tokens=request.num_cached_tokens,
             num_nans_in_logits=made.num_nans,
         )

@@ -19,6 +19,7 @@ import zmq
 
 from diptych_engine.core import EngineCore
 from diptych_frontend.curve import CurveGate
+from diptych_frontend.zmq_frames import receive_frames
 from diptych_protocol import (
     CurveKeys,
     DiptychError,
@@ -28,6 +29,7 @@ from diptych_protocol import (
     UtilityOutput,
     wire,
 )
+from diptych_protocol.arrays import Frame
 
 log = logging.getLogger(__name__)
 
@@ -126,20 +128,21 @@ class CoreServer:
     def _drain(self, index: int, socket: zmq.Socket[bytes]) -> None:
         while True:
             try:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                (identity, *frames), arrays = receive_frames(socket, head=3)
             except zmq.Again:
                 return
             client = bytes((index,)) + identity
             self._clients.add(client)
             try:
-                self._handle(client, frames)
+                self._handle(client, frames, arrays)
             except (msgspec.MsgspecError, ValueError) as exc:
                 log.warning("a client sent a malformed message, dropped: %s", exc)
 
-    def _handle(self, client: bytes, frames: list[bytes]) -> None:
+    def _handle(self, client: bytes, frames: list[bytes], arrays: list[Frame]) -> None:
         if len(frames) < 2:
             raise ValueError("a message without a payload")
-        kind, *payload = frames
+        kind, message = frames
+        payload = [message, *arrays]
         match EngineCoreRequestType(kind):
             case EngineCoreRequestType.ADD:
                 self._core.add(wire.request_decoder.decode(payload), client)
@@ -150,7 +153,7 @@ class CoreServer:
             case other:
                 raise ValueError(f"{other.name} is not accepted from a socket")
 
-    def _call(self, client: bytes, payload: list[bytes]) -> None:
+    def _call(self, client: bytes, payload: list[Frame]) -> None:
         call = wire.utility_decoder.decode(payload)
         try:
             answer = UtilityOutput(call.call_id, result=self._core.call(call.method, call.args))

@@ -22,7 +22,8 @@ class PrefixCache:
     enabled: bool
 
     def find(self, request: Request) -> list[int]:
-        """Remembered blocks of the request's tokens; always leaves at least one to compute."""
+        """Remembered blocks of the request's tokens; always leaves at least one to compute, and
+        everything of a request that needs more than KV."""
         if not self._reads_cache(request):
             return []
         return self.pool.match(self._lookup_hashes(request))
@@ -59,7 +60,7 @@ class PrefixCache:
         return total
 
     def _reads_cache(self, request: Request) -> bool:
-        return self.enabled and not request.wants_prompt_logprobs
+        return self.enabled and request.reads_prefix_cache and not request.wants_prompt_logprobs
 
     def _lookup_hashes(self, request: Request) -> list[bytes]:
         self._extend_hashes(request)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from diptych_engine.lora.adapter import Adapter
 from diptych_protocol import (
+    Array,
     FinishReason,
     KVTransferParams,
     LogprobsLists,
     LogprobsTensors,
+    PoolingParams,
     SamplingParams,
 )
 
@@ -47,6 +49,7 @@ class Request:
     client: bytes
     """Who gets the answer: the ZMQ identity of the client's socket."""
     params: SamplingParams
+    """Of a pooling request: defaults that nobody looks at."""
     token_ids: list[int]
     num_prompt_tokens: int
     eos_token_id: int | None
@@ -59,6 +62,12 @@ class Request:
     cache_salt: str | None = None
     """All that its KV depends on besides its tokens: see `cache_identity`."""
     adapter: Adapter | None = None
+    pooling: PoolingParams | None = None
+    """Set: the prompt's hidden states are pooled, and nothing is sampled."""
+    prompt_embeds: Array | None = None
+    """[prompt tokens, hidden]: used in place of the embeddings of the prompt's tokens."""
+    reads_prefix_cache: bool = True
+    """False: every token has to be computed, because the answer needs more of it than its KV."""
     kv_transfer: KVTransferParams | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -111,7 +120,8 @@ class ScheduledRequest:
     start: int
     num_tokens: int
     samples: bool
-    """The share ends at the request's last known token, so the next one is sampled."""
+    """The share ends at the request's last known token, so the next one is sampled; never for a
+    pooling request."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,6 +147,9 @@ class StepResult:
     """NaNs among each request's logits; None when there are none at all."""
     prompt_logprobs: dict[str, LogprobsTensors] | None = None
     """By request id, for prompts that are complete with this step; None when nobody asked."""
+    pooled: dict[str, Array] | None = None
+    """Request id -> vectors of the pooling requests whose prompts this step completed; None when
+    nobody pools."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -162,3 +175,4 @@ class TokenOutput:
     num_nans: int = 0
     prompt_logprobs: LogprobsTensors | None = None
     error: str | None = None
+    pooled: Array | None = None

@@ -20,6 +20,8 @@ from torch import Tensor
 from diptych_engine.batch_rows import BatchRows
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.pooling import Pooler
+from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.sampler import Sampler
@@ -80,6 +82,8 @@ class ModelRunner:
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size)
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
+        self._pooler = Pooler(config.pooling)
+        self._embeds = PromptEmbeds(self._dtype, self._device)
         self._loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self.worker_methods: dict[str, Callable[..., Any]] = {
             "_inspect_lora": self._loras.inspect,
@@ -115,12 +119,18 @@ class ModelRunner:
             shares = sorted(shares, key=_is_chunk)
         rows = self._place(shares)
         inputs = self._inputs(shares, rows, num_decodes)
+        query_starts = inputs.attention.query_starts
+        if self._embeds:
+            inputs = replace(inputs, given=self._embeds.among(shares, query_starts))
         hidden = self.model.forward(inputs, self._kv_layers)
-        of_prompts = self._prompt_logprobs.gather(
-            shares, inputs.attention.query_starts, hidden, self.model.logits
-        )
+        of_prompts = self._prompt_logprobs.gather(shares, query_starts, hidden, self.model.logits)
         result = self._sample(plan, shares, rows, inputs, hidden)
-        return result if of_prompts is None else replace(result, prompt_logprobs=of_prompts)
+        if of_prompts is not None:
+            result = replace(result, prompt_logprobs=of_prompts)
+        if self._pooler:
+            pooled = self._pooler.pool(shares, query_starts, hidden, self.model.normed)
+            result = replace(result, pooled=pooled)
+        return result
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -142,8 +152,7 @@ class ModelRunner:
             row = table.row_of.get(request.request_id)
             if row is None:
                 row = table.admit(request.request_id)
-                self._sampler.admit(row, request)
-                self._prompt_logprobs.admit(share)
+                self._take_on(row, share)
             if table.num_blocks[row] < len(request.block_ids):
                 first_fresh = -(-share.start // self._block_size)
                 fresh_blocks += table.extend(row, request.block_ids, first_fresh)
@@ -151,6 +160,17 @@ class ModelRunner:
         if fresh_blocks:
             self.kv_cache[fresh_blocks] = 0
         return rows
+
+    def _take_on(self, row: int, share: ScheduledRequest) -> None:
+        """A request begins, or comes back after it lost its row."""
+        request = share.request
+        if request.pooling is None:
+            self._sampler.admit(row, request)
+            self._prompt_logprobs.admit(share)
+        else:
+            self._pooler.admit(request.request_id, request.pooling)
+        if request.prompt_embeds is not None:
+            self._embeds.admit(request.request_id, request.prompt_embeds)
 
     def _inputs(
         self, shares: Sequence[ScheduledRequest], rows: list[int], num_decodes: int
@@ -213,6 +233,8 @@ class ModelRunner:
         if row is not None:
             self._sampler.release(row)
             self._prompt_logprobs.release(request_id)
+            self._pooler.release(request_id)
+            self._embeds.release(request_id)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -157,7 +157,8 @@ class Scheduler:
                 break
             if short > 0:
                 request.block_ids.extend(self.pool.allocate(short))
-            scheduled.append(ScheduledRequest(request, start, count, start + count == known))
+            samples = start + count == known and request.pooling is None
+            scheduled.append(ScheduledRequest(request, start, count, samples))
             budget -= count
             index += 1
         if not preempted:
@@ -199,7 +200,8 @@ class Scheduler:
             request.block_ids.extend(self.pool.allocate(max(0, needed)))
             request.become(RequestStatus.RUNNING)
             self.running.append(request)
-            scheduled.append(ScheduledRequest(request, start, count, start + count == known))
+            samples = start + count == known and request.pooling is None
+            scheduled.append(ScheduledRequest(request, start, count, samples))
             budget -= count
         return budget
 
@@ -270,6 +272,9 @@ class Scheduler:
                 self.prefixes.remember(request, share.start // self.block_size)
             if share.samples:
                 outputs.append(self._accept_token(request, result, position))
+            elif result.pooled is not None and request.request_id in result.pooled:
+                request.finish_reason = FinishReason.STOP
+                outputs.append(TokenOutput(request, [], pooled=result.pooled[request.request_id]))
         return outputs
 
     def _accept_token(self, request: Request, result: StepResult, position: int) -> TokenOutput:
@@ -301,7 +306,7 @@ class Scheduler:
         return -(-num_tokens // self.block_size)
 
     def _count_lookup(self, request: Request, num_hit_blocks: int) -> None:
-        if self.enable_prefix_caching and not request.block_ids:
+        if self.enable_prefix_caching and request.reads_prefix_cache and not request.block_ids:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += num_hit_blocks * self.block_size
 

@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diptych_frontend.curve import use_keys
+from diptych_frontend.zmq_frames import receive_frames
 from diptych_protocol import (
     ClientClosedError,
     CurveKeys,
@@ -190,12 +191,12 @@ class CoreClient:
         """
         while not self._closed:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                [message], arrays = receive_frames(self._socket, head=1)
             except zmq.Again:
                 return
-            self._handle(frames)
+            self._handle([message, *arrays])
 
-    def _handle(self, frames: list[bytes]) -> None:
+    def _handle(self, frames: list[Frame]) -> None:
         if frames[0] == wire.ENGINE_CORE_DEAD:
             self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended"))
             return

@@ -14,8 +14,11 @@ from diptych_protocol import (
     EngineCoreRequest,
     InvalidRequestError,
     KVTransferParams,
+    LoRARequest,
+    PoolingParams,
     PromptType,
     SamplingParams,
+    TokensPrompt,
 )
 from diptych_protocol.sampling import MAX_BAD_SEQUENCES
 
@@ -41,8 +44,9 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: EngineCoreRequest | PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
+        lora_request: LoRARequest | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
@@ -68,38 +72,79 @@ class InputProcessor:
                 request_id=request_id,
                 prompt_token_ids=rendered["prompt_token_ids"],
                 mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
+                sampling_params=params if isinstance(params, SamplingParams) else None,
+                pooling_params=params if isinstance(params, PoolingParams) else None,
                 eos_token_id=None,
                 arrival_time=time.time() if arrival_time is None else arrival_time,
-                lora_request=None,
+                lora_request=lora_request,
                 cache_salt=rendered.get("cache_salt"),
                 data_parallel_rank=data_parallel_rank,
+                prompt_embeds=rendered.get("prompt_embeds"),
                 priority=priority,
                 trace_headers=trace_headers,
             )
         )
 
-    def _adopt(self, request: EngineCoreRequest, params: SamplingParams) -> EngineCoreRequest:
+    def _adopt(
+        self, request: EngineCoreRequest, params: SamplingParams | PoolingParams
+    ) -> EngineCoreRequest:
         if request.external_req_id is not None:
             raise ValueError(
                 f"external_req_id of request {request.request_id} is set already; "
                 "it is given together with the internal id"
             )
-        rendered = self.renderer.render_prompt(request.prompt_token_ids or [])
-        return msgspec.structs.replace(
-            request,
-            prompt_token_ids=rendered["prompt_token_ids"],
-            sampling_params=request.sampling_params or params,
+        prompt: PromptType = request.prompt_token_ids or []
+        if request.prompt_embeds is not None:
+            prompt = TokensPrompt(prompt_embeds=request.prompt_embeds)
+        adopted = msgspec.structs.replace(
+            request, prompt_token_ids=self.renderer.render_prompt(prompt)["prompt_token_ids"]
         )
+        if request.sampling_params is None and request.pooling_params is None:
+            if isinstance(params, PoolingParams):
+                adopted.pooling_params = params
+            else:
+                adopted.sampling_params = params
+        return adopted
 
     def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:
         num_prompt_tokens = len(request.prompt_token_ids or ())
-        request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
+        if request.pooling_params is not None:
+            self._check_pooling(request, request.pooling_params, num_prompt_tokens)
+        else:
+            request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
+            if request.prompt_embeds is not None and request.sampling.prompt_logprobs is not None:
+                raise InvalidRequestError(
+                    "prompt_logprobs are of tokens; prompt_embeds have none",
+                    param="prompt_logprobs",
+                )
         request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
         request.external_req_id = request.request_id
         request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
         return request
+
+    def _check_pooling(
+        self, request: EngineCoreRequest, params: PoolingParams, num_prompt_tokens: int
+    ) -> None:
+        """The prompt of a pooling request may fill the whole context: nothing follows it."""
+        params.check()
+        if request.sampling_params is not None:
+            raise InvalidRequestError(
+                "a request generates or pools: it has sampling_params or pooling_params",
+                param="pooling_params",
+            )
+        if (params.dimensions or 0) > self.renderer.hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be at most {self.renderer.hidden_size}, "
+                f"which is what this model has, not {params.dimensions}",
+                param="dimensions",
+            )
+        if num_prompt_tokens > self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens, but this model's limit is "
+                f"{self.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """A checked copy of the parameters in which nothing is left open."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from diptych_frontend.model_source import ModelSource
+from diptych_frontend.prompt_embeds import check_embeds
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
 
@@ -23,11 +24,13 @@ class TextRenderer:
     def __init__(self, source: ModelSource) -> None:
         self.tokenizer: Tokenizer | None = source.load_tokenizer()
         self.vocab_size = source.config.vocab_size
+        self.hidden_size = source.config.hidden_size
 
     def render_prompt(self, prompt: PromptType) -> TokensPrompt:
-        """Tokenise a completion prompt; token ids pass through, range-checked.
+        """Tokenise a completion prompt; token ids and embeddings pass through, checked.
 
-        Raises `InvalidRequestError` for an empty prompt or an id outside the vocabulary.
+        Raises `InvalidRequestError` for an empty prompt, an id outside the vocabulary, or
+        embeddings that do not fit the model.
         """
         if isinstance(prompt, str):
             return self._tokenize(prompt, add_special_tokens=True)
@@ -63,6 +66,9 @@ class TextRenderer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _render_dict(self, prompt: dict[str, Any]) -> TokensPrompt:
+        if prompt.get("prompt_embeds") is not None:
+            embeds = check_embeds(prompt["prompt_embeds"], self.hidden_size)
+            return TokensPrompt(prompt_token_ids=[0] * embeds.shape[0], prompt_embeds=embeds)
         if "prompt_token_ids" in prompt:
             rendered = TokensPrompt(prompt_token_ids=self._checked(prompt["prompt_token_ids"]))
             if prompt.get("prompt") is not None:
@@ -70,7 +76,9 @@ class TextRenderer:
             return rendered
         if "prompt" in prompt:
             return self._tokenize(_text(prompt["prompt"], "prompt"), add_special_tokens=True)
-        raise InvalidRequestError("prompt holds neither text nor token ids", param="prompt")
+        raise InvalidRequestError(
+            "prompt holds neither text nor token ids nor embeddings", param="prompt"
+        )
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> TokensPrompt:
         tokenizer = self._require_tokenizer("prompt")

@@ -6,6 +6,7 @@ Imports nothing but msgspec and the standard library.
 from diptych_protocol.arrays import Array
 from diptych_protocol.config import CurveKeys, EngineConfig, KVTransferConfig, RouterConfig
 from diptych_protocol.engine_client import (
+    EmbedsPrompt,
     EngineClient,
     PromptType,
     Renderer,
@@ -59,6 +60,7 @@ __all__ = [
     "CompletionOutput",
     "CurveKeys",
     "DiptychError",
+    "EmbedsPrompt",
     "EngineClient",
     "EngineConfig",
     "EngineCoreOutput",

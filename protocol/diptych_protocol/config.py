@@ -58,6 +58,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of the model; None takes every core."""
+    pooling: str = "last"
+    """How an embedding is made of a prompt's hidden states: `last` takes that of the last token,
+    `mean` the mean of all."""
     seed: int = 0
     """Seeds dummy weights and requests that bring no seed."""
     kv_transfer: KVTransferConfig | None = None
@@ -98,6 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs,
              "at least max_num_seqs"),
             ("max_num_waiting", self.max_num_waiting >= 1, "at least 1"),
+            ("pooling", self.pooling in ("last", "mean"), "last or mean"),
             ("num_threads", self.num_threads is None or self.num_threads >= 1, "at least 1"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
             ("max_loras", 0 <= self.max_loras <= 1024, "between 0 and 1024"),

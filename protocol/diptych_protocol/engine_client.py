@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
+from diptych_protocol.arrays import Array
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.outputs import RequestOutput
@@ -42,9 +43,17 @@ class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
     cache_salt: str
+    prompt_embeds: Array
+    """Set by the renderer for an `EmbedsPrompt`, whose token ids are zeros."""
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict, total=False):
+    prompt_embeds: Array
+    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens."""
+    cache_salt: str
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
 class Renderer(Protocol):
@@ -139,7 +148,11 @@ class EngineClient(ABC):
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Vectors of a prompt: one output, then the end. Raises as `generate` does."""
+        """Vectors of a prompt: one output, then the end.
+
+        Leaving the generator early aborts the request in the core. Raises as `generate` does; a
+        request that somebody else aborts has no vectors, which is an `EngineGenerateError`.
+        """
 
     @abstractmethod
     async def abort(self, request_id: str | Iterable[str]) -> None:

@@ -269,6 +269,12 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     kv_transfer: bool = False
     revision: str = ""
     """The deployment's revision; part of `compat` too."""
+    hidden_size: int = 0
+    """Width of a hidden state: what `prompt_embeds` must have, and embeddings have."""
+    pooling: str = "last"
+    """`EngineConfig.pooling`."""
+    tasks: tuple[str, ...] = ("generate",)
+    """What `EngineClient.get_supported_tasks` answers."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

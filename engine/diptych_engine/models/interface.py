@@ -13,6 +13,16 @@ from diptych_kernels.paged_attention import AttentionMetadata
 
 
 @dataclass(slots=True, frozen=True)
+class GivenEmbeddings:
+    """Hidden states that callers gave for some of a step's tokens."""
+
+    rows: Tensor
+    """[given] int64: their places among the step's tokens."""
+    values: Tensor
+    """[given, hidden]."""
+
+
+@dataclass(slots=True, frozen=True)
 class StepInputs:
     """The new tokens of one step, sequence after sequence, decodes first."""
 
@@ -27,6 +37,8 @@ class StepInputs:
     attention: AttentionMetadata
     adapters: Sequence[AdapterRows] = ()
     """The adapters that some of the tokens want."""
+    given: GivenEmbeddings | None = None
+    """Used in place of the embeddings of those tokens."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,6 +72,9 @@ class CausalLM(Protocol):
         kv_layers: per layer a view [num_blocks, 2, block_size, kv_heads, head_dim].
         Returns [tokens, hidden] before the final norm.
         """
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> the same after the final norm."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] of the rows that sample -> [rows, vocabulary]."""

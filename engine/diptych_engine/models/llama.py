@@ -135,6 +135,8 @@ class LlamaModel:
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         hidden = self._embedding.index_select(0, inputs.token_ids)
+        if inputs.given is not None:
+            hidden.index_copy_(0, inputs.given.rows, inputs.given.values)
         rotations = self._rotations.index_select(0, inputs.positions)
         adapters = inputs.adapters
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
@@ -179,5 +181,8 @@ class LlamaModel:
         kv_write(keys_values, kv_layer, inputs.slot_blocks, inputs.slot_offsets)
         return paged_attention(heads[:, :num_query], kv_layer, inputs.attention).flatten(1)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self._final_norm, self._eps)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(rms_norm(hidden, self._final_norm, self._eps), self._head)
+        return F.linear(self.normed(hidden), self._head)

@@ -1,0 +1,42 @@
+"""Prompts that are embeddings instead of tokens: what the engine accepts of them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from diptych_protocol import Array, InvalidRequestError
+from diptych_protocol.wire import MAX_MESSAGE_BYTES
+
+EXPONENTS: Final[dict[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
+    "float32": (np.uint32, 0x7F80_0000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
+"""Where the exponent stands in a number; all ones mean infinity or NaN. NumPy has no bfloat16."""
+
+
+def check_embeds(embeds: Any, hidden_size: int) -> Array:
+    """Return the embeddings if they are an array [tokens, hidden_size] of finite numbers.
+
+    Raises `InvalidRequestError` for anything else, and for more than one message can carry.
+    """
+    if not isinstance(embeds, Array):
+        raise _refusal(f"an Array, not {type(embeds).__name__}")
+    if embeds.dtype not in EXPONENTS:
+        raise _refusal(f"of type {', '.join(EXPONENTS)}, not {embeds.dtype}")
+    shape = embeds.shape
+    if len(shape) != 2 or shape[0] < 1 or shape[1] != hidden_size:
+        raise _refusal(f"of shape [tokens, {hidden_size}], not {list(shape)}")
+    data = memoryview(embeds.data)
+    if data.nbytes > MAX_MESSAGE_BYTES:
+        raise _refusal(f"of at most {MAX_MESSAGE_BYTES} bytes, not {data.nbytes}")
+    kind, exponent = EXPONENTS[embeds.dtype]
+    if ((np.frombuffer(data, kind) & kind(exponent)) == exponent).any():
+        raise _refusal("finite")
+    return embeds
+
+
+def _refusal(wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"prompt_embeds must be {wanted}", param="prompt_embeds")
