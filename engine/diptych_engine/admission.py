@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 from typing import Any
 
@@ -35,6 +36,8 @@ def admit(
     Returns the request and the tokens that its client is to be told at once. Raises
     `InvalidRequestError` for a message that cannot be served.
     """
+    if not math.isfinite(message.arrival_time):
+        raise InvalidRequestError("arrival_time must be finite: requests are ordered by it")
     if message.pooling_params is not None:
         return _admit_pooling(message, message.pooling_params, client, limits, adapters), []
     params = message.sampling_params

@@ -57,6 +57,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         hidden_size=model.hidden_size,
         pooling=config.pooling,
         tasks=("generate", *POOLING_TASKS),
+        scheduling_policy=config.scheduling_policy,
     )
     scheduler = Scheduler(
         BlockPool(runner.num_blocks),
@@ -65,6 +66,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         config.max_num_batched_tokens,
         config.max_num_waiting,
         config.enable_prefix_caching,
+        config.scheduling_policy,
         max_loras=config.max_loras,
     )
     connector = None

@@ -2,9 +2,10 @@
 
 There are no prefill and decode phases: a request that has tokens without KV gets a share of the
 step's token budget, be it a chunk of its prompt or the one token it sampled last. Running requests
-come first, in order of arrival; when blocks run out the youngest running request loses its blocks
-and is computed again later (preemption by recompute). Waiting requests follow in FCFS order, those
-whose KV came through the hinge ahead of the others, because they hold blocks already.
+come first, in their order; when blocks run out the last of them loses its blocks and is computed
+again later (preemption by recompute). Waiting requests follow. Under the policy `fcfs` the order is
+that of arrival, and waiting requests whose KV came through the hinge go ahead of the others,
+because they hold blocks already; under `priority` it is (priority, arrival, id) everywhere.
 
 The effects that the scheduler asks for (starting a load, granting a lease) are returned as values;
 the engine core carries them out and reports back through `load_ended` and `lease_ended`.
@@ -12,6 +13,7 @@ the engine core carries them out and reports back through `load_ended` and `leas
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 
 from diptych_engine.block_pool import BlockPool
@@ -26,8 +28,8 @@ from diptych_engine.request import (
     StepResult,
     TokenOutput,
 )
-from diptych_engine.waiting_queue import SchedulingPolicy, WaitingQueue, make_queue
-from diptych_protocol import FinishReason, LogprobsLists, SchedulerStats
+from diptych_engine.waiting_queue import WaitingQueue, make_queue, turn
+from diptych_protocol import FinishReason, LogprobsLists, SchedulerStats, SchedulingPolicy
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class Scheduler:
     requests: dict[str, Request] = field(default_factory=dict)
     """Every unfinished request."""
     running: list[Request] = field(default_factory=list)
+    """In the order of their shares; the last is the first to be preempted."""
     waiting: WaitingQueue = field(init=False)
     prefixes: PrefixCache = field(init=False)
     loading: dict[str, Request] = field(default_factory=dict)
@@ -198,8 +201,7 @@ class Scheduler:
             count = min(known - start, budget)
             needed = self._blocks_for(start + count) - len(request.block_ids)
             request.block_ids.extend(self.pool.allocate(max(0, needed)))
-            request.become(RequestStatus.RUNNING)
-            self.running.append(request)
+            self._start(request)
             samples = start + count == known and request.pooling is None
             scheduled.append(ScheduledRequest(request, start, count, samples))
             budget -= count
@@ -217,6 +219,13 @@ class Scheduler:
             return True
         needed = busy_adapters(self.running) | self.pinned_adapters | {adapter.lora_int_id}
         return len(needed) <= self.max_loras
+
+    def _start(self, request: Request) -> None:
+        request.become(RequestStatus.RUNNING)
+        if self.policy == "priority":
+            insort(self.running, request, key=turn)
+        else:
+            self.running.append(request)
 
     def _reclaim_from_waiting(self) -> bool:
         """Take the blocks of the youngest waiting request that holds some; it will recompute.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 from diptych_engine.request import Request
-
-SchedulingPolicy = Literal["fcfs", "priority"]
+from diptych_protocol import SchedulingPolicy
 
 
 class WaitingQueue(Protocol):

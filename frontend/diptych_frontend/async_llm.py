@@ -62,6 +62,7 @@ class AsyncLLM(AsyncEngine, WithoutControl):
             max_model_len=min(config.max_model_len or model_limit, model_limit),
             vocab_size=source.config.vocab_size,
             eos_token_ids=source.config.eos_token_ids,
+            scheduling_policy=config.scheduling_policy,
         )
         super().__init__(
             config.name,

@@ -18,6 +18,7 @@ from diptych_protocol import (
     PoolingParams,
     PromptType,
     SamplingParams,
+    SchedulingPolicy,
     TokensPrompt,
 )
 from diptych_protocol.sampling import MAX_BAD_SEQUENCES
@@ -34,11 +35,13 @@ class InputProcessor:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
+        scheduling_policy: SchedulingPolicy = "fcfs",
     ) -> None:
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
+        self.scheduling_policy = scheduling_policy
 
     def process(
         self,
@@ -107,6 +110,7 @@ class InputProcessor:
         return adopted
 
     def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        self._check_priority(request.priority)
         num_prompt_tokens = len(request.prompt_token_ids or ())
         if request.pooling_params is not None:
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
@@ -175,6 +179,14 @@ class InputProcessor:
         """The core knows one EOS; a model's other ones become stop tokens."""
         others = () if params.ignore_eos else self.eos_token_ids[1:]
         return list(dict.fromkeys((*params.stop_token_ids, *others)))
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and self.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority {priority} needs an engine whose scheduling_policy is `priority`; "
+                f"here it is `{self.scheduling_policy}`, which serves in the order of arrival",
+                param="priority",
+            )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
         """Each bad word as it is tokenised at the start of a text, and after a space."""

@@ -4,7 +4,13 @@ Imports nothing but msgspec and the standard library.
 """
 
 from diptych_protocol.arrays import Array
-from diptych_protocol.config import CurveKeys, EngineConfig, KVTransferConfig, RouterConfig
+from diptych_protocol.config import (
+    CurveKeys,
+    EngineConfig,
+    KVTransferConfig,
+    RouterConfig,
+    SchedulingPolicy,
+)
 from diptych_protocol.engine_client import (
     EmbedsPrompt,
     EngineClient,
@@ -94,6 +100,7 @@ __all__ = [
     "RouterConfig",
     "SamplingParams",
     "SchedulerStats",
+    "SchedulingPolicy",
     "StreamingInput",
     "StructuredOutputsParams",
     "TextPrompt",

@@ -13,6 +13,8 @@ MAX_RANKS = 64
 """Of either kind of parallelism."""
 RANKS = f"between 1 and {MAX_RANKS}"
 
+SchedulingPolicy = Literal["fcfs", "priority"]
+
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The engine's end of the hinge. Its role is decided per request, by `kv_transfer_params`."""
@@ -55,6 +57,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Token budget of one step; longer prompts are prefilled in chunks."""
     max_num_waiting: int = 1024
     """More waiting requests than this are refused as overload."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """`fcfs`: first come, first served. `priority`: requests with a lower `priority` go first, and
+    are the last to lose their blocks; other policies refuse a request that has one."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of the model; None takes every core."""
@@ -102,6 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
              "at least max_num_seqs"),
             ("max_num_waiting", self.max_num_waiting >= 1, "at least 1"),
             ("pooling", self.pooling in ("last", "mean"), "last or mean"),
+            ("scheduling_policy", self.scheduling_policy in ("fcfs", "priority"),
+             "fcfs or priority"),
             ("num_threads", self.num_threads is None or self.num_threads >= 1, "at least 1"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
             ("max_loras", 0 <= self.max_loras <= 1024, "between 0 and 1024"),

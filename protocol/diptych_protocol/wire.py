@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
+from diptych_protocol.config import SchedulingPolicy
 from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.pooling import PoolingParams
@@ -275,6 +276,8 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """`EngineConfig.pooling`."""
     tasks: tuple[str, ...] = ("generate",)
     """What `EngineClient.get_supported_tasks` answers."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """Only `priority` looks at the priorities of requests; front-ends refuse others' priorities."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

@@ -333,7 +333,7 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     def _pools_changed(self) -> None:
         """Engines came, went or began to leave: let those who wait go on, and move streams."""
-        self._follow_model_limit()
+        self._follow_engines()
         for request_id in list(self._held):
             if self.pools.choose() is None:
                 break
@@ -343,15 +343,18 @@ class PoolClient(AsyncEngine, WithoutControl):
                 self._dispatch(self._routed[request_id])
         self._move_streams()
 
-    def _follow_model_limit(self) -> None:
+    def _follow_engines(self) -> None:
         """Every usable engine can take every request. While there is none, nothing new is known."""
-        limits = [
-            link.description.max_model_len
+        usable = [
+            link.description
             for link in self.pools.links.values()
             if link.description is not None and self.pools.usable(link)
         ]
-        if limits:
+        if usable:
+            limits = [engine.max_model_len for engine in usable]
+            ordered = all(engine.scheduling_policy == "priority" for engine in usable)
             self.input_processor.max_model_len = min(self._model_limit, *limits)
+            self.input_processor.scheduling_policy = "priority" if ordered else "fcfs"
 
     def _move_streams(self) -> None:
         """Ask engines that leave to hand off what they decode, if somebody can take it over."""

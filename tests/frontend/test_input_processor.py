@@ -25,7 +25,11 @@ LIMIT = 20
 @pytest.fixture
 def inputs(text_renderer: TextRenderer) -> InputProcessor:
     return InputProcessor(
-        text_renderer, max_model_len=LIMIT, vocab_size=49152, eos_token_ids=(2, 0, 5)
+        text_renderer,
+        max_model_len=LIMIT,
+        vocab_size=49152,
+        eos_token_ids=(2, 0, 5),
+        scheduling_policy="priority",
     )
 
 
