@@ -6,24 +6,31 @@ A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from typing import Any
 
 from diptych_frontend.input_processor import InputProcessor
+from diptych_frontend.model_config import ModelConfig
 from diptych_frontend.output_processor import Collector, OutputProcessor, ParentRequest
+from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.stat_loggers import log_stats
 from diptych_protocol import (
     ClientClosedError,
     EngineClient,
+    EngineConfig,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
     LoRARequest,
+    PoolingParams,
     PromptType,
     RequestOutput,
+    RouterConfig,
     SamplingParams,
     SchedulerStats,
     StreamingInput,
@@ -35,18 +42,23 @@ log = logging.getLogger(__name__)
 class AsyncEngine(EngineClient):
     """An EngineClient whose requests are answered by engine cores elsewhere."""
 
+    input_processor: InputProcessor
+    renderer: TextRenderer
+    model_config: ModelConfig
+
     def __init__(
         self,
-        model_name: str,
+        config: EngineConfig | RouterConfig,
         inputs: InputProcessor,
         outputs: OutputProcessor,
         *,
         max_open_requests: int,
     ) -> None:
+        self.vllm_config = config
         self.renderer = inputs.renderer
+        self.model_config = inputs.renderer.model_config
         self.input_processor = inputs
         self.output_processor = outputs
-        self._model_name = model_name
         self._max_open_requests = max_open_requests
         self._dead: EngineDeadError | None = None
         self._closed = False
@@ -54,6 +66,9 @@ class AsyncEngine(EngineClient):
         """Internal request id -> what the response headers tell about it."""
 
     # --- for subclasses -----------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        """Called before each request: whoever starts with the first one does it here."""
 
     @abstractmethod
     def _submit(self, request: EngineCoreRequest) -> None:
@@ -75,7 +90,7 @@ class AsyncEngine(EngineClient):
 
     @property
     def model_name(self) -> str:
-        return self._model_name
+        return self.vllm_config.name
 
     @property
     def max_model_len(self) -> int:
@@ -87,11 +102,15 @@ class AsyncEngine(EngineClient):
 
     @property
     def errored(self) -> bool:
-        return self._dead is not None
+        return self._dead is not None or self._closed
 
     @property
     def dead_error(self) -> BaseException:
-        return self._dead or EngineDeadError("the engine is alive")
+        if self._dead is not None:
+            return self._dead
+        return EngineDeadError(
+            "the engine was shut down" if self._closed else "the engine is alive"
+        )
 
     async def generate(
         self,
@@ -108,52 +127,97 @@ class AsyncEngine(EngineClient):
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._check_usable()
         if isinstance(prompt, AsyncGenerator):
             raise InvalidRequestError("a prompt in pieces is not supported", param="prompt")
-        request = self.input_processor.process(
+        collector = await self.add_request(
             request_id,
             prompt,
             sampling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            prompt_text=prompt_text,
+        )
+        with self._until_finished(collector):
+            while not collector.finished:
+                output = await collector.get()
+                output.metrics = self._facts.get(collector.request_ids[0], output.metrics)
+                yield output
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: EngineCoreRequest | PromptType,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        prompt_text: str | None = None,
+    ) -> Collector:
+        """Send a request on its way; its outputs come to the collector.
+
+        Once the engine has started, the request is registered before anything is awaited. Whoever
+        reads the collector also sees to `abort` if he leaves early: `generate` does both. Raises as
+        `generate` does.
+        """
+        self._check_usable()
+        await self._connect()
+        request = self.input_processor.process(
+            request_id,
+            prompt,
+            params,
+            lora_request=lora_request,
+            arrival_time=arrival_time,
             priority=priority,
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
         )
-        n = request.sampling.n
+        n = request.sampling.n if request.sampling_params is not None else 1
         parent = ParentRequest(request) if n > 1 else None
         parts = [parent.child(index) for index in range(n)] if parent is not None else [request]
-        collector = Collector()
-        finished = False
-        try:
-            self._start(parts, parent, prompt_text, collector)
-            while not finished:
-                output = await collector.get()
-                output.metrics = self._facts.get(parts[0].request_id, output.metrics)
-                finished = output.finished
-                yield output
-        except EngineDeadError:
-            finished = True  # there is nobody left to tell
-            raise
-        finally:
-            if not finished:
-                self._withdraw(self.output_processor.abort([request.request_id], internal=True))
-            for part in parts:
-                self._facts.pop(part.request_id, None)
-
-    def _start(
-        self,
-        parts: list[EngineCoreRequest],
-        parent: ParentRequest | None,
-        prompt_text: str | None,
-        collector: Collector,
-    ) -> None:
-        """Register a request, or its n children, and send them to an engine."""
         open_now = self.output_processor.num_unfinished
         if open_now + len(parts) > self._max_open_requests:
             raise EngineOverloadedError(f"{open_now} requests are open already; retry later")
-        for index, part in enumerate(parts):
-            self.output_processor.add(part, prompt_text, collector, parent, index)
-            self._submit(part)
+        collector = Collector([part.request_id for part in parts])
+        try:
+            for index, part in enumerate(parts):
+                self._add_request(part, prompt_text, parent, index, collector)
+        except BaseException:
+            self._end(collector)
+            raise
+        return collector
+
+    def _add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None,
+        index: int,
+        queue: Collector,
+    ) -> None:
+        """Register a request, or one of the children of a parent, and send it to an engine."""
+        self.output_processor.add(request, prompt, queue, parent_req, index)
+        self._submit(request)
+
+    @contextlib.contextmanager
+    def _until_finished(self, collector: Collector) -> Iterator[None]:
+        """Whatever ends the block before the request has, ends the request in the engine."""
+        try:
+            yield
+        finally:
+            self._end(collector)
+
+    def _end(self, collector: Collector) -> None:
+        """Forget a request, and abort what is left of it."""
+        if not collector.finished:
+            self._withdraw(self.output_processor.abort(collector.request_ids, internal=True))
+        for part_id in collector.request_ids:
+            self._facts.pop(part_id, None)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -163,18 +227,7 @@ class AsyncEngine(EngineClient):
         return False
 
     async def do_log_stats(self) -> None:
-        for name, stats in self.stats_by_engine().items():
-            used = stats.blocks_total - stats.blocks_free
-            log.info(
-                "%s: %d running, %d waiting, %d loading, %d of %d blocks held, %d tokens generated",
-                name,
-                stats.num_running,
-                stats.num_waiting,
-                stats.num_waiting_for_remote_kv,
-                used,
-                stats.blocks_total,
-                stats.tokens_generated,
-            )
+        log_stats(self.stats_by_engine())
 
     # --- life and death -----------------------------------------------------------------------
 

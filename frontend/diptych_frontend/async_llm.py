@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,11 +14,14 @@ import msgspec
 
 from diptych_frontend.async_engine import AsyncEngine
 from diptych_frontend.core_group import CoreGroup
-from diptych_frontend.core_launcher import TERMINATE_GRACE_S
+from diptych_frontend.core_launcher import TERMINATE_GRACE_S, AdoptedCore, Core
+from diptych_frontend.curve import read_keys
+from diptych_frontend.engine_args import EngineArgs
+from diptych_frontend.foreign_options import refuse_foreign
 from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
 from diptych_frontend.output_processor import OutputProcessor
-from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.stat_loggers import LoggingStatLogger, StatLogger, StatLoggerFactory
+from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,
@@ -23,11 +29,14 @@ from diptych_protocol import (
     EngineDeadError,
     EngineDescription,
     EngineOverloadedError,
+    InvalidRequestError,
     KVTransferParams,
     SchedulerStats,
     WithoutControl,
 )
 from diptych_protocol.admin import DrainReport
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 NOTIFY_TIMEOUT_S = 5.0
@@ -38,47 +47,131 @@ DRAIN_POLL_S = 0.1
 
 
 class AsyncLLM(AsyncEngine, WithoutControl):
-    """One engine. Create it with `await AsyncLLM.start(config)`; end it with `shutdown()`."""
+    """One engine. Its core starts with it; the first request waits until the core can serve.
 
+    Where an early answer is wanted, create it with `await AsyncLLM.start(config)`. End it with
+    `shutdown()`; an engine that is dropped or left at exit ends too.
+    """
+
+    vllm_config: EngineConfig
     description: EngineDescription
+    """What the core says of itself; set once it is ready."""
 
     def __init__(
         self,
-        config: EngineConfig,
+        vllm_config: EngineConfig,
+        executor_class: None = None,
+        log_stats: bool = True,
+        usage_context: None = None,
+        mm_registry: None = None,
+        use_cached_outputs: bool = False,
+        log_requests: bool = False,
+        start_engine_loop: bool = True,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
         *,
+        core: Core | None = None,
         public_endpoint: str | None = None,
         keys_dir: Path | None = None,
         stall_limit_s: float = STALL_LIMIT_S,
     ) -> None:
-        """Start the core's process; `ready` waits until it can serve.
+        """Start the core's process; needs no event loop. The names are vLLM's.
 
-        Raises `InvalidRequestError` for a configuration or a model that cannot work.
+        log_stats: keep and log statistics.
+        log_requests: write a line to the log for each request.
+        stat_loggers: make further receivers of the statistics.
+        client_addresses: `{"input_address": ENDPOINT}` of a core that runs already; with
+            `keys_dir` if its endpoint asks for keys.
+        client_count, client_index: how many front-ends that core has, and which one this is.
+        core: the same, as an object.
+
+        Raises `InvalidRequestError` for a configuration or a model that cannot work, and
+        `UnsupportedFeatureError` for an option that means nothing here.
         """
-        config.check()
-        source = resolve_model(config.model)
-        model_limit = source.config.max_position_embeddings
-        inputs = InputProcessor(
-            TextRenderer(source),
-            max_model_len=min(config.max_model_len or model_limit, model_limit),
-            vocab_size=source.config.vocab_size,
-            eos_token_ids=source.config.eos_token_ids,
-            scheduling_policy=config.scheduling_policy,
+        refuse_foreign(
+            executor_class=executor_class,
+            usage_context=usage_context,
+            mm_registry=mm_registry,
+            use_cached_outputs=use_cached_outputs or None,
+            start_engine_loop=None if start_engine_loop else start_engine_loop,
         )
+        if not 0 <= client_index < client_count:
+            raise InvalidRequestError(
+                f"client_index {client_index} is not one of {client_count}", param="client_index"
+            )
+        inputs = InputProcessor.of(vllm_config)
         super().__init__(
-            config.name,
+            vllm_config,
             inputs,
             OutputProcessor(inputs.renderer.tokenizer),
-            max_open_requests=config.max_num_waiting + config.max_num_seqs,
+            max_open_requests=vllm_config.max_num_waiting + vllm_config.max_num_seqs,
         )
+        self._client_index = client_index
+        self._log_requests = log_requests
+        self._stat_loggers: list[StatLogger] = []
+        if log_stats:
+            factories = (LoggingStatLogger, *(stat_loggers or ()))
+            self._stat_loggers = [make(vllm_config, client_index) for make in factories]
+        self._stall_limit_s = stall_limit_s
+        self._draining = False
+        if core is None and client_addresses is not None:
+            core = _adopted(client_addresses, keys_dir)
         self._cores = CoreGroup(
-            config,
+            vllm_config,
             public_endpoint,
             keys_dir,
             on_outputs=self._on_outputs,
             on_death=self._die,
+            adopted=core,
         )
-        self._stall_limit_s = stall_limit_s
-        self._draining = False
+        self._finalizer = weakref.finalize(self, self._cores.close)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: None = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        enable_log_requests: bool = False,
+        aggregate_engine_logging: bool = False,
+        disable_log_stats: bool = False,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+    ) -> Self:
+        """As the constructor. There is one engine here, so its log lines are aggregated as is."""
+        return cls(
+            vllm_config,
+            log_stats=not disable_log_stats,
+            usage_context=usage_context,
+            log_requests=enable_log_requests,
+            start_engine_loop=start_engine_loop,
+            stat_loggers=stat_loggers,
+            client_addresses=client_addresses,
+            client_count=client_count,
+            client_index=client_index,
+        )
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: None = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+    ) -> Self:
+        """The engine that the arguments describe."""
+        return cls.from_vllm_config(
+            engine_args.create_engine_config(),
+            start_engine_loop,
+            usage_context,
+            stat_loggers,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
 
     @classmethod
     async def start(
@@ -104,7 +197,7 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         return engine
 
     async def ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until the core has loaded its model.
+        """Wait until the core has loaded its model; harmless if it has.
 
         Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
         """
@@ -112,9 +205,25 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         self.description = self._cores.description
         self.input_processor.max_model_len = self.description.max_model_len
 
+    async def _connect(self) -> None:
+        if not self._cores.is_ready:
+            await self.ready()
+
+    def _run_output_handler(self) -> None:
+        """Begin to take outputs from the cores; the first request does it."""
+        self._cores.open()
+
     async def died(self) -> EngineDeadError:
         """Wait for the end of a core, and return its cause."""
         return await self._cores.died()
+
+    @property
+    def errored(self) -> bool:
+        if self._dead is None and not self._closed:
+            cause = self._cores.ended_unseen()
+            if cause is not None:
+                self._die(cause)
+        return super().errored
 
     @property
     def _connected(self) -> CoreGroup:
@@ -125,11 +234,25 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         self._deliver(message.outputs)
 
     def _submit(self, request: EngineCoreRequest) -> None:
+        if self._log_requests:
+            log.info("request %s: %s", request.request_id, request.params)
+        request.client_index = self._client_index
         self._cores.add(request)
 
     def _withdraw(self, request_ids: list[str]) -> None:
-        if request_ids and not self.errored and not self._closed:
+        if request_ids and not self.errored:
             self._cores.abort(request_ids)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model without one, or with `skip_tokenizer_init`."""
+        return self.renderer.tokenizer
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Raises `InvalidRequestError` if there is none."""
+        return self.renderer.get_tokenizer()
+
+    # --- statistics ---------------------------------------------------------------------------
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         return self._cores.stats_by_engine()
@@ -138,6 +261,12 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         """Ask every core for its statistics now; returns the first one's."""
         await self._cores.refresh_stats()
         return self._cores.members[0].stats
+
+    async def do_log_stats(self) -> None:
+        for logger in self._stat_loggers:
+            for member in self._cores.members:
+                logger.record(member.stats, member.rank)
+            logger.log()
 
     # --- is it well? --------------------------------------------------------------------------
 
@@ -210,13 +339,40 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         )
         return bool(done)
 
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until the core has no request left, whoever sent it; refuses none meanwhile.
+
+        Raises `TimeoutError` if that takes longer than `drain_timeout` seconds.
+        """
+        await self._connect()
+        deadline = time.monotonic() + drain_timeout
+        while (report := await self.drain_report()).num_running + report.num_waiting:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{report.num_running} requests run and {report.num_waiting} wait still "
+                    f"after {drain_timeout:g} s"
+                )
+            await asyncio.sleep(DRAIN_POLL_S)
+
     def shutdown(self, timeout: float | None = None) -> None:
         if self._closed:
             return
         self._closed = True
+        self._finalizer.detach()
         self._cores.disconnect()
         self.output_processor.fail_all(EngineDeadError("the engine was shut down"))
         self._cores.stop(TERMINATE_GRACE_S if timeout is None else timeout)
+
+
+def _adopted(addresses: Mapping[str, str], keys_dir: Path | None) -> AdoptedCore:
+    if set(addresses) != {"input_address"}:
+        raise InvalidRequestError(
+            "client_addresses needs input_address, and nothing else: one socket carries both "
+            "directions",
+            param="client_addresses",
+        )
+    keys = None if keys_dir is None else read_keys(keys_dir)
+    return AdoptedCore(addresses["input_address"], keys=keys)
 
 
 def _sum_up(reports: list[DrainReport]) -> DrainReport:

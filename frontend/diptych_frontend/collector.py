@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from diptych_protocol import CompletionOutput, RequestOutput
 
@@ -15,9 +16,13 @@ class Collector:
     `take` needs no loop.
     """
 
-    __slots__ = ("_error", "_pending", "_ready")
+    __slots__ = ("_error", "_pending", "_ready", "finished", "request_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, request_ids: Sequence[str] = ()) -> None:
+        """`request_ids` are the internal ids of the requests whose outputs come here."""
+        self.request_ids = request_ids
+        self.finished = False
+        """The last output was taken."""
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
@@ -44,6 +49,8 @@ class Collector:
             # Many consumers may share one error: none of them should see the others' frames.
             raise self._error.with_traceback(None)
         output, self._pending = self._pending, None
+        if output is not None and output.finished:
+            self.finished = True
         return output
 
     async def get(self) -> RequestOutput:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -32,6 +32,8 @@ from diptych_protocol.arrays import Frame
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 UTILITY_TIMEOUT_S = 60.0
 CONNECT_POLL_S = 0.05
 CONNECT_TIMEOUT_MS = 3000
@@ -53,6 +55,10 @@ class NotConnectedError(EngineDeadError):
 
 class HandshakeFailedError(EngineDeadError):
     """Somebody listens at the endpoint, but our key opens no connection to it."""
+
+
+class MalformedAnswerError(UtilityError, ValueError):
+    """The core's answer is not what was asked for: it is of another version, or no core."""
 
 
 class CoreClient:
@@ -115,14 +121,13 @@ class CoreClient:
     async def describe(self, timeout_s: float = UTILITY_TIMEOUT_S) -> EngineDescription:
         """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`.
 
-        Raises what `call` raises, and `HandshakeFailedError` as soon as a connection ended before
+        Raises what `ask` raises, and `HandshakeFailedError` as soon as a connection ended before
         it began: another key may do better.
         """
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
-                    raw = await self.call("describe", timeout_s=timeout_s)
-                    return msgspec.convert(raw, EngineDescription)
+                    return await self.ask("describe", EngineDescription, timeout_s=timeout_s)
                 except NotConnectedError as exc:
                     if self._handshake_failed:
                         message = f"the key does not open a connection to {self.endpoint}"
@@ -130,8 +135,8 @@ class CoreClient:
                     await asyncio.sleep(CONNECT_POLL_S)
 
     async def fetch_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> SchedulerStats:
-        """The core's statistics of this moment. Raises what `call` raises."""
-        return msgspec.convert(await self.call("stats", timeout_s=timeout_s), SchedulerStats)
+        """The core's statistics of this moment. Raises what `ask` raises."""
+        return await self.ask("stats", SchedulerStats, timeout_s=timeout_s)
 
     def add(self, request: EngineCoreRequest) -> None:
         self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
@@ -159,6 +164,19 @@ class CoreClient:
                 return await answer
         finally:
             del self._calls[call_id]
+
+    async def ask(
+        self, method: str, wanted: type[T], *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
+    ) -> T:
+        """A utility call with an answer of a known type.
+
+        Raises what `call` raises, and `MalformedAnswerError` for an answer of another type.
+        """
+        answer = await self.call(method, *args, timeout_s=timeout_s)
+        try:
+            return msgspec.convert(answer, wanted)
+        except msgspec.ValidationError as exc:
+            raise MalformedAnswerError(f"{method}: the answer is malformed: {exc}") from exc
 
     def close(self) -> None:
         """Disconnect. Pending calls fail; calling it again is harmless."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from diptych_frontend.core_client import UTILITY_TIMEOUT_S
-from diptych_frontend.core_launcher import TERMINATE_GRACE_S
+from diptych_frontend.core_launcher import TERMINATE_GRACE_S, Core, CoreProcess
 from diptych_frontend.core_member import CoreMember
 from diptych_protocol import (
     EngineConfig,
@@ -32,6 +33,10 @@ class CoreGroup:
 
     Every core has the whole model; a request stays with the core that got it. The death of a core
     is the death of the group.
+
+    The event loop keeps open connections alive, and with them this group; but it holds its owner's
+    methods weakly. An owner that nobody needs any more is therefore collected, and its finalizer
+    can close the group.
     """
 
     def __init__(
@@ -42,8 +47,11 @@ class CoreGroup:
         *,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_death: Callable[[EngineDeadError], None],
+        adopted: Core | None = None,
     ) -> None:
-        """Start the processes; `connect` waits until they can serve.
+        """Start the processes, unless one is adopted; `connect` waits until they can serve.
+
+        `on_outputs` and `on_death` are methods of the owner.
 
         Raises `InvalidRequestError` for a configuration that cannot work.
         """
@@ -56,37 +64,56 @@ class CoreGroup:
         self._config = config
         self._public_endpoint = public_endpoint
         self._keys_dir = keys_dir
-        self._on_outputs = on_outputs
-        self._on_death = on_death
+        self._on_outputs = weakref.WeakMethod(on_outputs)
+        self._on_death = weakref.WeakMethod(on_death)
         self._died = asyncio.Event()
         self._cause = EngineDeadError("the engine is alive")
         self.members: list[CoreMember] = []
         """In the order of their ranks."""
         try:
-            for rank in range(config.data_parallel_size):
-                self.members.append(self._start(rank))
+            for rank in range(config.data_parallel_size if adopted is None else 1):
+                self.members.append(self._member(adopted or self._start(rank), rank))
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, rank: int) -> CoreMember:
+    def _start(self, rank: int) -> CoreProcess:
         config = self._config
         if config.data_parallel_size > 1:
             name = f"{config.engine_id}-{rank}" if config.engine_id else ""
             config = msgspec.structs.replace(config, data_parallel_rank=rank, engine_id=name)
-        return CoreMember(
-            config,
-            self._public_endpoint,
-            self._keys_dir,
-            on_outputs=self._on_outputs,
-            on_death=self._lose,
-        )
+        return CoreProcess(config, self._public_endpoint, self._keys_dir)
+
+    def _member(self, core: Core, rank: int) -> CoreMember:
+        return CoreMember(core, rank, on_outputs=self._hand_over, on_death=self._lose)
+
+    def _hand_over(self, message: EngineCoreOutputs) -> None:
+        on_outputs = self._on_outputs()
+        if on_outputs is not None:
+            on_outputs(message)
 
     def _lose(self, cause: EngineDeadError) -> None:
         if not self._died.is_set():
             self._cause = cause
             self._died.set()
-        self._on_death(cause)
+        on_death = self._on_death()
+        if on_death is not None:
+            on_death(cause)
+
+    @property
+    def is_ready(self) -> bool:
+        """Every core has said what it is."""
+        return all(member.link.is_ready for member in self.members)
+
+    def ended_unseen(self) -> EngineDeadError | None:
+        """The end of a core that nobody watches yet."""
+        unwatched = (m.process for m in self.members if not m.link.is_open)
+        return next((cause for core in unwatched if (cause := core.ended())), None)
+
+    def open(self) -> None:
+        """Begin to connect to every core; harmless if that was done."""
+        for member in self.members:
+            member.link.open()
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until every core can serve. Raises what `CoreMember.connect` raises."""
@@ -154,7 +181,8 @@ class CoreGroup:
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         """The newest statistics of every core, by its name."""
-        return {member.description.engine_id: member.stats for member in self.members}
+        ready = (member for member in self.members if member.link.is_ready)
+        return {member.description.engine_id: member.stats for member in ready}
 
     @property
     def draining(self) -> bool:
@@ -175,6 +203,11 @@ class CoreGroup:
         """Hear no more from any core. Safe to call twice, and without an event loop."""
         for member in self.members:
             member.disconnect()
+
+    def close(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
+        """Disconnect, and end all processes. Safe to call twice."""
+        self.disconnect()
+        self.stop(timeout_s)
 
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
         """End all processes. Safe to call twice."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from diptych_frontend.core_client import UTILITY_TIMEOUT_S, CoreClient
-from diptych_frontend.core_launcher import TERMINATE_GRACE_S, CoreProcess
+from diptych_frontend.core_launcher import TERMINATE_GRACE_S, Core
+from diptych_frontend.core_link import CoreLink
 from diptych_frontend.pulse import Pulse
 from diptych_protocol import (
     DiptychError,
-    EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
@@ -22,31 +20,30 @@ from diptych_protocol import (
     SchedulerStats,
 )
 
-CAUSE_GRACE_S = 0.2
 PROBE_WAIT_S = 0.5
 """A probe waits this long for the core, and otherwise goes by what is known."""
 
 
 class CoreMember:
-    """A core of our own, from the start of its process to its end."""
+    """A core from the start of its process to its end."""
 
     description: EngineDescription
 
     def __init__(
         self,
-        config: EngineConfig,
-        public_endpoint: str | None,
-        keys_dir: Path | None,
+        core: Core,
+        rank: int,
         *,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_death: Callable[[EngineDeadError], None],
     ) -> None:
-        """Start the process; `connect` waits until it can serve.
+        """`connect` waits until it can serve.
 
         `on_death` may be called more than once, with the best known cause first.
         """
-        self.rank = config.data_parallel_rank
-        self.process = CoreProcess(config, public_endpoint, keys_dir)
+        self.rank = rank
+        self.process = core
+        self.link = CoreLink(core, on_outputs=self._take_outputs, on_dead=self._die)
         self.stats = SchedulerStats()
         self.open: dict[str, EngineCoreRequest] = {}
         """Its requests (internal ids) that have not ended."""
@@ -54,35 +51,16 @@ class CoreMember:
         """It gets no more requests, and its end will be nobody's death."""
         self._on_outputs = on_outputs
         self._on_death = on_death
-        self._client: CoreClient | None = None
-        self._watcher: asyncio.Task[EngineDeadError] | None = None
         self._pulse = Pulse()
         self._question: asyncio.Task[None] | None = None
         """Statistics that the core was asked for, to take its pulse."""
 
     async def connect(self, timeout_s: float) -> None:
-        """Wait until the core has loaded its model.
+        """Wait until the core has loaded its model; harmless if it has.
 
-        Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
+        Raises what `CoreLink.greet` raises.
         """
-        if self._client is None or self._watcher is None:
-            self._client = CoreClient(
-                self.process.endpoint, None, on_outputs=self._take_outputs, on_lost=self._lose
-            )
-            self._watcher = asyncio.create_task(self._watch(), name="core watcher")
-        self.description = await _unless_dead(self._client.describe(timeout_s), self._watcher)
-        self.process.unlink()
-
-    def _lose(self, cause: EngineDeadError) -> None:
-        """The connection ended; the process, if it ended too, knows better why."""
-        asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._die, cause)
-
-    async def _watch(self) -> EngineDeadError:
-        cause = await self.process.wait()
-        self._die(cause)
-        if self._client is not None:
-            self._client.lost(cause)
-        return cause
+        self.description = await self.link.greet(timeout_s)
 
     def _die(self, cause: EngineDeadError) -> None:
         if not self.leaving:
@@ -92,10 +70,8 @@ class CoreMember:
 
     @property
     def client(self) -> CoreClient:
-        """Raises `EngineDeadError` before `connect`."""
-        if self._client is None:
-            raise EngineDeadError("the engine is not started: await ready() first")
-        return self._client
+        """Raises `EngineDeadError` before `connect`, `ClientClosedError` after `disconnect`."""
+        return self.link.client
 
     def add(self, request: EngineCoreRequest) -> None:
         self.client.add(request)
@@ -137,27 +113,10 @@ class CoreMember:
     def disconnect(self) -> None:
         """Hear no more from the core. Safe to call twice, and without an event loop."""
         self.leaving = True
-        if self._watcher is not None and not self._watcher.get_loop().is_closed():
-            self._watcher.cancel()
-            if self._question is not None:
-                self._question.cancel()
-        if self._client is not None:
-            self._client.close()
+        if self._question is not None and not self._question.get_loop().is_closed():
+            self._question.cancel()
+        self.link.close()
 
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
         """End the process: politely first, then not. Safe to call twice."""
         self.process.stop(timeout_s)
-
-
-async def _unless_dead(
-    greeting: Coroutine[Any, Any, EngineDescription], watcher: asyncio.Task[EngineDeadError]
-) -> EngineDescription:
-    """A core that ends before it listens is nobody that a greeting could notice missing."""
-    described = asyncio.create_task(greeting)
-    try:
-        await asyncio.wait((described, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not described.done():
-            raise watcher.result()
-        return described.result()
-    finally:
-        described.cancel()

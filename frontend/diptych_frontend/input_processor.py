@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
+from diptych_frontend.model_source import resolve_model
 from diptych_frontend.renderer import TextRenderer
 from diptych_protocol import (
+    EngineConfig,
     EngineCoreRequest,
     InvalidRequestError,
     KVTransferParams,
@@ -42,6 +44,24 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.scheduling_policy = scheduling_policy
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """For the model of one engine.
+
+        Raises `InvalidRequestError` for a configuration or a model that cannot work.
+        """
+        config.check()
+        source = resolve_model(config.model)
+        model = source.config
+        model_limit = model.max_position_embeddings
+        return cls(
+            TextRenderer(source, skip_tokenizer_init=config.skip_tokenizer_init),
+            max_model_len=min(config.max_model_len or model_limit, model_limit),
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            scheduling_policy=config.scheduling_policy,
+        )
 
     def process(
         self,

@@ -21,8 +21,10 @@ class TextRenderer:
     several threads.
     """
 
-    def __init__(self, source: ModelSource) -> None:
-        self.tokenizer: Tokenizer | None = source.load_tokenizer()
+    def __init__(self, source: ModelSource, *, skip_tokenizer_init: bool = False) -> None:
+        """Without its tokenizer a model takes token ids and answers with them."""
+        self.model_config = source.config
+        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else source.load_tokenizer()
         self.vocab_size = source.config.vocab_size
         self.hidden_size = source.config.hidden_size
 
@@ -65,6 +67,10 @@ class TextRenderer:
             return ""
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises `InvalidRequestError` if none is loaded."""
+        return self._require_tokenizer("model")
+
     def _render_dict(self, prompt: dict[str, Any]) -> TokensPrompt:
         if prompt.get("prompt_embeds") is not None:
             embeds = check_embeds(prompt["prompt_embeds"], self.hidden_size)
@@ -94,7 +100,7 @@ class TextRenderer:
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequestError(
-                "this model has no tokenizer; send the prompt as token ids", param=param
+                "no tokenizer is loaded for this model; send the prompt as token ids", param=param
             )
         return self.tokenizer
 

@@ -66,6 +66,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     pooling: str = "last"
     """How an embedding is made of a prompt's hidden states: `last` takes that of the last token,
     `mean` the mean of all."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, and so are answers."""
     seed: int = 0
     """Seeds dummy weights and requests that bring no seed."""
     kv_transfer: KVTransferConfig | None = None

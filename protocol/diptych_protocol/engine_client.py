@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
 from diptych_protocol.arrays import Array
+from diptych_protocol.config import EngineConfig, RouterConfig
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.outputs import RequestOutput
@@ -74,10 +75,41 @@ class Renderer(Protocol):
         """Text of a sequence of tokens."""
 
 
+class InputProcessor(Protocol):
+    """Turns what callers ask for into messages for an engine core."""
+
+    max_model_len: int
+
+    def process(
+        self,
+        request_id: str,
+        prompt: EngineCoreRequest | PromptType,
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> EngineCoreRequest:
+        """A checked request with nothing left open. Raises `InvalidRequestError`."""
+
+
+class ModelFacts(Protocol):
+    """What everybody may want to know of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest prompt plus output that the model was made for, in tokens."""
+
+
 class EngineClient(ABC):
     """A running engine, or several behind one face."""
 
+    vllm_config: EngineConfig | RouterConfig
+    """What the engine was configured with; the name is vLLM's."""
+    model_config: ModelFacts
     renderer: Renderer
+    input_processor: InputProcessor
 
     @property
     @abstractmethod

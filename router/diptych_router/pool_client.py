@@ -58,7 +58,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         read_keys: ReadKeys | None,
         serving: Path | None = None,
     ) -> None:
-        super().__init__(config.name, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
+        super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
         """The router is about to end: it serves on, but wants no more to come."""
         self.pools = Pools(

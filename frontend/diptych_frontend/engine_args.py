@@ -1,0 +1,123 @@
+"""The arguments of an engine under vLLM's names, from code or from a command line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from diptych_protocol import EngineConfig, KVTransferConfig
+
+OUR_NAMES: Final = {
+    "served_model_name": "served_name",
+    "num_gpu_blocks_override": "num_blocks",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "kv_transfer_config": "kv_transfer",
+}
+"""vLLM's name of a field -> ours, where they differ."""
+
+
+class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An `EngineConfig` whose fields may also be given under vLLM's names, and what concerns the
+    client of the engine rather than the engine.
+
+    Where both are given, the one under vLLM's name counts.
+    """
+
+    served_model_name: str | None = None
+    """The same as `served_name`."""
+    num_gpu_blocks_override: int | None = None
+    """The same as `num_blocks`."""
+    kv_cache_memory_bytes: int | None = None
+    """The same as `kv_cache_bytes`."""
+    kv_transfer_config: KVTransferConfig | None = None
+    """The same as `kv_transfer`."""
+    disable_log_stats: bool = False
+    """Keep and log no statistics."""
+    enable_log_requests: bool = False
+    """Write a line to the log for each request."""
+
+    def create_engine_config(self) -> EngineConfig:
+        """What the engine gets. Raises `InvalidRequestError` for a value out of range."""
+        values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
+        for theirs, ours in OUR_NAMES.items():
+            value = getattr(self, theirs)
+            if value is not None:
+                values[ours] = value
+        config = EngineConfig(**values)
+        config.check()
+        return config
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """One option for each field, which also answers to vLLM's name; returns the parser."""
+        theirs = {ours: name for name, ours in OUR_NAMES.items()}
+        types, meanings = get_type_hints(cls), field_docs(EngineConfig) | field_docs(cls)
+        for field in msgspec.structs.fields(cls):
+            if field.name in OUR_NAMES:
+                continue
+            names = [field.name, *([theirs[field.name]] if field.name in theirs else [])]
+            flags = [f"--{name.replace('_', '-')}" for name in names]
+            parser.add_argument(
+                *flags,
+                dest=field.name,
+                help=meanings.get(field.name, "").replace("%", "%%"),
+                **_option(field, types[field.name]),
+            )
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """From what a parser with `add_cli_args` has read; other attributes are left alone."""
+        given = vars(args)
+        return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
+
+
+def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Field -> the text below it, on one line; fields without one are left out."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0]
+    docs: dict[str, str] = {}
+    previous: ast.stmt | None = None
+    for statement in getattr(body, "body", []):
+        match previous, statement:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
+                docs[name] = " ".join(text.split())
+        previous = statement
+    return docs
+
+
+def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
+    """How argparse reads one field."""
+    if field.default is msgspec.NODEFAULT:
+        option: dict[str, Any] = {"required": True}
+    else:
+        option = {"default": field.default}
+    if kind is bool:
+        return option | {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return option | {"choices": get_args(kind)}
+    return option | {"type": _reader(kind), "metavar": field.name.upper()}
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    """From the text of an option to a value; objects and lists are written as JSON."""
+    plain = {arm for arm in (get_args(kind) or (kind,)) if arm is not type(None)} <= {
+        str, int, float,
+    }  # fmt: skip
+
+    def read(text: str) -> Any:
+        try:
+            if plain:
+                return msgspec.convert(text, kind, strict=False)
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.MsgspecError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from exc
+
+    return read
