@@ -112,9 +112,10 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
-    def forget_all(self) -> bool:
-        """Drop every remembered prefix; False (and nothing done) while any block is held."""
-        if len(self._free) != self.num_blocks:
+    def forget_all(self, *, even_held: bool = False) -> bool:
+        """Drop every remembered prefix; False (and nothing done) while any block is held, unless
+        what is in use may be forgotten too: its holders keep it, but nobody finds it any more."""
+        if len(self._free) != self.num_blocks and not even_held:
             return False
         for block in list(self._block_of.values()):
             self._forget(block)

@@ -6,6 +6,7 @@ import os
 import secrets
 
 from diptych_engine.block_pool import BlockPool
+from diptych_engine.control.controls import Controls
 from diptych_engine.core import EngineCore, new_epoch
 from diptych_engine.lora.calls import LoraCalls
 from diptych_engine.runner import ModelRunner
@@ -83,4 +84,5 @@ def build_core(config: EngineConfig) -> EngineCore:
     core.utilities.update(loras.utilities)
     for adapter in config.lora_requests:
         loras.add_lora(adapter)
+    core.utilities.update(Controls(core).utilities())
     return core

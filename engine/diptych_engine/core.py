@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import msgspec
 
 from diptych_engine.admission import admit
+from diptych_engine.control.deferred import Deferred
+from diptych_engine.control.sleep import Residency
+from diptych_engine.control.utilities import Convert, call_utility
 from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import (
@@ -41,6 +44,11 @@ from diptych_protocol import (
 from diptych_protocol.admin import DrainReport
 
 log = logging.getLogger(__name__)
+
+SHUTTING_DOWN = "Server shutting down"
+Posture = tuple[bool, bool, int]
+"""Draining, paused, and the depth of sleep."""
+AT_WORK: Posture = (False, False, 0)
 
 
 class Runner(Protocol):
@@ -72,12 +80,16 @@ class EngineCore:
         scheduler.pinned_adapters = self.adapters.pinned
         self.draining = False
         """This engine is about to leave; every client is to know."""
+        self.leaving = False
+        """It takes neither requests nor calls any more."""
+        self.residency = Residency()
+        self.deferred = Deferred()
+        """What waits for steps or for the hinge; `settle` it after each step."""
         self.utilities: dict[str, Callable[..., Any]] = {
             call.__name__: call
             for call in (
                 self.describe,
                 self.stats,
-                self.reset_prefix_cache,
                 self.reject_kv_transfer,
                 self.drain,
                 self.drain_report,
@@ -93,6 +105,10 @@ class EngineCore:
         """Queue a request; one that cannot be served is answered with an error output."""
         if message.request_id in self.scheduler.requests:
             log.warning("request %s is already here; the second is dropped", message.request_id)
+            return
+        if self.leaving:
+            self._reject_quietly(message)
+            self._outputs[client].append(_aborted(message.request_id))
             return
         try:
             if not self.scheduler.can_add():
@@ -122,9 +138,7 @@ class EngineCore:
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 self._end(request, FinishReason.ABORT)
-                self._outputs[request.client].append(
-                    EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
-                )
+                self._outputs[request.client].append(_aborted(request_id))
 
     def client_lost(self, client: bytes) -> None:
         """Nobody will read these answers: end the client's requests and what it had leased."""
@@ -150,6 +164,11 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def posture(self) -> Posture:
+        """What all clients are to know without asking."""
+        return self.draining, self.scheduler.gate.paused, self.residency.level
 
     def start_step(self) -> tuple[StepPlan, StepResult]:
         """Plan a step and run the model."""
@@ -262,13 +281,18 @@ class EngineCore:
 
     # --- utility calls ------------------------------------------------------------------------
 
-    def call(self, method: str, args: list[Any]) -> Any:
-        """Run a utility call. Raises `InvalidRequestError` for a name that is not callable."""
+    def call(self, method: str, args: list[Any], convert: Convert = msgspec.convert) -> Any:
+        """Run a utility call. Its answer may be a `Future`, which a later `settle` completes.
+
+        Raises `InvalidRequestError` for a name that is not callable, or arguments that do not fit.
+        """
         utility = self.utilities.get(method)
         if utility is None:
             known = ", ".join(sorted(self.utilities))
             raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
-        return utility(*args)
+        if self.leaving:
+            raise DiptychError(SHUTTING_DOWN)
+        return call_utility(utility, args, convert)
 
     def describe(self) -> Any:
         return msgspec.to_builtins(self.description)
@@ -277,6 +301,8 @@ class EngineCore:
         snapshot = self.scheduler.snapshot()
         snapshot.kv_transfer = self.connector.stats() if self.connector is not None else None
         snapshot.draining = self.draining
+        snapshot.paused = self.scheduler.gate.paused
+        snapshot.sleep_level = self.residency.level
         return snapshot
 
     def drain(self) -> DrainReport:
@@ -290,7 +316,7 @@ class EngineCore:
         """What still keeps this engine from leaving."""
         scheduler = self.scheduler
         running, leases = len(scheduler.running), len(scheduler.leased)
-        waiting = len(scheduler.waiting) + len(scheduler.loading)
+        waiting = len(scheduler.waiting) + len(scheduler.gate.parked) + len(scheduler.loading)
         return DrainReport(
             draining=self.draining,
             drained=self.draining and not (running or waiting or leases),
@@ -320,13 +346,6 @@ class EngineCore:
         self.scheduler.finish(request, FinishReason.ABORT)
         return True
 
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        if reset_running_requests:
-            self.scheduler.preempt_all()
-        return self.scheduler.pool.forget_all()
-
     def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
         """Somebody refused or lost a request before admission: free what P holds for it.
 
@@ -354,6 +373,10 @@ class EngineCore:
     def close(self) -> None:
         if self.connector is not None:
             self.connector.close()
+
+
+def _aborted(request_id: str) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
 
 
 def _is_decoding(request: Request) -> bool:

@@ -42,7 +42,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 def serve(config: EngineConfig, endpoints: list[tuple[str, CurveKeys | None]]) -> None:
     """Run one engine until SIGTERM."""
-    server = CoreServer(build_core(config), endpoints)
+    server = CoreServer(build_core(config), endpoints, config.shutdown_timeout_s)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

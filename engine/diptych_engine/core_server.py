@@ -12,12 +12,17 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.shutdown import Shutdown
+from diptych_engine.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
 from diptych_frontend.curve import CurveGate
 from diptych_frontend.zmq_frames import receive_frames
 from diptych_protocol import (
@@ -26,6 +31,7 @@ from diptych_protocol import (
     EngineCoreOutputs,
     EngineCoreRequestType,
     SchedulerStats,
+    UtilityCall,
     UtilityOutput,
     wire,
 )
@@ -38,13 +44,22 @@ IDLE_WAIT_MS = 1000
 SENTINEL_LINGER_MS = 2000
 MAX_QUEUED_MESSAGES = 10_000
 """A client that lags further behind than this is taken for lost."""
+MAX_PENDING_CALLS = 256
+"""Utility calls that may wait for their answers at the same time."""
 
 
 class CoreServer:
     """Serves one EngineCore on some ZMQ endpoints until told to stop."""
 
-    def __init__(self, core: EngineCore, endpoints: Sequence[tuple[str, CurveKeys | None]]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        endpoints: Sequence[tuple[str, CurveKeys | None]],
+        shutdown_timeout_s: float = 0.0,
+    ) -> None:
         """Bind every endpoint; those with keys admit only their holders.
+
+        `shutdown_timeout_s`: how long requests may take to end after `stop`.
 
         Raises `zmq.ZMQError` when an address is taken.
         """
@@ -57,11 +72,18 @@ class CoreServer:
             self._poller.register(socket, zmq.POLLIN)
         if core.connector is not None:
             self._poller.register(core.connector.wake_fd, zmq.POLLIN)
-        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._poller.register(self._stop_fd, zmq.POLLIN)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
         self._clients: set[bytes] = set()
-        self._told_draining: set[bytes] = set()
-        self._stopping = False
+        self._told: dict[bytes, Posture] = {}
+        """Client -> the posture of the core that it was told last."""
+        self._pending: dict[tuple[bytes, int], Future[Any]] = {}
+        """(client, call id) -> the answer that is to come."""
+        self._answered: deque[tuple[bytes, UtilityOutput]] = deque()
+        """Answers that came later, from whatever thread."""
+        self._shutdown = Shutdown()
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._stop_wanted = False
         self._stats_due = 0.0
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
@@ -80,15 +102,20 @@ class CoreServer:
         return socket
 
     def stop(self) -> None:
-        """Leave the loop before its next step. Safe from a signal handler."""
-        self._stopping = True
-        os.eventfd_write(self._stop_fd, 1)  # a signal alone does not end ZMQ's poll
+        """Leave as soon as requests have ended or were aborted. Safe from a signal handler."""
+        self._stop_wanted = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """End the loop's wait: neither a signal nor another thread ends ZMQ's poll."""
+        os.eventfd_write(self._wake_fd, 1)
 
     def run(self) -> None:
         """Serve until `stop`. Whatever goes wrong, every client is told that the core is gone."""
         try:
-            while not self._stopping:
+            while not self._is_over():
                 self._turn()
+            self._receive(0)  # what came meanwhile has its answer, too
             self._core.abort(list(self._core.scheduler.requests))
             self._send_outputs()
         except BaseException:
@@ -97,20 +124,40 @@ class CoreServer:
         finally:
             self._say_goodbye()
 
+    def _is_over(self) -> bool:
+        if not self._stop_wanted:
+            return False
+        now = time.monotonic()
+        if not self._core.leaving:
+            self._core.leaving = True
+            self._shutdown.request(now, self._shutdown_timeout_s)
+            self._reject_pending()
+        gate = self._core.scheduler.gate
+        under_way = len(self._core.scheduler.requests) > len(gate.parked) and not gate.frozen
+        return self._shutdown.advance(now, can_finish_more=under_way)
+
     def _turn(self) -> None:
         """Take what has arrived and run one step, if there is anything to compute."""
         core = self._core
-        self._receive(0 if core.has_work else IDLE_WAIT_MS)
+        self._receive(0 if core.has_work else self._idle_wait_ms())
         if core.has_work:
             plan, result = core.start_step()
             self._receive(0)
             core.finish_step(plan, result)
             if not plan.scheduled:
                 # Everything waits for blocks that only the hinge or an abort can free.
-                self._receive(IDLE_WAIT_MS)
+                self._receive(self._idle_wait_ms())
+        if self._told or core.posture != AT_WORK:
+            self._tell_posture()
         self._send_outputs()
-        if core.draining:
-            self._tell_draining()
+        core.deferred.settle()
+        self._send_answers()
+
+    def _idle_wait_ms(self) -> int:
+        """As long as nothing can be overdue."""
+        if not self._stop_wanted:
+            return IDLE_WAIT_MS
+        return min(IDLE_WAIT_MS, int(self._shutdown.remaining_s(time.monotonic()) * 1000))
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -119,6 +166,8 @@ class CoreServer:
         ready = dict(self._poller.poll(timeout_ms))
         if not ready:
             return
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
         for index, socket in enumerate(self._sockets):
             if socket in ready:
                 self._drain(index, socket)
@@ -156,10 +205,33 @@ class CoreServer:
     def _call(self, client: bytes, payload: list[Frame]) -> None:
         call = wire.utility_decoder.decode(payload)
         try:
-            answer = UtilityOutput(call.call_id, result=self._core.call(call.method, call.args))
-        except (DiptychError, TypeError, ValueError) as exc:
-            answer = UtilityOutput(call.call_id, failure_message=f"{call.method}: {exc}")
-        self._send(client, EngineCoreOutputs(utility_output=answer))
+            if len(self._pending) >= MAX_PENDING_CALLS:
+                raise DiptychError("too many calls wait for their answers already")
+            result = self._core.call(call.method, call.args, wire.utility_decoder.convert)
+        except Exception as exc:  # it fails the call, not the engine
+            self._send_answer(client, _failure(call.call_id, call.method, exc))
+            return
+        if isinstance(result, Future):
+            self._pending[client, call.call_id] = result
+            result.add_done_callback(partial(self._take_answer, client, call))
+        else:
+            self._send_answer(client, UtilityOutput(call.call_id, result=result))
+
+    def _take_answer(self, client: bytes, call: UtilityCall, done: Future[Any]) -> None:
+        """A pending call has ended. May run in any thread."""
+        try:
+            answer = UtilityOutput(call.call_id, result=done.result())
+        except (Exception, CancelledError) as exc:
+            answer = _failure(call.call_id, call.method, exc)
+        self._answered.append((client, answer))
+        self._wake()
+
+    def _reject_pending(self) -> None:
+        """Calls that are not answered yet will not be."""
+        rejected, self._pending = self._pending, {}
+        for (client, call_id), pending in rejected.items():
+            pending.cancel()
+            self._send_answer(client, UtilityOutput(call_id, failure_message=SHUTTING_DOWN))
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -170,11 +242,30 @@ class CoreServer:
         for client, made in outputs.items():
             self._send(client, EngineCoreOutputs(outputs=made, scheduler_stats=stats))
 
-    def _tell_draining(self) -> None:
-        """Tell every client once, whether or not it has requests here."""
-        untold = self._clients - self._told_draining
-        self._told_draining |= untold
+    def _send_answers(self) -> None:
+        while self._answered:
+            client, answer = self._answered.popleft()
+            if self._pending.pop((client, answer.call_id), None) is not None:
+                self._send_answer(client, answer)
+
+    def _send_answer(self, client: bytes, answer: UtilityOutput) -> None:
+        try:
+            frames = wire.encoder.encode(EngineCoreOutputs(utility_output=answer))
+        except (TypeError, ValueError) as exc:  # a result that msgpack has no form for
+            failure = UtilityOutput(answer.call_id, failure_message=str(exc))
+            frames = wire.encoder.encode(EngineCoreOutputs(utility_output=failure))
+        self._send_frames(client, frames)
+
+    def _tell_posture(self) -> None:
+        """Tell every client when the core drains, pauses, sleeps or wakes, whether or not it has
+        requests here. It learns that before it learns what became of them."""
+        posture = self._core.posture
+        untold = [x for x in self._clients if self._told.get(x, AT_WORK) != posture]
         for client in untold:
+            if posture == AT_WORK:
+                del self._told[client]
+            else:
+                self._told[client] = posture
             self._send(client, EngineCoreOutputs(scheduler_stats=self._core.stats()))
 
     def _stats_if_due(self, talking: bool) -> SchedulerStats | None:
@@ -185,12 +276,16 @@ class CoreServer:
         return self._core.stats()
 
     def _send(self, client: bytes, message: EngineCoreOutputs) -> None:
+        self._send_frames(client, wire.encoder.encode(message))
+
+    def _send_frames(self, client: bytes, frames: list[Frame]) -> None:
         socket = self._sockets[client[0]]
         try:
-            socket.send_multipart((client[1:], *wire.encoder.encode(message)), zmq.NOBLOCK)
+            socket.send_multipart((client[1:], *frames), zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # gone, or too far behind
             log.info("a client is unreachable: %s", exc)
             self._clients.discard(client)
+            self._told.pop(client, None)
             self._core.client_lost(client)
 
     def _say_goodbye(self) -> None:
@@ -207,3 +302,11 @@ class CoreServer:
             gate.close()
         self._core.close()
         self._context.term()
+
+
+def _failure(call_id: int, method: str, error: BaseException) -> UtilityOutput:
+    """What the caller learns. What was not raised on purpose is in the log, too."""
+    if not isinstance(error, DiptychError):
+        log.error("the utility call %s failed", method, exc_info=error)
+    text = str(error) or type(error).__name__
+    return UtilityOutput(call_id, failure_message=f"{method}: {text}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.batch_rows import BatchRows
+from diptych_engine.control.profiler import Profiler
+from diptych_engine.control.worker_memory import WorkerMemory
+from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_engine.pooling import Pooler
@@ -62,8 +64,8 @@ class ModelRunner:
         self._max_tokens = max_tokens
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device)
-        with torch.inference_mode():
-            load_weights(self.model.slots, source, config.seed, _log_progress(source.uri))
+        self._source, self._seed = source, config.seed
+        self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
         self.block_bytes = block_bytes(source.config, config.block_size, self._dtype)
@@ -75,8 +77,8 @@ class ModelRunner:
                 f"kv_cache_bytes must hold two blocks of {self.block_bytes} bytes",
                 param="kv_cache_bytes",
             )
-        memory = _zeros(self.num_blocks * self.block_bytes, self._dtype, self._device)
-        self.kv_cache = memory.view(-1, *block_shape(source.config, config.block_size))
+        memory = KVMemory(self.num_blocks * self.block_bytes, self._dtype, self._device)
+        self.kv_cache = memory.tensor.view(-1, *block_shape(source.config, config.block_size))
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
@@ -85,12 +87,20 @@ class ModelRunner:
         self._pooler = Pooler(config.pooling)
         self._embeds = PromptEmbeds(self._dtype, self._device)
         self._loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
+        self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         self.worker_methods: dict[str, Callable[..., Any]] = {
             "_inspect_lora": self._loras.inspect,
             "_load_lora": self._loras.load,
             "_unload_lora": self._loras.unload,
+            **WorkerMemory(self.model.slots, self._load, memory).methods(),
+            **self._profiler.methods(),
         }
         """What `collective_rpc` may name; names with an underscore are not for clients."""
+
+    @torch.inference_mode()
+    def _load(self) -> None:
+        source = self._source
+        load_weights(self.model.slots, source, self._seed, _log_progress(source.uri))
 
     @property
     def dtype_name(self) -> str:
@@ -119,6 +129,17 @@ class ModelRunner:
             shares = sorted(shares, key=_is_chunk)
         rows = self._place(shares)
         inputs = self._inputs(shares, rows, num_decodes)
+        with self._profiler.span("execute_model"):
+            return self._compute(plan, shares, rows, inputs)
+
+    def _compute(
+        self,
+        plan: StepPlan,
+        shares: Sequence[ScheduledRequest],
+        rows: list[int],
+        inputs: StepInputs,
+    ) -> StepResult:
+        """The model's work, and what follows from it."""
         query_starts = inputs.attention.query_starts
         if self._embeds:
             inputs = replace(inputs, given=self._embeds.among(shares, query_starts))
@@ -296,14 +317,6 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc accepts no more
         mallopt(M_TRIM_THRESHOLD, 512 << 20)
-
-
-def _zeros(num_bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed memory, one-dimensional. On a CPU its pages are aligned and taken on first use, so an
-    engine starts at once and an idle one stays small."""
-    if device.type == "cpu":
-        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
-    return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
 
 
 def _is_chunk(share: ScheduledRequest) -> bool:

@@ -17,6 +17,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from diptych_engine.block_pool import BlockPool
+from diptych_engine.control.pause import PauseGate
 from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import (
@@ -60,6 +61,8 @@ class Scheduler:
     may come from requests of one name: a router that tries again keeps it."""
     load_orders: list[LoadOrder] = field(default_factory=list)
     """Loads to start; the core takes them."""
+    gate: PauseGate = field(default_factory=PauseGate)
+    """Where requests wait that come during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
 
@@ -70,11 +73,14 @@ class Scheduler:
     # --- requests come and go -----------------------------------------------------------------
 
     def can_add(self) -> bool:
-        return len(self.waiting) < self.max_num_waiting
+        return len(self.waiting) + len(self.gate.parked) < self.max_num_waiting
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.waiting.push(request)
+        if self.gate.paused:
+            self.gate.parked.append(request)
+        else:
+            self.waiting.push(request)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
@@ -90,7 +96,10 @@ class Scheduler:
                 self.running.remove(request)
                 self._removed.append(request.request_id)
             case RequestStatus.WAITING | RequestStatus.PREEMPTED:
-                self.waiting.remove(request)
+                if request in self.gate.parked:
+                    self.gate.parked.remove(request)
+                else:
+                    self.waiting.remove(request)
             case RequestStatus.WAITING_FOR_REMOTE_KV:
                 pass
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
@@ -124,12 +133,14 @@ class Scheduler:
         if request.finished:
             self._free_blocks(request)
             return None
-        if not ok:
+        params = request.kv_transfer
+        if params is None or not ok:
+            discarded = params is None
+            self._free_blocks(request)
             request.become(RequestStatus.WAITING)
             self.waiting.push_front(request)
-            return request
-        params = request.kv_transfer
-        remote_tokens = (params.remote_num_tokens or 0) if params else 0
+            return None if discarded else request
+        remote_tokens = params.remote_num_tokens or 0
         self.stats.remote_kv_tokens += remote_tokens - request.num_computed_tokens
         request.num_computed_tokens = remote_tokens
         request.num_cached_tokens = min(remote_tokens, request.num_prompt_tokens)
@@ -143,7 +154,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Choose the next step's work and allocate its blocks."""
-        budget = self.max_num_batched_tokens
+        budget = allowed = 0 if self.gate.frozen else self.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
         preempted = False
         index = 0
@@ -167,7 +178,7 @@ class Scheduler:
         if not preempted:
             budget = self._admit(scheduled, budget)
         removed, self._removed = self._removed, []
-        return StepPlan(scheduled, self.max_num_batched_tokens - budget, removed)
+        return StepPlan(scheduled, allowed - budget, removed)
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
         """Move waiting requests into the step while budget, rows and blocks last."""
@@ -269,8 +280,8 @@ class Scheduler:
             request = share.request
             position = sampled
             sampled += share.samples
-            if request.finished:
-                continue
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it ended, or lost its blocks, while the model ran
             self.stats.prompt_tokens_computed += max(
                 0, min(request.num_prompt_tokens, share.start + share.num_tokens) - share.start
             )
@@ -309,6 +320,13 @@ class Scheduler:
         for request in self.waiting:
             self._free_blocks(request)
 
+    def discard_loads(self) -> list[str]:
+        """Use nothing of what the hinge brings from now on: its requests compute their prompts
+        here. Returns their ids, for the hinge to give them up."""
+        for request in self.loading.values():
+            request.kv_transfer = None
+        return list(self.loading)
+
     # --- blocks -------------------------------------------------------------------------------
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -338,13 +356,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would compute something (or at least admit a request)."""
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting) and not self.gate.frozen
+
+    @property
+    def quiet(self) -> bool:
+        """No step will compute anything, and the hinge will bring nothing to compute."""
+        return self.gate.frozen or not (self.running or self.waiting or self.loading)
 
     def snapshot(self) -> SchedulerStats:
         """The running totals with the gauges of this moment."""
         stats = self.stats
         stats.num_running = len(self.running)
-        stats.num_waiting = len(self.waiting)
+        stats.num_waiting = len(self.waiting) + len(self.gate.parked)
         stats.num_waiting_for_remote_kv = len(self.loading)
         stats.blocks_total = self.pool.num_blocks
         stats.blocks_free = self.pool.num_free

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from diptych_frontend.async_engine import AsyncEngine
+from diptych_frontend.core_control import CoreControl
 from diptych_frontend.core_group import CoreGroup
 from diptych_frontend.core_launcher import TERMINATE_GRACE_S, AdoptedCore, Core
 from diptych_frontend.curve import read_keys
@@ -46,7 +48,7 @@ slowest machine must fit in."""
 DRAIN_POLL_S = 0.1
 
 
-class AsyncLLM(AsyncEngine, WithoutControl):
+class AsyncLLM(CoreControl, AsyncEngine, WithoutControl):
     """One engine. Its core starts with it; the first request waits until the core can serve.
 
     Where an early answer is wanted, create it with `await AsyncLLM.start(config)`. End it with
@@ -115,6 +117,8 @@ class AsyncLLM(AsyncEngine, WithoutControl):
             factories = (LoggingStatLogger, *(stat_loggers or ()))
             self._stat_loggers = [make(vllm_config, client_index) for make in factories]
         self._stall_limit_s = stall_limit_s
+        self._long_calls = 0
+        """Calls under way that keep the core too busy to answer."""
         self._draining = False
         if core is None and client_addresses is not None:
             core = _adopted(client_addresses, keys_dir)
@@ -282,8 +286,21 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         none, and made no step within the limit."""
         self._check_usable()
         doubtful = await self._cores.doubtful_s()
-        if doubtful > self._stall_limit_s:
+        if doubtful > self._stall_limit_s and not self._long_calls:
             raise EngineDeadError(f"stalled: the engine core made no step for {doubtful:.0f} s")
+
+    async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
+        await self._connect()
+        return await self._connected.call(method, *args, timeout_s=timeout_s)
+
+    @contextlib.contextmanager
+    def silence_expected(self) -> Iterator[None]:
+        self._long_calls += 1
+        try:
+            yield
+        finally:
+            self._long_calls -= 1
+            self._cores.excuse_silence()
 
     # --- leaving ------------------------------------------------------------------------------
 
@@ -330,14 +347,6 @@ class AsyncLLM(AsyncEngine, WithoutControl):
         await self._connected.call(
             "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
         )
-
-    async def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        done = await self._connected.call(
-            "reset_prefix_cache", reset_running_requests, reset_connector
-        )
-        return bool(done)
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Wait until the core has no request left, whoever sent it; refuses none meanwhile.

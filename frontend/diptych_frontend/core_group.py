@@ -197,6 +197,11 @@ class CoreGroup:
         """For how many seconds some core gave no proof of progress."""
         return max(await asyncio.gather(*(member.doubtful_s() for member in self.members)))
 
+    def excuse_silence(self) -> None:
+        """There was a reason for the silence of every core."""
+        for member in self.members:
+            member.excuse_silence()
+
     # --- the end ------------------------------------------------------------------------------
 
     def disconnect(self) -> None:

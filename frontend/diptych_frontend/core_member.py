@@ -108,6 +108,10 @@ class CoreMember:
         with contextlib.suppress(TimeoutError, DiptychError):
             await self.refresh_stats()
 
+    def excuse_silence(self) -> None:
+        """There was a reason for what silence there was up to now."""
+        self._pulse.excuse()
+
     # --- the end ------------------------------------------------------------------------------
 
     def disconnect(self) -> None:

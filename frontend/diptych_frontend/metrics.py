@@ -175,6 +175,10 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _Engine], ...] = (
     ("queued_prompt_tokens", "Prompt tokens that steps have yet to compute.",
      lambda s: s.queued_prompt_tokens),
     ("engine_draining", "1 while the engine is about to leave.", lambda s: s.draining),
+    ("engine_paused", "1 while new requests wait for the end of a pause.", lambda s: s.paused),
+    ("engine_sleep_level",
+     "1: without KV cache, weights put aside; 2: without weights; 0: awake, or only paused.",
+     lambda s: s.sleep_level),
 )  # fmt: skip
 
 _ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (

@@ -23,11 +23,16 @@ class Pulse:
             self._doubted_since = now
 
     def heard(self, stats: SchedulerStats) -> None:
-        """The core spoke. It is well if it has nothing to do, or has made steps."""
-        has_work = stats.num_running + stats.num_waiting > 0
+        """The core spoke. It is well if it has nothing to do, or has made steps; paused, it makes
+        none on purpose."""
+        has_work = stats.num_running + stats.num_waiting > 0 and not stats.paused
         if not has_work or stats.steps != self._steps:
             self._doubted_since = None
         self._steps = stats.steps
+
+    def excuse(self) -> None:
+        """There was a reason for the silence up to now."""
+        self._doubted_since = None
 
     def doubtful_s(self, now: float) -> float:
         """For how many seconds there has been no proof of progress."""

@@ -170,6 +170,10 @@ class KVConnector:
         lease_id = params.lease_id or ""
         self._tell(lambda now: self._leases.revoke(lease_id))
 
+    def revoke_all(self) -> None:
+        """End every lease of our own; those that are being read end when that is over."""
+        self._tell(lambda now: self._leases.revoke_all())
+
     def poll_events(self) -> list[LeaseEnded | LoadEnded]:
         """What has ended since the last call.
 

@@ -170,6 +170,10 @@ class LeaseTable:
             return []
         return self._end(lease, LeaseState.REVOKED)
 
+    def revoke_all(self) -> list[Action]:
+        """End every live lease before its time."""
+        return [action for lease_id in list(self.leases) for action in self.revoke(lease_id)]
+
     def sends_ended(self, lease_id: str) -> list[Action]:
         """No send of this lease's blocks is in flight any more, however that came."""
         lease = self.leases.get(lease_id)

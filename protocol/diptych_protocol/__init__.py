@@ -14,6 +14,7 @@ from diptych_protocol.config import (
 from diptych_protocol.engine_client import (
     EmbedsPrompt,
     EngineClient,
+    PauseMode,
     PromptType,
     Renderer,
     StreamingInput,
@@ -86,6 +87,7 @@ __all__ = [
     "Logprob",
     "LogprobsLists",
     "LogprobsTensors",
+    "PauseMode",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",

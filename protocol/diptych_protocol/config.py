@@ -92,6 +92,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Cores that share layers (mixtures of experts) step together: while one works, all do."""
     data_parallel_store: str = ""
     """A file in which cores in lock-step find each other; the front-end sets it."""
+    shutdown_timeout_s: float = 0.0
+    """After SIGTERM to the core itself, how long its requests may take to end; 0 aborts them."""
+    profile_dir: str = ""
+    """Where profiles are written; empty: none may be started."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
@@ -119,6 +123,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("data_parallel_size", 1 <= self.data_parallel_size <= MAX_RANKS, RANKS),
             ("data_parallel_rank", 0 <= self.data_parallel_rank < self.data_parallel_size,
              "below data_parallel_size"),
+            ("shutdown_timeout_s", 0 <= self.shutdown_timeout_s <= 86400, "between 0 and 86400"),
         ):  # fmt: skip
             if not ok:
                 raise InvalidRequestError(

@@ -186,6 +186,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     kv_transfer: KVTransferStats | None = None
     draining: bool = False
     """The engine is about to leave: no new requests, please, and take back those that can move."""
+    paused: bool = False
+    """New requests wait until somebody ends the pause."""
+    sleep_level: int = 0
+    """1: without KV cache, the weights put aside; 2: without weights; 0: everything is here."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -1,0 +1,184 @@
+"""The utility calls that pause, put to sleep, reset and profile one engine.
+
+Calls that have to wait for steps or for the hinge return a `Future`; what they do then happens
+between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from diptych_engine.control.sleep import Weights, check_level, check_tags
+from diptych_protocol import DiptychError, InvalidRequestError, PauseMode
+
+if TYPE_CHECKING:
+    from diptych_engine.core import EngineCore
+
+log = logging.getLogger(__name__)
+
+NO_MULTIMODAL_MODEL = "no multimodal model is loaded: there is nothing to forget"
+
+
+class Controls:
+    """What an owner may ask of one core."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def utilities(self) -> dict[str, Callable[..., Any]]:
+        """What a client may name in a utility call."""
+        calls = (
+            self.pause_generation, self.resume_generation, self.is_paused,
+            self.sleep, self.wake_up, self.is_sleeping,
+            self.reset_prefix_cache, self.reset_mm_cache, self.reset_encoder_cache,
+            self.start_profile, self.stop_profile,
+        )  # fmt: skip
+        return {call.__name__: call for call in calls}
+
+    # --- pause --------------------------------------------------------------------------------
+
+    def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
+        """Pause; answered when nothing runs any more, and the last outputs are on their way.
+
+        A pause replaces the one before. Requests that come from now on wait for its end.
+        """
+        self._close_gate(mode)
+        return self._core.deferred.when(
+            self._at_rest, self._forget_everything if clear_cache else _nothing
+        )
+
+    def resume_generation(self) -> None:
+        """End the pause; harmless without one. Raises `InvalidRequestError` while asleep."""
+        if not self._core.residency.complete:
+            raise InvalidRequestError("the engine is asleep; wake it up first")
+        scheduler = self._core.scheduler
+        scheduler.gate.open(scheduler.waiting)
+
+    def is_paused(self) -> bool:
+        return self._core.scheduler.gate.paused
+
+    def _close_gate(self, mode: PauseMode) -> None:
+        scheduler = self._core.scheduler
+        scheduler.gate.close(mode, scheduler.waiting)
+        if mode == "abort":
+            self._core.abort(list(scheduler.requests))
+
+    def _at_rest(self) -> bool:
+        """Raises `DiptychError` when the pause has ended before its time."""
+        if not self.is_paused():
+            raise DiptychError("generation was resumed before everything had come to rest")
+        return self._core.scheduler.quiet
+
+    # --- sleep --------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
+        """Pause, then give memory back; answered when that is done.
+
+        Nobody may read from the KV cache that goes, or write to it: KV that was lent is called
+        back, unless the mode is `wait`, which lets it be fetched first; and requests that receive
+        some, if they are kept, will compute it here.
+        """
+        check_level(level)
+        self._close_gate(mode)
+        if level == 0:
+            return self._core.deferred.when(self._at_rest, _nothing)
+        if mode == "keep":
+            self._discard_loads()
+        if mode != "wait" and self._core.connector is not None:
+            self._core.connector.revoke_all()
+        return self._core.deferred.when(self._hinge_at_rest, lambda: self._fall_asleep(level))
+
+    def _hinge_at_rest(self) -> bool:
+        scheduler = self._core.scheduler
+        return self._at_rest() and not (scheduler.loading or scheduler.leased)
+
+    def _fall_asleep(self, level: int) -> None:
+        residency, runner = self._core.residency, self._core.runner
+        if level == 2 and residency.weights is not Weights.DROPPED:
+            runner.collective_rpc("_drop_weights")
+            residency.weights = Weights.DROPPED
+        elif residency.weights is Weights.LOADED:
+            runner.collective_rpc("_put_weights_aside")
+            residency.weights = Weights.ASIDE
+        if residency.kv_cache:
+            self._forget_everything()
+            runner.collective_rpc("_drop_kv_cache")
+            residency.kv_cache = False
+        log.info("asleep at level %d", residency.level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take back what the tags name. Requests are served again when everything is back."""
+        wanted = check_tags(tags)
+        residency, runner = self._core.residency, self._core.runner
+        if "weights" in wanted and residency.weights is not Weights.LOADED:
+            runner.collective_rpc("_restore_weights")
+            residency.weights = Weights.LOADED
+        if "kv_cache" in wanted and not residency.kv_cache:
+            runner.collective_rpc("_restore_kv_cache")
+            residency.kv_cache = True
+        if residency.complete:
+            self.resume_generation()
+            log.info("awake")
+
+    def is_sleeping(self) -> bool:
+        return self.is_paused() or not self._core.residency.complete
+
+    # --- caches -------------------------------------------------------------------------------
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool | Future[bool]:
+        """Forget every cached prefix; False, and nothing is done, if a block is in use.
+
+        reset_running_requests: what runs computes its KV again, and tells nothing twice; this
+            always succeeds. reset_connector: KV that was lent to others is called back first.
+        """
+        connector = self._core.connector if reset_connector else None
+        if connector is not None:
+            connector.revoke_all()
+        if reset_running_requests:
+            self._forget_everything()
+            return True
+        pool, scheduler = self._core.scheduler.pool, self._core.scheduler
+        if connector is None:
+            return pool.forget_all()
+        return self._core.deferred.when(lambda: not scheduler.leased, pool.forget_all)
+
+    def reset_mm_cache(self) -> str:
+        """Forget multimodal inputs. Returns what there is to say about it."""
+        log.info("reset_mm_cache: %s", NO_MULTIMODAL_MODEL)
+        return NO_MULTIMODAL_MODEL
+
+    def reset_encoder_cache(self) -> str:
+        """Forget encoder outputs. Returns what there is to say about it."""
+        log.info("reset_encoder_cache: %s", NO_MULTIMODAL_MODEL)
+        return NO_MULTIMODAL_MODEL
+
+    def _forget_everything(self) -> None:
+        """No KV that was computed up to now will be used by any request of this engine. What
+        is lent out stays as it is."""
+        self._core.scheduler.preempt_all()
+        self._discard_loads()
+        self._core.scheduler.pool.forget_all(even_held=True)
+
+    def _discard_loads(self) -> None:
+        for request_id in self._core.scheduler.discard_loads():
+            if self._core.connector is not None:
+                self._core.connector.cancel_load(request_id)
+
+    # --- profile ------------------------------------------------------------------------------
+
+    def start_profile(self) -> None:
+        self._core.runner.collective_rpc("_start_profile")
+
+    def stop_profile(self) -> list[str]:
+        """The files that were written, one a worker; none if no profile ran."""
+        files = self._core.runner.collective_rpc("_stop_profile")
+        return [file for file in files if file is not None]
+
+
+def _nothing() -> None:
+    """Being at rest is all that was asked for."""

@@ -1,0 +1,119 @@
+"""What a worker does to fall asleep and to wake up; each one does it to its own memory.
+
+A weight keeps its tensor, and every view of it, while its storage has no bytes: whoever holds it
+need not know that it was away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych_engine.kv_memory import KVMemory
+from diptych_engine.models import WeightSlot
+
+
+class WorkerMemory:
+    """The weights and the KV cache of one worker."""
+
+    def __init__(
+        self,
+        slots: Mapping[str, WeightSlot],
+        reload: Callable[[], None],
+        kv_memory: KVMemory,
+    ) -> None:
+        """`reload` fills the slots from the model's source."""
+        self._storages = _storages_of(slots)
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._reload = reload
+        self._kv_memory = kv_memory
+        self._aside: mmap.mmap | list[Tensor] | None = None
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """What `collective_rpc` may name, but no client."""
+        calls = (
+            self.put_weights_aside, self.drop_weights, self.restore_weights, self.drop_kv_cache,
+            self.restore_kv_cache,
+        )  # fmt: skip
+        return {f"_{call.__name__}": call for call in calls}
+
+    def put_weights_aside(self) -> None:
+        """Give the weights' memory back, and keep their bytes elsewhere.
+
+        Raises `OSError` if the disk has no room; nothing has changed then.
+        """
+        on_cpu = self._storages[0].device.type == "cpu"
+        self._aside = self._to_file() if on_cpu else [_tensor_of(s).cpu() for s in self._storages]
+        self._release_weights()
+
+    def drop_weights(self) -> None:
+        """Give the weights' memory back, and what was put aside too."""
+        self._aside = None
+        self._release_weights()
+
+    def restore_weights(self) -> None:
+        """Have the weights again: what was put aside, or else what the model's source says."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        match self._aside:
+            case None:
+                self._reload()
+            case [*copies]:
+                for storage, copy in zip(self._storages, copies, strict=True):
+                    _tensor_of(storage).copy_(copy)
+            case file:
+                self._from_file(file)
+        self._aside = None
+
+    def drop_kv_cache(self) -> None:
+        self._kv_memory.give_back()
+
+    def restore_kv_cache(self) -> None:
+        self._kv_memory.take_again()
+
+    def _to_file(self) -> mmap.mmap:
+        """Where nobody else finds it, and gone with this process."""
+        with tempfile.TemporaryFile(prefix="diptych-weights-") as file:
+            for storage in self._storages:
+                file.write(_memory_of(storage))
+            file.flush()
+            return mmap.mmap(file.fileno(), sum(self._sizes), access=mmap.ACCESS_READ)
+
+    def _from_file(self, file: mmap.mmap) -> None:
+        for storage in self._storages:
+            _memory_of(storage)[:] = file.read(storage.nbytes())
+
+    def _release_weights(self) -> None:
+        for storage in self._storages:
+            storage.resize_(0)
+        if self._storages[0].device.type == "cuda":
+            torch.cuda.empty_cache()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # glibc keeps what was freed otherwise
+            trim(0)
+
+
+def _storages_of(slots: Mapping[str, WeightSlot]) -> list[torch.UntypedStorage]:
+    """Each memory once: published tensors may be parts of a fused one."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for slot in slots.values():
+        storage = slot.target.untyped_storage()
+        found[storage.data_ptr()] = storage
+    return list(found.values())
+
+
+def _tensor_of(storage: torch.UntypedStorage) -> Tensor:
+    """[bytes] uint8: a storage as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a storage on the CPU. Not by way of NumPy, which would fix its size."""
+    array = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(array).cast("B")

@@ -1,0 +1,42 @@
+"""The memory of the KV cache, which can be given back while an engine sleeps."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+
+class KVMemory:
+    """Zeroed memory at an address that stays.
+
+    On a CPU it is a private mapping, so its pages are aligned and taken on first use: an engine
+    starts at once, an idle one stays small, and pages that are given back come again as zeros when
+    somebody touches them. The hinge may keep the address meanwhile.
+    """
+
+    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._pages: mmap.mmap | None = None
+        self._num_bytes = num_bytes
+        if device.type == "cpu":
+            self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype)
+            """[num_bytes / item size], the cache without its shape."""
+        else:
+            self.tensor = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+
+    def give_back(self) -> None:
+        """Return the memory to the machine. Nobody may use it until `take_again`."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.tensor.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()
+
+    def take_again(self) -> None:
+        """Have it again, zeroed. Harmless if it was never given back."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() < self._num_bytes:
+            storage.resize_(self._num_bytes)
+            self.tensor.zero_()
