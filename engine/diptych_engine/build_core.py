@@ -9,6 +9,7 @@ from diptych_engine.block_pool import BlockPool
 from diptych_engine.control.controls import Controls
 from diptych_engine.core import EngineCore, new_epoch
 from diptych_engine.lora.calls import LoraCalls
+from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.runner import ModelRunner
 from diptych_engine.scheduler import Scheduler
 from diptych_frontend.model_source import resolve_model
@@ -25,7 +26,8 @@ def build_core(config: EngineConfig) -> EngineCore:
     config.check()
     source = resolve_model(config.model)
     model = source.config
-    runner = ModelRunner(config, source)
+    alone = config.tensor_parallel_size == 1
+    runner = ModelRunner(config, source) if alone else LeadRunner(config, source)
     runner.warm_up()
     description = EngineDescription(
         engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
@@ -68,7 +70,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         config.max_num_waiting,
         config.enable_prefix_caching,
         config.scheduling_policy,
-        max_loras=config.max_loras,
+        max_loras=config.max_loras if alone else 0,
     )
     connector = None
     if config.kv_transfer is not None:
@@ -80,6 +82,7 @@ def build_core(config: EngineConfig) -> EngineCore:
             kv_memory=runner.kv_memory(),
         )
     core = EngineCore(description, scheduler, runner, connector)
+    core.watched.update(runner.watched)
     loras = LoraCalls(core.adapters, lambda: core.scheduler.running)
     core.utilities.update(loras.utilities)
     for adapter in config.lora_requests:

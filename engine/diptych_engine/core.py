@@ -61,6 +61,9 @@ class Runner(Protocol):
     ) -> list[Any]:
         """Run a method of every worker; their results in the order of their ranks."""
 
+    def close(self) -> None:
+        """End what the runner started."""
+
 
 class EngineCore:
     """One engine, driven by its owner's loop."""
@@ -78,6 +81,9 @@ class EngineCore:
         self.connector = connector
         self.adapters = AdapterTable(scheduler.max_loras, runner.collective_rpc)
         scheduler.pinned_adapters = self.adapters.pinned
+        self.watched: dict[int, Callable[[], None]] = {}
+        """Descriptors that wake the core, and what to do then; whoever builds the core adds to
+        it. What raises ends the core."""
         self.draining = False
         """This engine is about to leave; every client is to know."""
         self.leaving = False
@@ -373,6 +379,7 @@ class EngineCore:
     def close(self) -> None:
         if self.connector is not None:
             self.connector.close()
+        self.runner.close()
 
 
 def _aborted(request_id: str) -> EngineCoreOutput:

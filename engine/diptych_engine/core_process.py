@@ -6,10 +6,8 @@ Started by an `AsyncLLM`; ends with it. Exit codes: 0 after SIGTERM, 2 for bad i
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +17,7 @@ import zmq
 
 from diptych_engine.build_core import build_core
 from diptych_engine.core_server import CoreServer
+from diptych_engine.lifeline import die_with_parent
 from diptych_frontend.curve import read_keys
 from diptych_frontend.logs import setup_logging
 from diptych_protocol import (
@@ -29,15 +28,6 @@ from diptych_protocol import (
 )
 
 log = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel (Linux) to end this process with its parent, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit(0)
 
 
 def serve(config: EngineConfig, endpoints: list[tuple[str, CurveKeys | None]]) -> None:

@@ -72,6 +72,8 @@ class CoreServer:
             self._poller.register(socket, zmq.POLLIN)
         if core.connector is not None:
             self._poller.register(core.connector.wake_fd, zmq.POLLIN)
+        for descriptor in core.watched:
+            self._poller.register(descriptor, zmq.POLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._clients: set[bytes] = set()
@@ -171,6 +173,9 @@ class CoreServer:
         for index, socket in enumerate(self._sockets):
             if socket in ready:
                 self._drain(index, socket)
+        for descriptor, react in self._core.watched.items():
+            if descriptor in ready:
+                react()
         if self._core.connector is not None and self._core.connector.wake_fd in ready:
             self._core.handle_transfer_events()
 

@@ -22,6 +22,7 @@ from diptych_engine.control.worker_memory import WorkerMemory
 from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.pooling import Pooler
 from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
@@ -48,27 +49,35 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, source: ModelSource, num_blocks: int | None = None
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        num_blocks: int | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
-        """Load the model. `num_blocks` overrides what the configuration asks for.
+        """Load the model, or a rank's share of it.
 
+        `num_blocks` overrides what the configuration asks for.
         Raises `InvalidRequestError` for a device or model that cannot work.
         """
-        self._device = choose_device(config)
+        shard.check(source.config)
+        self._device = choose_device(config, shard.rank)
         self._dtype = choose_dtype(config, self._device)
         self._block_size = config.block_size
         self._window = source.config.sliding_window
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        cores_a_rank = max(1, len(os.sched_getaffinity(0)) // shard.size)
+        torch.set_num_threads(config.num_threads or cores_a_rank)
         _keep_freed_memory()
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         started = time.monotonic()
-        self.model = build_model(source.config, max_tokens, self._dtype, self._device)
+        self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
         self._source, self._seed = source, config.seed
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
-        self.block_bytes = block_bytes(source.config, config.block_size, self._dtype)
+        local = shard.local(source.config)
+        self.block_bytes = block_bytes(local, config.block_size, self._dtype)
         self.num_blocks = (
             num_blocks or config.num_blocks or config.kv_cache_bytes // self.block_bytes
         )
@@ -78,7 +87,7 @@ class ModelRunner:
                 param="kv_cache_bytes",
             )
         memory = KVMemory(self.num_blocks * self.block_bytes, self._dtype, self._device)
-        self.kv_cache = memory.tensor.view(-1, *block_shape(source.config, config.block_size))
+        self.kv_cache = memory.tensor.view(-1, *block_shape(local, config.block_size))
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
@@ -94,6 +103,8 @@ class ModelRunner:
             "_unload_lora": self._loras.unload,
             **WorkerMemory(self.model.slots, self._load, memory).methods(),
             **self._profiler.methods(),
+            "execute_dummy_batch": self.execute_dummy_batch,
+            "rank": lambda: shard.rank,
         }
         """What `collective_rpc` may name; names with an underscore are not for clients."""
 
@@ -116,8 +127,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample where it says so.
 
-        Appends nothing to the requests. Blocks that are new to a request are cleared first: what a
-        previous owner left there must not reach this one, not even through a masked NaN.
+        Appends nothing to the requests.
         """
         for request_id in plan.removed:
             self._free(request_id)
@@ -127,10 +137,10 @@ class ModelRunner:
         num_decodes = sum([share.num_tokens == 1 for share in shares])
         if num_decodes not in (0, len(shares)):
             shares = sorted(shares, key=_is_chunk)
-        rows = self._place(shares)
+        rows, fresh_blocks = self._place(shares)
         inputs = self._inputs(shares, rows, num_decodes)
         with self._profiler.span("execute_model"):
-            return self._compute(plan, shares, rows, inputs)
+            return self._compute(plan, shares, rows, inputs, fresh_blocks)
 
     def _compute(
         self,
@@ -138,12 +148,13 @@ class ModelRunner:
         shares: Sequence[ScheduledRequest],
         rows: list[int],
         inputs: StepInputs,
+        fresh_blocks: list[int],
     ) -> StepResult:
         """The model's work, and what follows from it."""
         query_starts = inputs.attention.query_starts
         if self._embeds:
             inputs = replace(inputs, given=self._embeds.among(shares, query_starts))
-        hidden = self.model.forward(inputs, self._kv_layers)
+        hidden = self.forward(inputs, fresh_blocks)
         of_prompts = self._prompt_logprobs.gather(shares, query_starts, hidden, self.model.logits)
         result = self._sample(plan, shares, rows, inputs, hidden)
         if of_prompts is not None:
@@ -152,6 +163,42 @@ class ModelRunner:
             pooled = self._pooler.pool(shares, query_starts, hidden, self.model.normed)
             result = replace(result, pooled=pooled)
         return result
+
+    def forward(self, inputs: StepInputs, fresh_blocks: list[int]) -> Tensor:
+        """Run the model: hidden states [tokens, hidden] of the step's tokens.
+
+        Blocks that are new to a request are cleared first: what a previous owner left there must
+        not reach this one, not even through a masked NaN.
+        """
+        if fresh_blocks:
+            self.kv_cache[fresh_blocks] = 0
+        return self.model.forward(inputs, self._kv_layers)
+
+    @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """Run the model on a token of nobody's: ranks that share layers wait for each other."""
+        zero = np.zeros(1, np.int64)
+        tokens = self._tensor(zero)
+        attention = AttentionMetadata(
+            query_starts=np.arange(2),
+            context_lens=zero + 1,
+            block_tables=np.zeros((1, 1), np.int64),
+            num_decodes=1,
+            block_size=self._block_size,
+            window=self._window,
+            device=self._device,
+        )
+        inputs = StepInputs(tokens, tokens, tokens, tokens, attention)
+        own_block = torch.zeros_like(self.kv_cache[:1])
+        self.model.forward(inputs, own_block.unbind(1))
+
+    def close(self) -> None:
+        """End what this runner started: nothing, it is alone."""
+
+    @property
+    def watched(self) -> dict[int, Callable[[], None]]:
+        """As `EngineCore.watched`: a lone runner depends on nobody."""
+        return {}
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -163,8 +210,9 @@ class ModelRunner:
             raise InvalidRequestError(f"no worker method {method!r}; there are {known}")
         return [call(*args, **(kwargs or {}))]
 
-    def _place(self, shares: Sequence[ScheduledRequest]) -> list[int]:
-        """The rows of the scheduled requests, their block tables brought up to date."""
+    def _place(self, shares: Sequence[ScheduledRequest]) -> tuple[list[int], list[int]]:
+        """The rows of the scheduled requests, their block tables brought up to date, and the
+        blocks that are new to them."""
         rows: list[int] = []
         fresh_blocks: list[int] = []
         table = self._rows
@@ -178,9 +226,7 @@ class ModelRunner:
                 first_fresh = -(-share.start // self._block_size)
                 fresh_blocks += table.extend(row, request.block_ids, first_fresh)
             rows.append(row)
-        if fresh_blocks:
-            self.kv_cache[fresh_blocks] = 0
-        return rows
+        return rows, fresh_blocks
 
     def _take_on(self, row: int, share: ScheduledRequest) -> None:
         """A request begins, or comes back after it lost its row."""
@@ -283,12 +329,17 @@ class ModelRunner:
         self.kv_cache[request.block_ids] = 0
 
 
-def choose_device(config: EngineConfig) -> torch.device:
-    """Raises `InvalidRequestError` if the configuration asks for a GPU that is not there."""
+def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """The CPU, or the GPU of a rank.
+
+    Raises `InvalidRequestError` if the configuration asks for a GPU that is not there.
+    """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise InvalidRequestError("device is cuda, but torch finds no GPU", param="device")
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+    if not available or config.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", rank)
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

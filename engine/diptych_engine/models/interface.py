@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from diptych_engine.models.low_rank import AdapterRows, Projection
+from diptych_engine.models.shard import Span
 from diptych_kernels.paged_attention import AttentionMetadata
 
 
@@ -46,10 +47,29 @@ class WeightSlot:
     """Where one published tensor goes: a view into the model's own, possibly fused, memory."""
 
     target: Tensor
-    """Has the published tensor's shape."""
+    """Has the published tensor's shape, or that of this rank's share of it."""
     rotary_dim: int = 0
     """Not 0: the rows are query or key dimensions in groups of this size, stored with the two
     members of each rotated pair side by side. A source in the half-split order is reordered."""
+    rows: Span | None = None
+    """This rank's share of the published rows; None: all of them."""
+    columns: Span | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The published tensor's shape."""
+        shape = list(self.target.shape)
+        for dim, span in enumerate((self.rows, self.columns)):
+            if span is not None:
+                shape[dim] = span.whole
+        return tuple(shape)
+
+    def share_of(self, published: Tensor) -> Tensor:
+        """The part of a published tensor that belongs here."""
+        for dim, span in enumerate((self.rows, self.columns)):
+            if span is not None:
+                published = published.narrow(dim, span.start, span.length)
+        return published
 
 
 class CausalLM(Protocol):

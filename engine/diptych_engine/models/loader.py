@@ -161,19 +161,20 @@ def _fill_randomly(slots: Mapping[str, WeightSlot], seed: int, progress: Progres
         if "norm" in name:
             slot.target.fill_(1.0)
         else:
-            values = torch.randn(slot.target.shape, generator=generator)
-            slot.target.copy_(values.mul_(DUMMY_SCALE))
+            values = torch.randn(slot.shape, generator=generator)
+            slot.target.copy_(slot.share_of(values).mul_(DUMMY_SCALE))
         done += slot.target.nbytes
         progress(done, total)
 
 
 def _fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
     """Copy a tensor to its place. `reorder`: rotated pairs are half a head apart in `values`."""
-    if values.shape != slot.target.shape:
+    if values.shape != slot.shape:
         raise _unusable(
             f"tensor {name} has the shape {list(values.shape)}, "
-            f"not {list(slot.target.shape)} as the configuration says"
+            f"not {list(slot.shape)} as the configuration says"
         )
+    values = slot.share_of(values)
     if reorder:
         values = interleave_pairs(values, slot.rotary_dim)
     slot.target.copy_(values)

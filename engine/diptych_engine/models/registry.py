@@ -9,10 +9,11 @@ import torch
 
 from diptych_engine.models.interface import CausalLM
 from diptych_engine.models.llama import LlamaModel
+from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_source import ModelConfig
 from diptych_protocol import InvalidRequestError
 
-Builder = Callable[[ModelConfig, int, torch.dtype, torch.device], CausalLM]
+Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard], CausalLM]
 
 BUILDERS: Final[dict[str, Builder]] = {
     "llama": LlamaModel,
@@ -23,9 +24,13 @@ BUILDERS: Final[dict[str, Builder]] = {
 
 
 def build_model(
-    config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard = WHOLE,
 ) -> CausalLM:
-    """Allocate a model, its weights still undefined.
+    """Allocate a rank's share of a model, its weights still undefined.
 
     Raises `InvalidRequestError` for an architecture that nobody has written.
     """
@@ -36,4 +41,4 @@ def build_model(
             f"not one of {', '.join(BUILDERS)}",
             param="model",
         )
-    return builder(config, max_positions, dtype, device)
+    return builder(config, max_positions, dtype, device, shard)

@@ -1,0 +1,69 @@
+"""A group of processes that sum tensors: gloo between CPUs, NCCL between GPUs.
+
+The group is an object of its own, not torch's default one: a process may be in several.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+SUM_TIMEOUT_S: Final = 60.0
+"""Within this time all ranks come to a sum; the longest half of a layer must fit in."""
+JOIN_TIMEOUT_S: Final = 120.0
+LOOPBACK: Final = "127.0.0.1"
+
+
+class SumGroup:
+    """One rank's membership. `join` it before the first sum."""
+
+    def __init__(self, rank: int, size: int, store: Path, device: torch.device) -> None:
+        """`store` is a file in a directory that only the ranks can reach; it need not exist."""
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._device = device
+        self._backend: Any = None
+        """A `ProcessGroupGloo` or `ProcessGroupNCCL`; torch's stubs lack half of what they have."""
+
+    def join(self) -> None:
+        """Wait for all ranks. Raises `RuntimeError` if one does not come in time."""
+        torch_dist: Any = dist
+        store = torch_dist.FileStore(str(self._store), self.size)
+        store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            kind = torch_dist.ProcessGroupNCCL
+            options = kind.Options()
+        else:
+            kind = torch_dist.ProcessGroupGloo
+            options = kind._Options()
+            # Left to itself, gloo listens wherever the machine's name leads.
+            options._devices = [kind.create_device(hostname=LOOPBACK)]
+        options._timeout = timedelta(seconds=SUM_TIMEOUT_S)
+        self._backend = kind(store, self.rank, self.size, options)
+        self.sum_(torch.zeros(1, device=self._device))
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all ranks.
+
+        Raises `RuntimeError` when a rank is gone, or does not come in time.
+        """
+        if self._backend is None:
+            raise RuntimeError("the group was not joined")
+        self._backend.allreduce([tensor]).wait()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; every rank must ask. Raises as `sum_` does."""
+        flags = torch.tensor([flag], dtype=torch.int32, device=self._device)
+        self.sum_(flags)
+        return bool(flags.item())
+
+    def leave(self) -> None:
+        """Sum no more; the others' next sum fails."""
+        self._backend = None

@@ -1,0 +1,123 @@
+"""A rank of a tensor-parallel group other than the first: a child process of the EngineCore.
+
+`python -m diptych_engine.parallel.worker --config JSON --rank N --directory DIR --parent-pid PID`
+
+It holds its share of the weights and of the KV cache and does what the lead says. It ends with the
+lead, and takes the lead with it when it fails: its part of a sum never comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from diptych_engine.lifeline import die_with_parent
+from diptych_engine.models.shard import Shard
+from diptych_engine.parallel.group import SumGroup
+from diptych_engine.parallel.steps import (
+    FAILED,
+    STARTED,
+    Answer,
+    Kind,
+    WorkerCall,
+    call_decoder,
+    encoder,
+    endpoint,
+    step_decoder,
+)
+from diptych_engine.runner import ModelRunner, choose_device
+from diptych_frontend.logs import setup_logging
+from diptych_frontend.model_source import resolve_model
+from diptych_protocol import EngineConfig, InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_MS = 2000
+
+
+class Worker:
+    """One rank at work."""
+
+    def __init__(self, config: EngineConfig, rank: int, directory: Path) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+        self._socket.connect(endpoint(directory, rank))
+        self._config = config
+        self._device = choose_device(config, rank)
+        self._group = SumGroup(rank, config.tensor_parallel_size, directory / "group", self._device)
+
+    def run(self) -> None:
+        """Load, join the group, and work until told to stop. Whatever goes wrong is told."""
+        try:
+            source = resolve_model(self._config.model)
+            shard = Shard(self._group.rank, self._group.size, self._group.sum_)
+            runner = ModelRunner(self._config, source, shard=shard)
+            self._answer(Answer(STARTED))
+            self._group.join()
+            while self._serve_one(runner):
+                pass
+        except Exception as exc:
+            invalid = isinstance(exc, InvalidRequestError)
+            self._answer(Answer(FAILED, failure=str(exc) or repr(exc), invalid=invalid))
+            raise
+        finally:
+            self._socket.close()
+            self._context.term()
+
+    def _serve_one(self, runner: ModelRunner) -> bool:
+        """Do the lead's next bidding; False when that was to stop."""
+        kind, *payload = self._socket.recv_multipart()
+        match Kind(kind):
+            case Kind.STEP:
+                step = step_decoder.decode(payload)
+                with torch.inference_mode():
+                    runner.forward(step.inputs(self._device), step.fresh_blocks)
+            case Kind.CALL:
+                self._answer(_call(runner, call_decoder.decode(payload)))
+            case Kind.STOP:
+                return False
+        return True
+
+    def _answer(self, answer: Answer) -> None:
+        self._socket.send_multipart(encoder.encode(answer))
+
+
+def _call(runner: ModelRunner, call: WorkerCall) -> Answer:
+    try:
+        [result] = runner.collective_rpc(call.method, call.args, call.kwargs)
+    except Exception as exc:
+        log.info("%s failed", call.method, exc_info=exc)
+        invalid = isinstance(exc, InvalidRequestError)
+        return Answer(call.call_id, failure=str(exc) or repr(exc), invalid=invalid)
+    return Answer(call.call_id, result)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m diptych_engine.parallel.worker")
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--directory", type=Path, required=True, help="private to the group")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the lead's process id")
+    args = parser.parse_args()
+    die_with_parent(args.parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the lead says when
+        signal.signal(number, signal.SIG_IGN)
+    config = msgspec.json.decode(args.config, type=EngineConfig)
+    setup_logging(f"{config.engine_id or 'engine'}/{args.rank}")
+    try:
+        Worker(config, args.rank, args.directory).run()
+    except Exception:
+        log.exception("rank %d cannot go on", args.rank)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

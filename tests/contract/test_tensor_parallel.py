@@ -1,0 +1,190 @@
+"""Two processes as one engine, over gloo: the same tokens, and nobody hangs when one dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from diptych_engine.build_core import build_core
+from diptych_engine.core import EngineCore
+from diptych_engine.models import StepInputs
+from diptych_protocol import (
+    Array,
+    EngineConfig,
+    EngineCoreRequest,
+    EngineDeadError,
+    InvalidRequestError,
+    KVTransferConfig,
+    SamplingParams,
+    UtilityError,
+)
+
+CONFIG = EngineConfig(
+    model="dummy://?num_hidden_layers=2&num_attention_heads=4&num_key_value_heads=2",
+    dtype="float32",
+    num_blocks=64,
+    num_threads=1,
+    max_num_seqs=8,
+    max_num_batched_tokens=24,
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[7], list(range(40)), [1, 2, 3], [5] * 17]
+
+
+def request(name: str, prompt: list[int], params: SamplingParams) -> EngineCoreRequest:
+    return EngineCoreRequest(name, prompt, None, params, None, None, time.time(), None, None, None)
+
+
+def answers(core: EngineCore, params: SamplingParams = GREEDY) -> list[list[int]]:
+    """Chunked prefills and decodes of several requests, mixed in the same steps."""
+    for index, prompt in enumerate(PROMPTS):
+        core.add(request(str(index), prompt, params), b"me")
+    tokens: dict[str, list[int]] = {}
+    while core.has_work:
+        core.finish_step(*core.start_step())
+        for output in core.take_outputs().get(b"me", []):
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return [tokens[str(index)] for index in range(len(PROMPTS))]
+
+
+def changed(**changes: Any) -> EngineConfig:
+    return msgspec.structs.replace(CONFIG, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone() -> EngineCore:
+    return build_core(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[EngineCore]:
+    core = build_core(changed(tensor_parallel_size=2))
+    yield core
+    core.close()
+
+
+def test_tensor_parallel_gives_the_tokens_of_one_rank(alone: EngineCore, pair: EngineCore) -> None:
+    assert answers(pair) == answers(alone)
+    seeded = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+    assert answers(pair, seeded) == answers(alone, seeded)
+    assert pair.scheduler.pool.forget_all(), "no block is held"
+
+
+def test_key_value_heads_fewer_than_ranks_are_held_by_several() -> None:
+    one_head = changed(model="dummy://?num_hidden_layers=2&num_key_value_heads=1")
+    alone = build_core(one_head)
+    pair = build_core(msgspec.structs.replace(one_head, tensor_parallel_size=2))
+    try:
+        assert answers(pair) == answers(alone)
+    finally:
+        pair.close()
+
+
+def test_contract_C24_a_call_reaches_every_rank_in_order(pair: EngineCore) -> None:
+    pair.runner.worker_methods["local_only"] = os.getpid
+    with pytest.raises(InvalidRequestError, match="no worker method"):
+        pair.runner.collective_rpc("nonsense")
+    with pytest.raises((InvalidRequestError, UtilityError), match="rank 1: no worker method"):
+        pair.runner.collective_rpc("local_only")
+    del pair.runner.worker_methods["local_only"]
+    assert pair.runner.collective_rpc("rank") == [0, 1]
+    assert pair.runner.collective_rpc("execute_dummy_batch") == [None, None]
+    assert answers(pair), "the group is still in step"
+
+
+def test_every_rank_sleeps_and_wakes(alone: EngineCore, pair: EngineCore) -> None:
+    for call in ("_put_weights_aside", "_drop_kv_cache", "_restore_weights", "_restore_kv_cache"):
+        pair.runner.collective_rpc(call)
+    pair.scheduler.pool.forget_all()
+    assert answers(pair) == answers(alone)
+
+
+def test_given_embeddings_reach_every_rank(alone: EngineCore, pair: EngineCore) -> None:
+    values = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    embeds = Array("float32", (6, 64), values.view(torch.uint8).numpy().data)
+
+    def answer(core: EngineCore) -> list[int]:
+        given = request("given", [0] * 6, GREEDY)
+        given.prompt_embeds = embeds
+        core.add(given, b"me")
+        tokens: list[int] = []
+        while core.has_work:
+            core.finish_step(*core.start_step())
+            for output in core.take_outputs().get(b"me", []):
+                tokens += output.new_token_ids
+        return tokens
+
+    assert answer(pair) == answer(alone)
+
+
+def workers() -> set[int]:
+    """The process ids of all ranks but the first."""
+    children = psutil.Process().children()
+    return {child.pid for child in children if "diptych_engine.parallel.worker" in child.cmdline()}
+
+
+def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
+    others = workers()
+    core = build_core(changed(tensor_parallel_size=2))
+    try:
+        core.add(request("doomed", [1, 2, 3], GREEDY), b"me")
+        core.finish_step(*core.start_step())
+        [victim] = workers() - others
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {victim}\) was killed by sig"):
+            core.start_step()
+        [(descriptor, react)] = core.watched.items()
+        assert select.select([descriptor], [], [], 10)[0], "an idle core notices too"
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            react()
+    finally:
+        core.close()
+    assert workers() == others
+
+
+def test_closing_a_core_ends_its_workers(pair: EngineCore) -> None:
+    others = workers()
+    core = build_core(changed(tensor_parallel_size=2))
+    assert len(workers() - others) == 1
+    core.close()
+    assert workers() == others
+    assert answers(pair), "another engine of the same process is not touched"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tensor_parallel_size": 3}, "4 heads"),
+        ({"tensor_parallel_size": 0}, "between 1 and 64"),
+        (
+            {"model": "dummy://?num_attention_heads=9&num_key_value_heads=3&hidden_size=72"},
+            "9 heads",
+        ),
+        ({"model": "dummy://?intermediate_size=129"}, "intermediate_size 129"),
+        ({"kv_transfer": KVTransferConfig()}, "hand-offs"),
+        ({"lora_modules": {"a": "/nowhere"}}, "adapters"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint) as refusal:
+        build_core(changed(**{"tensor_parallel_size": 2, **changes}))
+    assert refusal.value.param == "tensor_parallel_size"
+
+
+def test_every_field_of_a_step_travels() -> None:
+    assert {field.name for field in dataclasses.fields(StepInputs)} == {
+        "token_ids", "positions", "slot_blocks", "slot_offsets", "attention",
+        "given",
+        "adapters",  # refused with several ranks
+    }  # fmt: skip
