@@ -15,6 +15,7 @@ from diptych_engine.scheduler import Scheduler
 from diptych_frontend.model_source import resolve_model
 from diptych_kv_transfer import KVConnector
 from diptych_protocol import EngineConfig, EngineDescription
+from diptych_protocol.lora import numbered
 from diptych_protocol.pooling import POOLING_TASKS
 
 
@@ -85,7 +86,7 @@ def build_core(config: EngineConfig) -> EngineCore:
     core.watched.update(runner.watched)
     loras = LoraCalls(core.adapters, lambda: core.scheduler.running)
     core.utilities.update(loras.utilities)
-    for adapter in config.lora_requests:
+    for adapter in numbered(config.lora_modules):
         loras.add_lora(adapter)
     core.utilities.update(Controls(core).utilities())
     return core

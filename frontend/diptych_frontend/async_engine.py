@@ -35,6 +35,7 @@ from diptych_protocol import (
     SchedulerStats,
     StreamingInput,
 )
+from diptych_protocol.lora import numbered
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class AsyncEngine(EngineClient):
         self.input_processor = inputs
         self.output_processor = outputs
         self._max_open_requests = max_open_requests
+        self._adapters = {a.lora_name: a for a in numbered(config.lora_modules)}
         self._dead: EngineDeadError | None = None
         self._closed = False
         self._facts: dict[str, dict[str, Any]] = {}
@@ -91,6 +93,10 @@ class AsyncEngine(EngineClient):
     @property
     def model_name(self) -> str:
         return self.vllm_config.name
+
+    @property
+    def adapters(self) -> Mapping[str, LoRARequest]:
+        return self._adapters
 
     @property
     def max_model_len(self) -> int:

@@ -17,6 +17,7 @@ from diptych_frontend.async_engine import AsyncEngine
 from diptych_frontend.core_control import CoreControl
 from diptych_frontend.core_group import CoreGroup
 from diptych_frontend.core_launcher import TERMINATE_GRACE_S, AdoptedCore, Core
+from diptych_frontend.core_weights import CoreWeights
 from diptych_frontend.curve import read_keys
 from diptych_frontend.engine_args import EngineArgs
 from diptych_frontend.foreign_options import refuse_foreign
@@ -48,7 +49,7 @@ slowest machine must fit in."""
 DRAIN_POLL_S = 0.1
 
 
-class AsyncLLM(CoreControl, AsyncEngine, WithoutControl):
+class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
     """One engine. Its core starts with it; the first request waits until the core can serve.
 
     Where an early answer is wanted, create it with `await AsyncLLM.start(config)`. End it with
@@ -292,6 +293,10 @@ class AsyncLLM(CoreControl, AsyncEngine, WithoutControl):
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
         await self._connect()
         return await self._connected.call(method, *args, timeout_s=timeout_s)
+
+    async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        await self._connect()
+        return await self._connected.call_each(method, *args, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def silence_expected(self) -> Iterator[None]:

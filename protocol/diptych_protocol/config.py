@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 
 from diptych_protocol.errors import InvalidRequestError
-from diptych_protocol.lora import LoRARequest
 
 MAX_RANKS = 64
 """Of either kind of parallelism."""
@@ -140,14 +139,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
                 )
 
     @property
-    def lora_requests(self) -> list[LoRARequest]:
-        """The adapters of `lora_modules`, with the ids they have: 1, 2, 3…"""
-        return [
-            LoRARequest(name, index, path)
-            for index, (name, path) in enumerate(self.lora_modules.items(), start=1)
-        ]
-
-    @property
     def name(self) -> str:
         """The model's name as clients see it."""
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
@@ -169,6 +160,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """More waiting requests than this are refused at once."""
     drain_seconds: float = 30.0
     """After SIGTERM, how long answers under way may take."""
+    lora_modules: dict[str, str] = {}
+    """Adapters that clients may ask for as models; the same as `EngineConfig.lora_modules`."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

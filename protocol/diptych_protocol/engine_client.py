@@ -117,6 +117,11 @@ class EngineClient(ABC):
         """The name under which clients ask for the model."""
 
     @property
+    def adapters(self) -> Mapping[str, LoRARequest]:
+        """The adapters that clients may ask for as models, by their names."""
+        return {}
+
+    @property
     @abstractmethod
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 
@@ -13,3 +15,11 @@ class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tr
     """Positive; names the adapter in `list_loras`, `remove_lora` and `pin_lora`."""
     lora_path: str = ""
     """A directory in PEFT's form: `adapter_config.json` and `adapter_model.safetensors`."""
+
+
+def numbered(modules: Mapping[str, str]) -> list[LoRARequest]:
+    """The adapters of a configuration (name -> directory), with the ids 1, 2, 3…"""
+    return [
+        LoRARequest(name, index, path)
+        for index, (name, path) in enumerate(modules.items(), start=1)
+    ]

@@ -58,7 +58,7 @@ def build_app(
     metrics = metrics or ServerMetrics(engine.model_name)
     known = frozenset(names)
     probes = Probes(engine, metrics, refresh_stats)
-    models = Models(names, engine.max_model_len)
+    models = Models(engine, names)
     completions = GenerationRoute(CompletionApi(), engine, known, metrics)
     chat = GenerationRoute(ChatApi(), engine, known, metrics)
     router = Router(
@@ -131,20 +131,30 @@ class Probes:
 
 
 class Models:
-    """/v1/models: one model, under each of its names."""
+    """/v1/models: one model, under each of its names, and its adapters."""
 
-    def __init__(self, names: Sequence[str], max_model_len: int) -> None:
-        created = int(time.time())
-        self._cards = {name: ModelCard(name, created, max_model_len) for name in names}
+    def __init__(self, engine: EngineClient, names: Sequence[str]) -> None:
+        self._engine = engine
+        self._created = int(time.time())
+        self._names = names
+
+    def _cards(self) -> dict[str, ModelCard]:
+        created, length = self._created, self._engine.max_model_len
+        base = self._names[0]
+        cards = {name: ModelCard(name, created, length) for name in self._names}
+        for name in self._engine.adapters:
+            cards.setdefault(name, ModelCard(name, created, length, base))
+        return cards
 
     async def list(self, request: Request) -> Response:
-        return _json(ModelList(list(self._cards.values())))
+        return _json(ModelList(list(self._cards().values())))
 
     async def one(self, request: Request) -> Response:
+        cards = self._cards()
         name = request.path_params["model"]
-        if name not in self._cards:
-            raise unknown_model(name, frozenset(self._cards))
-        return _json(self._cards[name])
+        if name not in cards:
+            raise unknown_model(name, frozenset(cards))
+        return _json(cards[name])
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -27,6 +27,7 @@ from diptych_protocol import (
     EngineClient,
     EngineGenerateError,
     InvalidRequestError,
+    LoRARequest,
     Renderer,
     RequestOutput,
     SamplingParams,
@@ -71,6 +72,7 @@ class Job:
     params: SamplingParams
     priority: int
     data_parallel_rank: int | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -102,8 +104,14 @@ class GenerationRoute(Generic[R]):
         request = self._parse(scope, exchange.body)
         params = self._api.params(request)
         prompts = await self._render(request, len(exchange.body))
-        rank = _data_parallel_rank(Headers(scope=scope))
-        job = Job(exchange.request_id, prompts, params, request.priority or 0, rank)
+        job = Job(
+            exchange.request_id,
+            prompts,
+            params,
+            request.priority or 0,
+            _data_parallel_rank(Headers(scope=scope)),
+            self._adapter(request.model),
+        )
         writer = self._api.writer(request, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
         async with UntilDisconnect(receive, exchange) as client:
@@ -123,9 +131,14 @@ class GenerationRoute(Generic[R]):
             request = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise from_decode_error(exc) from exc
-        if request.model not in self._served_names:
-            raise unknown_model(request.model, self._served_names)
+        names = self._served_names | self._engine.adapters.keys()
+        if request.model not in names:
+            raise unknown_model(request.model, names)
         return request
+
+    def _adapter(self, model: str) -> LoRARequest | None:
+        """The adapter that clients ask for by this name; the model's own names come first."""
+        return None if model in self._served_names else self._engine.adapters.get(model)
 
     async def _render(self, request: R, body_size: int) -> list[TokensPrompt]:
         """Tokenise, and refuse a prompt that leaves no room for an answer."""
@@ -237,6 +250,7 @@ async def _run_prompt(
         prompt,
         job.params,
         job.engine_id(index),
+        lora_request=job.lora_request,
         priority=job.priority,
         data_parallel_rank=job.data_parallel_rank,
     )

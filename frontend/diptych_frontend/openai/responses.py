@@ -221,6 +221,8 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
+    parent: str | None = None
+    """Of an adapter: the model that it adapts."""
     object: str = "model"
     owned_by: str = "diptych"
 
