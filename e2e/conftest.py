@@ -54,6 +54,8 @@ def kubectl(request: pytest.FixtureRequest) -> Iterator[Kubectl]:
     request.config.stash[IN_USE] = kubectl
     yield kubectl
     del request.config.stash[IN_USE]
+    # A namespace waits for its pods, longer than they take: let none be left.
+    kubectl.run("delete", "pods", "--all", "--grace-period=1", "--timeout=60s", timeout_s=70)
     kubectl.delete("namespace", kubectl.namespace)
     kubectl.gone("namespace", [kubectl.namespace])
 
