@@ -1,6 +1,34 @@
-"""The engine: scheduler, block pool, model runner, and the process that drives them."""
+"""The engine: scheduler, block pool, model runner, and the process that drives them.
 
-from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.engine_args import EngineArgs
+The names below are loaded when they are first used, so that nobody imports what he does not need:
+an `AsyncLLM` needs no torch.
+"""
 
-__all__ = ["AsyncLLM", "EngineArgs"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diptych_engine.llm import LLM
+    from diptych_engine.llm_engine import LLMEngine
+    from diptych_frontend.async_llm import AsyncLLM
+    from diptych_frontend.engine_args import EngineArgs
+    from diptych_frontend.mq_client import MQLLMEngineClient
+
+__all__ = ["LLM", "AsyncLLM", "EngineArgs", "LLMEngine", "MQLLMEngineClient"]
+
+_HOMES = {
+    "LLM": "diptych_engine.llm",
+    "LLMEngine": "diptych_engine.llm_engine",
+    "AsyncLLM": "diptych_frontend.async_llm",
+    "EngineArgs": "diptych_frontend.engine_args",
+    "MQLLMEngineClient": "diptych_frontend.mq_client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(home), name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_config import ModelConfig
-from diptych_frontend.output_processor import Collector, OutputProcessor, ParentRequest
+from diptych_frontend.output_processor import Collector, OutputProcessor, ParentRequest, fan_out
 from diptych_frontend.renderer import TextRenderer
 from diptych_frontend.stat_loggers import log_stats
 from diptych_protocol import (
@@ -183,9 +183,7 @@ class AsyncEngine(EngineClient):
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
         )
-        n = request.sampling.n if request.sampling_params is not None else 1
-        parent = ParentRequest(request) if n > 1 else None
-        parts = [parent.child(index) for index in range(n)] if parent is not None else [request]
+        parent, parts = fan_out(request)
         open_now = self.output_processor.num_unfinished
         if open_now + len(parts) > self._max_open_requests:
             raise EngineOverloadedError(f"{open_now} requests are open already; retry later")

@@ -61,6 +61,25 @@ class MalformedAnswerError(UtilityError, ValueError):
     """The core's answer is not what was asked for: it is of another version, or no core."""
 
 
+def open_dealer(keys: CurveKeys | None, patience_s: float = PATIENCE_S) -> zmq.Socket[bytes]:
+    """A socket for one core, still to be connected; see `CoreClient` for the parameters."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    # Nothing waits for a connection: a message is for the core that listens now, or for none.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the admission limit above us
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(patience_s * 1000 / HEARTBEATS))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000))
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if keys is not None:
+        use_keys(socket, keys)
+    return socket
+
+
 class CoreClient:
     """Talks to the core at one endpoint; must be created inside a running event loop.
 
@@ -93,20 +112,7 @@ class CoreClient:
         self._handshake_failed = False
         """The newest attempt to connect ended in the handshake."""
         self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Nothing waits for a connection: a message is for the core that listens now, or for none.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the admission limit above us
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(patience_s * 1000 / HEARTBEATS))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000))
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if keys is not None:
-            use_keys(self._socket, keys)
+        self._socket = open_dealer(keys, patience_s)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES
         )

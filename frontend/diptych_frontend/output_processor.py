@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from diptych_protocol import (
     RequestOutputKind,
 )
 
-__all__ = ["Collector", "OutputProcessor", "ParentRequest"]
+__all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,14 @@ class ParentRequest:
         return sorted(self._answers, key=lambda known: known.index)
 
 
+def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
+    """What the core gets for a request: itself, or a parent's n children."""
+    if request.sampling_params is None or request.sampling_params.n == 1:
+        return None, [request]
+    parent = ParentRequest(request)
+    return parent, [parent.child(index) for index in range(request.sampling_params.n)]
+
+
 class OutputProcessor:
     """The open requests of one client. Belongs to one thread."""
 
@@ -80,6 +88,11 @@ class OutputProcessor:
     def num_unfinished(self) -> int:
         """Sequences that an engine still works on; a request with n answers counts n times."""
         return len(self._answers)
+
+    @property
+    def open_ids(self) -> Collection[str]:
+        """The users' ids of the requests that have not ended."""
+        return self._by_external_id.keys()
 
     def add(
         self,

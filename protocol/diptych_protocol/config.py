@@ -83,6 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Adapters that are there from the start: name -> directory. Clients ask for them as models."""
     tensor_parallel_size: int = 1
     """Processes that share every layer's work; each has `num_threads` and `kv_cache_bytes`."""
+    pipeline_parallel_size: int = 1
+    """Layers are not split over processes: 1 is the only value."""
     data_parallel_size: int = 1
     """Engine cores behind one front-end that share its requests; each has a whole model."""
     data_parallel_rank: int = 0
@@ -114,6 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("pooling", self.pooling in ("last", "mean"), "last or mean"),
             ("scheduling_policy", self.scheduling_policy in ("fcfs", "priority"),
              "fcfs or priority"),
+            ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
             ("num_threads", self.num_threads is None or self.num_threads >= 1, "at least 1"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
             ("max_loras", 0 <= self.max_loras <= 1024, "between 0 and 1024"),

@@ -1,0 +1,431 @@
+"""LLMEngine and LLM as the contract has them: rows L1 to L13."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections import Counter as Counting
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import msgspec
+import psutil
+import pytest
+from core_kit import DUMMY
+
+from diptych_engine import LLM, EngineArgs, LLMEngine
+from diptych_engine.llm_engine import LOG_INTERVAL, MULTIPROCESSING
+from diptych_frontend.metric_snapshot import Counter, Gauge, Histogram
+from diptych_protocol import (
+    ClientClosedError,
+    EngineConfig,
+    EngineCoreOutput,
+    EngineDeadError,
+    FinishReason,
+    InvalidRequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    SchedulerStats,
+    UnsupportedFeatureError,
+    UtilityError,
+)
+
+ARGS = EngineArgs(DUMMY, num_gpu_blocks_override=256, num_threads=1, max_num_seqs=16)
+CONFIG = ARGS.create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def in_process() -> Iterator[LLMEngine]:
+    engine = LLMEngine.from_engine_args(ARGS)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def in_child() -> Iterator[LLMEngine]:
+    engine = LLMEngine.from_engine_args(ARGS, enable_multiprocessing=True)
+    yield engine
+    engine.shutdown()
+    engine.shutdown()
+
+
+@pytest.fixture(params=["in_process", "in_child"])
+def engine(request: pytest.FixtureRequest) -> LLMEngine:
+    """Each mode in turn."""
+    engine: LLMEngine = request.getfixturevalue(request.param)
+    return engine
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **fields})
+
+
+def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    """All outputs until nothing is left, by the users' ids."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    assert engine.get_num_unfinished_requests() == 0
+    return outputs
+
+
+def child_pids() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
+def stats(engine: LLMEngine) -> SchedulerStats:
+    return msgspec.convert(engine.call_core("stats"), SchedulerStats)
+
+
+def test_contract_L01_both_modes_give_the_same_answers(
+    in_process: LLMEngine, in_child: LLMEngine
+) -> None:
+    answers = []
+    for engine in (in_process, in_child):
+        for number in range(5):
+            wanted = params(temperature=0.8, seed=number, logprobs=2, max_tokens=5 + number)
+            engine.add_request(f"r{number}", [1, 2, 3 + number], wanted)
+        last = {name: outputs[-1] for name, outputs in run(engine).items()}
+        # Batches differ with the moment at which requests arrive, and so the last bits of numbers.
+        answers.append(
+            {
+                name: (answer.token_ids, answer.finish_reason, len(answer.logprobs or ()))
+                for name, output in last.items()
+                for answer in output.outputs
+            }
+        )
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 5
+    assert in_process.model_executor.model is not None
+    with pytest.raises(UnsupportedFeatureError, match="another process"):
+        _ = in_child.model_executor
+
+
+@pytest.mark.parametrize("option", ["executor_class", "usage_context", "mm_registry"])
+def test_contract_L01_an_option_without_a_meaning_here_is_refused(option: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=option):
+        LLMEngine(CONFIG, **{option: object()})  # type: ignore[arg-type]
+
+
+def test_contract_L02_the_environment_decides_about_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = child_pids()
+    monkeypatch.setenv(MULTIPROCESSING, "0")
+    inside = LLMEngine.from_vllm_config(CONFIG)
+    assert child_pids() == before
+    monkeypatch.setenv(MULTIPROCESSING, "1")
+    outside = LLMEngine.from_vllm_config(CONFIG, disable_log_stats=True)
+    assert len(child_pids() - before) == 1
+    assert (inside.log_stats, outside.log_stats) == (True, False)
+    for engine in (inside, outside):
+        engine.shutdown()
+        with pytest.raises(ClientClosedError):
+            engine.add_request("late", [1], params())
+    assert child_pids() == before
+    assert inside.description.compat == outside.description.compat
+
+
+def test_contract_L03_an_id_must_be_text(engine: LLMEngine) -> None:
+    with pytest.raises(TypeError, match="string, not int"):
+        engine.add_request(7, [1], params())  # type: ignore[arg-type]
+    assert not engine.has_unfinished_requests()
+
+
+def test_contract_L03_the_internal_id_names_one_of_several(engine: LLMEngine) -> None:
+    first = engine.add_request("same", [1, 2], params())
+    second = engine.add_request("same", [1, 2], params(max_tokens=4))
+    assert first != second
+    assert first.startswith("same-")
+    engine.abort_request([first], internal=True)
+    [outputs] = run(engine).values()
+    assert len(outputs[-1].outputs[0].token_ids) == 4
+
+
+def test_contract_L03_n_answers_come_under_one_id_each_with_its_own_seed(
+    engine: LLMEngine,
+) -> None:
+    seeded = params(n=3, seed=11, temperature=1.0, output_kind=RequestOutputKind.FINAL_ONLY)
+    engine.add_request("three", [1, 2], seeded)
+    assert engine.get_num_unfinished_requests() == 3
+    [[together]] = run(engine).values()
+    for index in range(3):
+        engine.add_request(f"{index}", [1, 2], params(seed=11 + index, temperature=1.0))
+    alone = run(engine)
+    assert [answer.token_ids for answer in together.outputs] == [
+        alone[str(index)][-1].outputs[0].token_ids for index in range(3)
+    ]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_contract_L04_steps_tell_as_much_as_was_asked_for(
+    engine: LLMEngine, kind: RequestOutputKind
+) -> None:
+    engine.add_request("r", [1, 2, 3], params(output_kind=kind))
+    outputs = run(engine)["r"]
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    match kind:
+        case RequestOutputKind.DELTA:
+            assert sum(lengths) == 8
+        case RequestOutputKind.CUMULATIVE:
+            assert lengths == sorted(lengths)
+            assert lengths[-1] == 8
+        case RequestOutputKind.FINAL_ONLY:
+            assert lengths == [8]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert engine.step() == []
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: str) -> Iterator[LLM]:
+    with LLM(smollm2, num_blocks=16, num_threads=1) as llm:
+        yield llm
+
+
+def test_contract_L04_stop_strings_end_a_request_in_the_core_too(real: LLM) -> None:
+    engine = real.llm_engine
+    engine.add_request("r", "The capital of France is", params(max_tokens=60, stop=["Paris"]))
+    output = run(engine)["r"][-1]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "Paris")
+    assert "Paris" not in output.outputs[0].text
+    assert stats(engine).num_running == 0
+
+
+def test_contract_L04_a_failed_request_ends_with_its_reason_and_others_go_on(
+    in_process: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = in_process.add_request("bad", [1, 2], params(n=2))
+    in_process.add_request("good", [1, 2], params())
+    core = in_process.engine_core.core  # type: ignore[attr-defined]
+    core._outputs[b""].append(
+        EngineCoreOutput(f"0_{bad}", [], finish_reason=FinishReason.ERROR, error="poisoned")
+    )
+    outputs = run(in_process)
+    assert [o.outputs[0].finish_reason for o in outputs["bad"]] == ["error"]
+    assert outputs["bad"][0].outputs[0].stop_reason == "poisoned"
+    assert len(outputs["good"][-1].outputs[0].token_ids) == 8
+    in_process.add_request("after", [1], params())
+    run(in_process)
+    assert stats(in_process).num_running == 0
+
+
+def test_contract_L05_alone_an_engine_is_unfinished_by_its_own_work_only(
+    engine: LLMEngine,
+) -> None:
+    assert not engine.has_unfinished_requests_dp(False)
+    assert engine.has_unfinished_requests_dp(True)
+
+
+def test_contract_L06_after_an_abort_nothing_more_is_told(engine: LLMEngine) -> None:
+    free = stats(engine).blocks_free
+    mine = engine.add_request("mine", [1, 2], params(n=2, max_tokens=500))
+    engine.add_request("gone", [1, 2], params(max_tokens=500))
+    engine.add_request("stays", [1, 2], params())
+    engine.step()
+    engine.abort_request(["gone", "never heard of"])
+    engine.abort_request([mine], internal=True)
+    engine.abort_request([mine], internal=True)
+    assert set(run(engine)) == {"stays"}
+    assert stats(engine).blocks_free == free
+
+
+def test_contract_L07_counters_equal_what_was_made(engine: LLMEngine) -> None:
+    def read() -> Counting[str]:
+        sums: Counting[str] = Counting()
+        for metric in engine.get_metrics():
+            if isinstance(metric, Counter):
+                sums[metric.name] += metric.value
+        return sums
+
+    before = read()
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, [1, 2, 3], params(output_kind=kind, n=2))
+    run(engine)
+    after = read()
+    made = {name: after[name] - before[name] for name in after}
+    assert made["diptych:generation_tokens"] == made["diptych:engine_tokens_generated"] == 48
+    assert made["diptych:prompt_tokens"] == 9
+    assert made["diptych:request_success"] == 6
+    metrics = {metric.name: metric for metric in engine.get_metrics()}
+    running, e2e = (
+        metrics["diptych:num_requests_running"],
+        metrics["diptych:e2e_request_latency_seconds"],
+    )
+    assert isinstance(running, Gauge)
+    assert running.value == 0
+    assert isinstance(e2e, Histogram)
+    assert e2e.count == list(e2e.buckets.values())[-1] >= 3
+    assert e2e.labels == {"model_name": engine.vllm_config.name}
+
+
+class CountingLogger:
+    made: ClassVar[list[CountingLogger]] = []
+
+    def __init__(self, config: EngineConfig, index: int) -> None:
+        self.recorded: list[SchedulerStats] = []
+        self.logged = 0
+        self.made.append(self)
+
+    def record(self, stats: SchedulerStats, engine_index: int = 0) -> None:
+        self.recorded.append(stats)
+
+    def log(self) -> None:
+        self.logged += 1
+
+
+def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(LOG_INTERVAL, "5")
+    now = [100.0]
+    engine = LLMEngine(CONFIG, stat_loggers=[CountingLogger], clock=lambda: now[0])
+    logger = CountingLogger.made[-1]
+    for seconds, expected in ((4.9, 0), (5.0, 1), (9.0, 1), (10.1, 2)):
+        now[0] = 100.0 + seconds
+        engine.do_log_stats_with_interval()
+        assert logger.logged == expected
+    now[0] = 120.0
+    engine.add_request("r", [1], params(max_tokens=1))
+    run(engine)
+    assert logger.logged == 3, "a step looks at the clock"
+    assert logger.recorded[-1].steps >= 1
+    engine.do_log_stats()
+    assert logger.logged == 4
+    engine.shutdown()
+
+
+def test_contract_L07_without_statistics_there_are_no_metrics() -> None:
+    engine = LLMEngine(CONFIG, log_stats=False, stat_loggers=[CountingLogger])
+    with pytest.raises(UnsupportedFeatureError, match="log_stats"):
+        engine.get_metrics()
+    logged = [logger.logged for logger in CountingLogger.made]
+    engine.do_log_stats()
+    assert [logger.logged for logger in CountingLogger.made] == logged
+    engine.shutdown()
+
+
+def test_contract_L09_the_prefix_cache_is_reset_unless_it_is_in_use(engine: LLMEngine) -> None:
+    prompt = list(range(1, 40))
+    engine.add_request("warm", prompt, params(max_tokens=1))
+    run(engine)
+    engine.add_request("hit", prompt, params(max_tokens=1))
+    assert run(engine)["hit"][-1].num_cached_tokens == 32
+    engine.add_request("running", prompt, params(max_tokens=500))
+    engine.step()
+    assert engine.reset_prefix_cache() is False
+    engine.abort_request(["running"])
+    assert engine.reset_prefix_cache() is True
+    engine.add_request("cold", prompt, params(max_tokens=1))
+    assert run(engine)["cold"][-1].num_cached_tokens == 0
+
+
+def test_contract_L10_adapters_are_listed_and_unknown_ones_cannot_be_removed(
+    engine: LLMEngine,
+) -> None:
+    assert engine.list_loras() == set()
+    assert engine.remove_lora(7) is False
+    assert engine.pin_lora(7) is False
+
+
+def test_contract_L11_functions_reach_the_worker_and_the_model_of_this_process(
+    in_process: LLMEngine, in_child: LLMEngine
+) -> None:
+    [names] = in_process.apply_model(lambda model: sorted(model.slots))
+    assert len(names) > 10
+    [blocks] = in_process.collective_rpc(lambda worker, plus: worker.num_blocks + plus, args=(1,))
+    assert blocks == 257
+    with pytest.raises(UnsupportedFeatureError, match="another process"):
+        in_child.apply_model(lambda model: 1)
+    for engine in (in_process, in_child):
+        with pytest.raises(UtilityError, match=r"collective_rpc: no .* method"):
+            engine.collective_rpc("no_such")
+
+
+def test_contract_L12_tasks_and_tokenizer_are_known_without_asking(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.engine_core, "call", None)
+    assert "generate" in engine.get_supported_tasks()
+    assert engine.tokenizer is None
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        engine.get_tokenizer()
+
+
+def test_contract_A09_without_its_tokenizer_a_model_takes_and_gives_token_ids(
+    smollm2: str,
+) -> None:
+    with LLM(smollm2, num_blocks=16, num_threads=1, skip_tokenizer_init=True) as llm:
+        [answer] = llm.generate([504, 3575, 282, 4649, 314], params(max_tokens=3))
+        assert (answer.outputs[0].text, len(answer.outputs[0].token_ids)) == ("", 3)
+        with pytest.raises(InvalidRequestError, match="token ids"):
+            llm.generate("The capital of France is")
+        with pytest.raises(InvalidRequestError, match="token ids"):
+            llm.chat([{"role": "user", "content": "Hello"}])
+
+
+def test_contract_L13_a_dropped_engine_takes_its_model_with_it() -> None:
+    engine = LLMEngine(CONFIG)
+    engine.add_request("r", [1], params())
+    engine.step()
+    model = weakref.ref(engine.model_executor.model)
+    client = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert client() is None
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+def test_contract_L13_engine_after_engine_needs_no_more_memory() -> None:
+    config = EngineConfig(f"{DUMMY}&intermediate_size=20000", num_blocks=64, num_threads=1)
+
+    def one() -> int:
+        engine = LLMEngine(config)
+        engine.add_request("r", [1, 2], params())
+        run(engine)
+        del engine
+        return int(psutil.Process().memory_info().rss)
+
+    for _ in range(2):
+        settled = one()
+    for _ in range(4):
+        after = one()
+    weights = 2 * 3 * 32 * 20000 * 4
+    assert after - settled < weights, "less than the weights of one of four engines"
+
+
+def test_contract_L01_a_dead_core_ends_the_step_with_its_cause() -> None:
+    engine = LLMEngine(CONFIG, multiprocess_mode=True)
+    engine.add_request("r", [1], params(max_tokens=500))
+    engine.step()
+    os.kill(engine.description.pid, 9)
+    with pytest.raises(EngineDeadError, match=r"killed by signal 9|has ended"):
+        run(engine)
+    with pytest.raises(EngineDeadError):
+        engine.get_metrics()
+    engine.shutdown()
+
+
+def test_a_batch_larger_than_the_engine_is_answered_in_its_order() -> None:
+    with LLM(DUMMY, num_blocks=64, num_threads=1, max_num_seqs=4, max_num_waiting=2) as llm:
+        prompts = [[1 + i % 60, 2] for i in range(20)]
+        answers = llm.generate(prompts, params(n=2), use_tqdm=False)
+        assert [answer.prompt_token_ids for answer in answers] == prompts
+        assert all(len(answer.outputs) == 2 for answer in answers)
+        with pytest.raises(InvalidRequestError, match="2 sets of parameters for 1"):
+            llm.generate([[1]], [params(), params()])
+        with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+            llm.generate([[1], [99999]])
+        assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_conversation_is_answered_in_words(real: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    question = {"role": "user", "content": "Answer with one word: what colour is the sky?"}
+    [answer] = real.chat([question], params(max_tokens=4), use_tqdm=True)
+    assert answer.outputs[0].text
+    assert "1/1" in capsys.readouterr().err
