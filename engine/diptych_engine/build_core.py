@@ -7,7 +7,8 @@ import secrets
 
 from diptych_engine.block_pool import BlockPool
 from diptych_engine.control.controls import Controls
-from diptych_engine.core import EngineCore, new_epoch
+from diptych_engine.core import EngineCore
+from diptych_engine.grammar_compiler import GrammarCompiler
 from diptych_engine.lora.calls import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.runner import ModelRunner
@@ -27,12 +28,14 @@ def build_core(config: EngineConfig) -> EngineCore:
     config.check()
     source = resolve_model(config.model)
     model = source.config
+    grammars = GrammarCompiler(source)
     alone = config.tensor_parallel_size == 1
     runner = ModelRunner(config, source) if alone else LeadRunner(config, source)
     runner.warm_up()
+    grammars.wait_until_ready()
     description = EngineDescription(
         engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
-        epoch=new_epoch(),
+        epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",
         model=config.name,
         max_model_len=min(
             config.max_model_len or model.max_position_embeddings,
@@ -82,8 +85,9 @@ def build_core(config: EngineConfig) -> EngineCore:
             compat=description.compat,
             kv_memory=runner.kv_memory(),
         )
-    core = EngineCore(description, scheduler, runner, connector)
+    core = EngineCore(description, scheduler, runner, connector, grammars)
     core.watched.update(runner.watched)
+    core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.running)
     core.utilities.update(loras.utilities)
     for adapter in numbered(config.lora_modules):

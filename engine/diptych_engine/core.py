@@ -7,8 +7,6 @@ and `take_outputs`, keyed by the client they belong to.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,16 +17,10 @@ from diptych_engine.admission import admit
 from diptych_engine.control.deferred import Deferred
 from diptych_engine.control.sleep import Residency
 from diptych_engine.control.utilities import Convert, call_utility
+from diptych_engine.grammar_compiler import GrammarCompiler
 from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.lora.table import AdapterTable
-from diptych_engine.request import (
-    LoadOrder,
-    Request,
-    RequestStatus,
-    StepPlan,
-    StepResult,
-    TokenOutput,
-)
+from diptych_engine.request import LoadOrder, Request, StepPlan, StepResult, TokenOutput
 from diptych_engine.scheduler import Scheduler
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
 from diptych_protocol import (
@@ -74,11 +66,13 @@ class EngineCore:
         scheduler: Scheduler,
         runner: Runner,
         connector: KVConnector | None,
+        grammars: GrammarCompiler,
     ) -> None:
         self.description = description
         self.scheduler = scheduler
         self.runner = runner
         self.connector = connector
+        self.grammars = grammars
         self.adapters = AdapterTable(scheduler.max_loras, runner.collective_rpc)
         scheduler.pinned_adapters = self.adapters.pinned
         self.watched: dict[int, Callable[[], None]] = {}
@@ -126,6 +120,7 @@ class EngineCore:
                 self.adapters,
                 hinged=self.connector is not None,
             )
+            queued = self.grammars.begin(request)
         except DiptychError as exc:
             log.info("request %s refused: %s", message.request_id, exc)
             self._reject_quietly(message)
@@ -136,7 +131,18 @@ class EngineCore:
         transfer = request.kv_transfer
         if self.connector is not None and transfer is not None and transfer.do_remote_prefill:
             self.connector.hold(request.request_id, transfer)
-        self.scheduler.add(request)
+        (self.scheduler.add if queued else self.scheduler.hold)(request)
+
+    def take_grammars(self) -> None:
+        """Queue requests that waited for grammars; call when `grammars.wake_fd` is readable."""
+        for request, failure in self.grammars.finished():
+            if request.finished:
+                continue
+            if failure:
+                self._end(request, FinishReason.ERROR)
+                self._fail(request.request_id, request.client, failure)
+            else:
+                self.scheduler.queue_held(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; unknown ids are ignored. Each gets a last output with ABORT."""
@@ -169,7 +175,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.grammars.has_finished
 
     @property
     def posture(self) -> Posture:
@@ -178,6 +184,8 @@ class EngineCore:
 
     def start_step(self) -> tuple[StepPlan, StepResult]:
         """Plan a step and run the model."""
+        if self.grammars.has_finished:
+            self.take_grammars()
         plan = self.scheduler.schedule()
         self._start_loads()
         if self.adapters.in_use:
@@ -227,6 +235,7 @@ class EngineCore:
         request = made.request
         output = self._output(made)
         output.finish_reason = reason
+        output.error = made.error
         output.stop_reason = request.stop_reason
         wants_lease = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         if wants_lease and reason is FinishReason.LENGTH and self.connector is not None:
@@ -322,7 +331,7 @@ class EngineCore:
         """What still keeps this engine from leaving."""
         scheduler = self.scheduler
         running, leases = len(scheduler.running), len(scheduler.leased)
-        waiting = len(scheduler.waiting) + len(scheduler.gate.parked) + len(scheduler.loading)
+        waiting = scheduler.num_waiting + len(scheduler.loading)
         return DrainReport(
             draining=self.draining,
             drained=self.draining and not (running or waiting or leases),
@@ -339,7 +348,7 @@ class EngineCore:
         token that it samples was told to nobody, and the other engine samples it again.
         """
         request = self.scheduler.requests.get(request_id)
-        if self.connector is None or request is None or not _is_decoding(request):
+        if self.connector is None or request is None or not request.is_decoding:
             return False
         output = EngineCoreOutput(
             request_id,
@@ -377,6 +386,7 @@ class EngineCore:
                 log.info("request %s: nothing to release: %s", message.request_id, exc)
 
     def close(self) -> None:
+        self.grammars.close()
         if self.connector is not None:
             self.connector.close()
         self.runner.close()
@@ -384,17 +394,3 @@ class EngineCore:
 
 def _aborted(request_id: str) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
-
-
-def _is_decoding(request: Request) -> bool:
-    return (
-        request.status is RequestStatus.RUNNING
-        and request.kv_transfer is None
-        and request.num_output_tokens > 0
-        and request.num_computed_tokens == request.num_tokens - 1
-    )
-
-
-def new_epoch() -> str:
-    """A name for this start of this process."""
-    return f"{os.getpid():x}-{secrets.token_hex(8)}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from llguidance import LLMatcher
+
 from diptych_engine.lora.adapter import Adapter
 from diptych_protocol import (
     Array,
@@ -20,6 +22,8 @@ from diptych_protocol import (
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     """Queued; holds no blocks."""
+    WAITING_FOR_GRAMMAR = enum.auto()
+    """Not queued yet: its grammar is being compiled."""
     WAITING_FOR_REMOTE_KV = enum.auto()
     """Holds blocks that the hinge is filling."""
     RUNNING = enum.auto()
@@ -30,8 +34,14 @@ class RequestStatus(enum.Enum):
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset(
-        {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.FINISHED}
+        {
+            RequestStatus.RUNNING,
+            RequestStatus.WAITING_FOR_GRAMMAR,
+            RequestStatus.WAITING_FOR_REMOTE_KV,
+            RequestStatus.FINISHED,
+        }
     ),
+    RequestStatus.WAITING_FOR_GRAMMAR: frozenset({RequestStatus.WAITING, RequestStatus.FINISHED}),
     RequestStatus.WAITING_FOR_REMOTE_KV: frozenset(
         {RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED}
     ),
@@ -80,6 +90,8 @@ class Request:
     """Chained hash of every full block of `token_ids`, extended as it grows."""
     expected_hit: int = 0
     """While it waits: leading blocks that were remembered when somebody last asked."""
+    grammar: LLMatcher | None = None
+    """That of its structured output, at its beginning; to be copied, not changed."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -106,6 +118,16 @@ class Request:
         handed_off = self.kv_transfer is not None and self.kv_transfer.do_remote_prefill
         wanted = self.params.prompt_logprobs is not None
         return wanted and self.num_output_tokens == 0 and not handed_off
+
+    @property
+    def is_decoding(self) -> bool:
+        """All but the token that was sampled last is computed."""
+        return (
+            self.status is RequestStatus.RUNNING
+            and self.kv_transfer is None
+            and self.num_output_tokens > 0
+            and self.num_computed_tokens == self.num_tokens - 1
+        )
 
     @property
     def finished(self) -> bool:
@@ -150,6 +172,8 @@ class StepResult:
     pooled: dict[str, Array] | None = None
     """Request id -> vectors of the pooling requests whose prompts this step completed; None when
     nobody pools."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Reasons why requests, by their ids, cannot go on; their tokens mean nothing."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_engine.grammar_state import GrammarState, constrain
 from diptych_engine.penalties import Penalties, apply_penalties
 from diptych_engine.request import Request
 from diptych_engine.sampling_math import to_tensor
@@ -27,6 +28,7 @@ class RowOptions:
     bad_words: list[list[int]]
     bias: Bias | None
     penalties: Penalties | None
+    grammar: GrammarState | None
 
     @classmethod
     def of(cls, request: Request, vocab_size: int) -> RowOptions | None:
@@ -40,13 +42,19 @@ class RowOptions:
             params.bad_words_token_ids or [],
             Bias.of(params.logit_bias),
             Penalties.of(params),
+            None if request.grammar is None else GrammarState(request.grammar),
         )
         return options if options._any else None
 
     @property
     def _any(self) -> bool:
         return bool(
-            self.logprobs or self.min_tokens or self.bad_words or self.bias or self.penalties
+            self.logprobs
+            or self.min_tokens
+            or self.bad_words
+            or self.bias
+            or self.penalties
+            or self.grammar
         )
 
     def forbidden(self, request: Request) -> Iterator[int]:
@@ -75,11 +83,12 @@ class Bias:
 
 def change_logits(
     logits: Tensor, special: Sequence[tuple[int, RowOptions]], requests: Sequence[Request]
-) -> None:
+) -> dict[str, str]:
     """Add biases, apply penalties, then exclude tokens, in place: vLLM's order.
 
     logits: [requests, vocabulary].
     special: the rows of `logits` that have options.
+    Returns the ids of requests that cannot go on, with the reasons.
     """
     for row, options in special:
         if options.bias is not None:
@@ -89,10 +98,16 @@ def change_logits(
     penalized = [(row, o.penalties) for row, o in special if o.penalties is not None]
     if penalized:
         apply_penalties(logits, penalized, requests)
+    constrained = [(row, o.grammar) for row, o in special if o.grammar is not None]
+    rows = [row for row, _ in constrained]
+    unchanged = logits[rows] if rows else None
     pairs = [(row, token) for row, o in special for token in o.forbidden(requests[row])]
     if pairs:
         where: NDArray[np.int64] = np.array(pairs, np.int64).T
         logits[tuple(to_tensor(where, logits))] = -torch.inf
+    if unchanged is None:
+        return {}
+    return constrain(logits, unchanged, rows, [state for _, state in constrained], requests)
 
 
 def _ends(request: Request, vocab_size: int) -> list[int]:

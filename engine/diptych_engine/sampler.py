@@ -75,20 +75,20 @@ class Sampler:
         special = [(i, self._special[row]) for i, row in enumerate(rows) if row in self._special]
         reported = [(i, options.num_logprobs) for i, options in special if options.logprobs]
         unchanged = logits[[i for i, _ in reported]].log_softmax(-1) if reported else None
-        change_logits(logits, special, requests)
+        failed = change_logits(logits, special, requests)
         tokens = argmax(logits)
         nans = self._count_nans(logits, tokens)
         self._draw_random_rows(logits, np.asarray(rows), requests, tokens)
         token_ids: list[int] = tokens.tolist()
         if unchanged is None:
-            return StepResult(token_ids, None, nans)
+            return StepResult(token_ids, None, nans, failed=failed)
         described = describe(
             unchanged, [token_ids[i] for i, _ in reported], [count for _, count in reported]
         )
         logprobs: list[LogprobsRow | None] = [None] * len(rows)
         for (i, _), row_logprobs in zip(reported, described, strict=True):
             logprobs[i] = row_logprobs
-        return StepResult(token_ids, logprobs, nans)
+        return StepResult(token_ids, logprobs, nans, failed=failed)
 
     def _count_nans(self, logits: Tensor, tokens: NDArray[np.int64]) -> list[int] | None:
         """NaNs per row; costs next to nothing while there are none."""

@@ -29,6 +29,7 @@ from diptych_engine.request import (
     StepResult,
     TokenOutput,
 )
+from diptych_engine.stop_condition import stop_condition
 from diptych_engine.waiting_queue import WaitingQueue, make_queue, turn
 from diptych_protocol import FinishReason, LogprobsLists, SchedulerStats, SchedulingPolicy
 
@@ -54,6 +55,8 @@ class Scheduler:
     """In the order of their shares; the last is the first to be preempted."""
     waiting: WaitingQueue = field(init=False)
     prefixes: PrefixCache = field(init=False)
+    held: dict[str, Request] = field(default_factory=dict)
+    """Requests whose grammars are being compiled."""
     loading: dict[str, Request] = field(default_factory=dict)
     """Requests whose blocks the hinge writes to, cancelled ones included."""
     leased: list[list[int]] = field(default_factory=list)
@@ -72,8 +75,13 @@ class Scheduler:
 
     # --- requests come and go -----------------------------------------------------------------
 
+    @property
+    def num_waiting(self) -> int:
+        """In the queue, before it, and while everything is paused."""
+        return len(self.waiting) + len(self.held) + len(self.gate.parked)
+
     def can_add(self) -> bool:
-        return len(self.waiting) + len(self.gate.parked) < self.max_num_waiting
+        return self.num_waiting < self.max_num_waiting
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -81,6 +89,17 @@ class Scheduler:
             self.gate.parked.append(request)
         else:
             self.waiting.push(request)
+
+    def hold(self, request: Request) -> None:
+        """Take a request in that cannot be queued before its grammar is there."""
+        request.become(RequestStatus.WAITING_FOR_GRAMMAR)
+        self.requests[request.request_id] = request
+        self.held[request.request_id] = request
+
+    def queue_held(self, request: Request) -> None:
+        del self.held[request.request_id]
+        request.become(RequestStatus.WAITING)
+        self.add(request)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
@@ -100,6 +119,8 @@ class Scheduler:
                     self.gate.parked.remove(request)
                 else:
                     self.waiting.remove(request)
+            case RequestStatus.WAITING_FOR_GRAMMAR:
+                del self.held[request.request_id]
             case RequestStatus.WAITING_FOR_REMOTE_KV:
                 pass
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
@@ -298,6 +319,9 @@ class Scheduler:
         return outputs
 
     def _accept_token(self, request: Request, result: StepResult, position: int) -> TokenOutput:
+        if request.request_id in result.failed:
+            request.finish_reason = FinishReason.ERROR
+            return TokenOutput(request, [], error=result.failed[request.request_id])
         token = result.token_ids[position]
         request.token_ids.append(token)
         self.stats.tokens_generated += 1
@@ -367,22 +391,9 @@ class Scheduler:
         """The running totals with the gauges of this moment."""
         stats = self.stats
         stats.num_running = len(self.running)
-        stats.num_waiting = len(self.waiting) + len(self.gate.parked)
+        stats.num_waiting = self.num_waiting
         stats.num_waiting_for_remote_kv = len(self.loading)
         stats.blocks_total = self.pool.num_blocks
         stats.blocks_free = self.pool.num_free
         stats.queued_prompt_tokens = self.prefixes.queued_prompt_tokens(self.requests.values())
         return stats
-
-
-def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
-    """Whether the newest token ends the request, and why."""
-    params = request.params
-    if request.num_output_tokens >= params.min_tokens:
-        if token == request.eos_token_id and not params.ignore_eos:
-            return FinishReason.STOP, None
-        if token in params.stop_token_ids:
-            return FinishReason.STOP, token
-    if request.num_tokens >= request.max_total_tokens:
-        return FinishReason.LENGTH, None
-    return None

@@ -6,6 +6,7 @@ A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from abc import abstractmethod
@@ -17,6 +18,7 @@ from diptych_frontend.model_config import ModelConfig
 from diptych_frontend.output_processor import Collector, OutputProcessor, ParentRequest, fan_out
 from diptych_frontend.renderer import TextRenderer
 from diptych_frontend.stat_loggers import log_stats
+from diptych_frontend.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     ClientClosedError,
     EngineClient,
@@ -173,6 +175,9 @@ class AsyncEngine(EngineClient):
         """
         self._check_usable()
         await self._connect()
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # A large schema would hold up everybody's stream here; its verdict is remembered.
+            await asyncio.to_thread(check_structured_outputs, params.structured_outputs)
         request = self.input_processor.process(
             request_id,
             prompt,

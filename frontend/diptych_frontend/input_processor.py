@@ -11,6 +11,7 @@ import msgspec
 
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,
@@ -175,6 +176,7 @@ class InputProcessor:
         params.check()
         params.check_vocabulary(self.vocab_size)
         self._check_stops(params)
+        self._check_form(params)
         _check_kv_transfer(params)
         room = self.max_model_len - num_prompt_tokens
         if room < 1:
@@ -230,6 +232,15 @@ class InputProcessor:
                 param="bad_words",
             )
         return sequences
+
+    def _check_form(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        if self.renderer.tokenizer is None:
+            raise InvalidRequestError(
+                "structured_outputs: this model has no tokenizer", param="structured_outputs"
+            )
+        check_structured_outputs(params.structured_outputs)
 
     def _check_stops(self, params: SamplingParams) -> None:
         if params.stop and (self.renderer.tokenizer is None or not params.detokenize):

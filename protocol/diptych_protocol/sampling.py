@@ -35,13 +35,20 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     """Any JSON object."""
 
     def check(self) -> None:
-        """Raise `InvalidRequestError` unless exactly one form is asked for."""
-        asked = [name for name in self.__struct_fields__ if getattr(self, name)]
+        """Raise `InvalidRequestError` unless exactly one form is asked for, and it is not empty."""
+        fields = self.__struct_fields__
+        asked = [name for name in fields if getattr(self, name) not in (None, False)]
         if len(asked) != 1:
             raise InvalidRequestError(
                 f"structured_outputs must set exactly one of {', '.join(self.__struct_fields__)}, "
                 f"not {', '.join(asked) or 'none'}",
                 param="structured_outputs",
+            )
+        value = getattr(self, asked[0])
+        empty = not value if asked[0] != "json" else value == ""
+        if empty or (self.choice is not None and "" in self.choice):
+            raise InvalidRequestError(
+                f"structured_outputs: {asked[0]} must not be empty", param="structured_outputs"
             )
 
 

@@ -1,0 +1,126 @@
+"""Compiles the grammars of structured outputs, in a thread of its own.
+
+A grammar may take some 100 ms; the engine's loop must not stand still for it. llguidance lets go of
+the GIL while it compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Final
+
+from llguidance import LLMatcher, LLTokenizer
+
+from diptych_engine.request import Request
+from diptych_frontend.model_source import ModelSource
+from diptych_frontend.structured_outputs import encode_form, grammar_of, parser_limits
+from diptych_protocol import DiptychError, InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_GRAMMARS: Final = 64
+
+Compiled = tuple[Request, LLMatcher | None, str]
+"""A request, its grammar, and why there is none."""
+
+
+class GrammarCompiler:
+    """For one engine core. `begin` and `finished` belong to the core's thread."""
+
+    def __init__(self, source: ModelSource) -> None:
+        """Begin to prepare the model's vocabulary, which takes up to a second."""
+        self._executor = ThreadPoolExecutor(1, "grammar compiler")
+        self._vocabulary: Future[LLTokenizer] = self._executor.submit(_vocabulary, source)
+        self._finished: SimpleQueue[Compiled] = SimpleQueue()
+        self._known: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
+        """Readable when `finished` has something to tell."""
+
+    def wait_until_ready(self) -> None:
+        """Let the vocabulary be prepared: that holds the GIL, so it must not happen later."""
+        reason = self._vocabulary.exception()
+        if reason is not None:
+            log.info("no structured outputs: %s", reason)
+
+    def begin(self, request: Request) -> bool:
+        """Get the request's grammar; False if that takes time, and `finished` will name it.
+
+        Raises `InvalidRequestError` if the form is too large, or the model can have none.
+        """
+        form = request.params.structured_outputs
+        if form is None:
+            return True
+        reason = self._vocabulary.exception()
+        if reason is not None:
+            raise InvalidRequestError(
+                f"structured_outputs: {reason}", param="structured_outputs"
+            ) from reason
+        key = encode_form(form)
+        grammar = self._known.get(key)
+        if grammar is None:
+            self._executor.submit(self._compile, request)
+            return False
+        self._known.move_to_end(key)
+        request.grammar = grammar
+        return True
+
+    @property
+    def has_finished(self) -> bool:
+        return not self._finished.empty()
+
+    def finished(self) -> list[tuple[Request, str]]:
+        """Requests whose grammar is there now, or the reason why it cannot be."""
+        with contextlib.suppress(BlockingIOError):  # taken before the thread could wake us
+            os.eventfd_read(self.wake_fd)
+        told = []
+        while self.has_finished:
+            request, grammar, reason = self._finished.get()
+            request.grammar = grammar
+            self._remember(request)
+            told.append((request, reason and f"structured_outputs: {reason}"))
+        return told
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+        os.close(self.wake_fd)
+
+    def _remember(self, request: Request) -> None:
+        form = request.params.structured_outputs
+        if request.grammar is not None and form is not None:
+            self._known[encode_form(form)] = request.grammar
+            if len(self._known) > REMEMBERED_GRAMMARS:
+                self._known.popitem(last=False)
+
+    def _compile(self, request: Request) -> None:
+        """In the compiler's thread."""
+        form = request.params.structured_outputs
+        grammar, reason = None, ""
+        try:
+            if form is not None:
+                vocabulary = self._vocabulary.result()
+                grammar = LLMatcher(vocabulary, grammar_of(form), limits=parser_limits())
+                reason = grammar.get_error()
+        except Exception as exc:
+            # Whatever is wrong with a request's grammar is for the request to hear.
+            reason = str(exc) or type(exc).__name__
+        self._finished.put((request, None if reason else grammar, reason))
+        os.eventfd_write(self.wake_fd, 1)
+
+
+def _vocabulary(source: ModelSource) -> LLTokenizer:
+    """The model's tokens as llguidance wants them. Raises `ValueError` if it has none."""
+    try:
+        tokenizer = source.load_tokenizer()
+    except DiptychError as exc:
+        raise ValueError(str(exc)) from exc
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer")
+    ends = list(source.config.eos_token_ids)
+    if not ends:
+        raise ValueError("this model has no token that ends an answer")
+    return LLTokenizer(tokenizer.backend.to_str(), n_vocab=source.config.vocab_size, eos_token=ends)
