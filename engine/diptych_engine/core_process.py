@@ -18,6 +18,7 @@ import zmq
 from diptych_engine.build_core import build_core
 from diptych_engine.core_server import CoreServer
 from diptych_engine.lifeline import die_with_parent
+from diptych_engine.parallel.membership import Membership
 from diptych_frontend.curve import read_keys
 from diptych_frontend.logs import setup_logging
 from diptych_protocol import (
@@ -32,7 +33,9 @@ log = logging.getLogger(__name__)
 
 def serve(config: EngineConfig, endpoints: list[tuple[str, CurveKeys | None]]) -> None:
     """Run one engine until SIGTERM."""
-    server = CoreServer(build_core(config), endpoints, config.shutdown_timeout_s)
+    core = build_core(config)
+    server = CoreServer(core, endpoints, config.shutdown_timeout_s)
+    core.utilities.update(Membership(core, config, server.stop).utilities())
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 from diptych_frontend.async_engine import AsyncEngine
 from diptych_frontend.core_control import CoreControl
 from diptych_frontend.core_group import CoreGroup
 from diptych_frontend.core_launcher import TERMINATE_GRACE_S, AdoptedCore, Core
 from diptych_frontend.core_weights import CoreWeights
 from diptych_frontend.curve import read_keys
+from diptych_frontend.elastic import Resizer
 from diptych_frontend.engine_args import EngineArgs
 from diptych_frontend.foreign_options import refuse_foreign
 from diptych_frontend.input_processor import InputProcessor
@@ -109,7 +108,7 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
             vllm_config,
             inputs,
             OutputProcessor(inputs.renderer.tokenizer),
-            max_open_requests=vllm_config.max_num_waiting + vllm_config.max_num_seqs,
+            max_open_requests=_most_open(vllm_config, vllm_config.data_parallel_size),
         )
         self._client_index = client_index
         self._log_requests = log_requests
@@ -131,6 +130,7 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
             on_death=self._die,
             adopted=core,
         )
+        self._resizer = Resizer(self._cores)
         self._finalizer = weakref.finalize(self, self._cores.close)
 
     @classmethod
@@ -321,25 +321,18 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         """
         self._draining = True
         deadline = time.monotonic() + timeout_s
-        report = await self._ask_to_drain("drain")
+        report = await self._cores.ask_to_drain("drain", self._stall_limit_s)
         drained_before = False
         # Twice: what was sent before its sender knew has arrived by the second time.
         while not (report.drained and drained_before) and time.monotonic() < deadline:
             drained_before = report.drained
             await asyncio.sleep(DRAIN_POLL_S)
-            report = await self._ask_to_drain("drain_report")
+            report = await self._cores.ask_to_drain("drain_report", self._stall_limit_s)
         return report
 
     async def drain_report(self) -> DrainReport:
         """What holds the engine; changes nothing. Raises as `drain` does."""
-        return await self._ask_to_drain("drain_report")
-
-    async def _ask_to_drain(self, method: str) -> DrainReport:
-        try:
-            answers = await self._cores.call_each(method, timeout_s=self._stall_limit_s)
-        except TimeoutError as exc:
-            raise EngineOverloadedError("the engine core does not answer; ask again") from exc
-        return _sum_up(msgspec.convert(answers, list[DrainReport]))
+        return await self._cores.ask_to_drain("drain_report", self._stall_limit_s)
 
     async def notify_kv_transfer_request_rejected(
         self,
@@ -352,6 +345,21 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         await self._connected.call(
             "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
         )
+
+    async def scale_elastic_ep(
+        self, new_data_parallel_size: int, drain_timeout: float = 300
+    ) -> None:
+        """Change the number of engine cores; no request is lost.
+
+        drain_timeout: seconds that requests of a core that leaves may take to end there; the cores
+            that stay take over what is left.
+
+        Raises `InvalidRequestError` for a number or an engine with which this is not possible, and
+        `EngineDeadError` if a new core does not start; the engine is as before then.
+        """
+        await self._connect()
+        await self._resizer.resize(new_data_parallel_size, drain_timeout)
+        self._max_open_requests = _most_open(self.vllm_config, new_data_parallel_size)
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Wait until the core has no request left, whoever sent it; refuses none meanwhile.
@@ -378,6 +386,11 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         self._cores.stop(TERMINATE_GRACE_S if timeout is None else timeout)
 
 
+def _most_open(config: EngineConfig, num_cores: int) -> int:
+    """Requests that may be open at the same time: as many as cores queue and run."""
+    return num_cores * (config.max_num_waiting + config.max_num_seqs)
+
+
 def _adopted(addresses: Mapping[str, str], keys_dir: Path | None) -> AdoptedCore:
     if set(addresses) != {"input_address"}:
         raise InvalidRequestError(
@@ -387,14 +400,3 @@ def _adopted(addresses: Mapping[str, str], keys_dir: Path | None) -> AdoptedCore
         )
     keys = None if keys_dir is None else read_keys(keys_dir)
     return AdoptedCore(addresses["input_address"], keys=keys)
-
-
-def _sum_up(reports: list[DrainReport]) -> DrainReport:
-    """What holds the cores together."""
-    return DrainReport(
-        draining=all(report.draining for report in reports),
-        drained=all(report.drained for report in reports),
-        num_running=sum(report.num_running for report in reports),
-        num_waiting=sum(report.num_waiting for report in reports),
-        leases_held=sum(report.leases_held for report in reports),
-    )

@@ -20,9 +20,11 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDeadError,
     EngineDescription,
+    EngineOverloadedError,
     InvalidRequestError,
     SchedulerStats,
 )
+from diptych_protocol.admin import DrainReport
 
 WAITING_WEIGHT = 3
 """A request that waits for a place says more about the next one's fate than one that runs."""
@@ -66,28 +68,50 @@ class CoreGroup:
         self._keys_dir = keys_dir
         self._on_outputs = weakref.WeakMethod(on_outputs)
         self._on_death = weakref.WeakMethod(on_death)
+        self._adopted = adopted is not None
         self._died = asyncio.Event()
         self._cause = EngineDeadError("the engine is alive")
         self.members: list[CoreMember] = []
         """In the order of their ranks."""
         try:
-            for rank in range(config.data_parallel_size if adopted is None else 1):
-                self.members.append(self._member(adopted or self._start(rank), rank))
+            if adopted is not None:
+                self.members.append(self._member(adopted, 0))
+            else:
+                for rank in range(config.data_parallel_size):
+                    self.members.append(self.start_member(rank, config.data_parallel_size))
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, rank: int) -> CoreProcess:
+    def start_member(self, rank: int, size: int) -> CoreMember:
+        """Start a core for a group of `size`; it is not one of `members` yet."""
         config = self._config
-        if config.data_parallel_size > 1:
+        if size > 1:
             name = f"{config.engine_id}-{rank}" if config.engine_id else ""
-            config = msgspec.structs.replace(config, data_parallel_rank=rank, engine_id=name)
-        return CoreProcess(config, self._public_endpoint, self._keys_dir)
+            config = msgspec.structs.replace(
+                config, data_parallel_rank=rank, data_parallel_size=size, engine_id=name
+            )
+        return self._member(CoreProcess(config, self._public_endpoint, self._keys_dir), rank)
 
     def _member(self, core: Core, rank: int) -> CoreMember:
-        return CoreMember(core, rank, on_outputs=self._hand_over, on_death=self._lose)
+        return CoreMember(core, rank, on_outputs=self.hand_over, on_death=self._lose)
 
-    def _hand_over(self, message: EngineCoreOutputs) -> None:
+    def check_elastic(self) -> None:
+        """Raise `InvalidRequestError` unless the number of cores may change."""
+        for obstacle, is_there in (
+            ("its core was started by somebody else", self._adopted),
+            ("routers reach its core", self._public_endpoint is not None),
+            ("it takes part in hand-offs", self._config.kv_transfer is not None),
+            ("its cores step together", self._config.data_parallel_lockstep),
+        ):
+            if is_there:
+                raise InvalidRequestError(
+                    f"this engine keeps its number of cores: {obstacle}",
+                    param="new_data_parallel_size",
+                )
+
+    def hand_over(self, message: EngineCoreOutputs) -> None:
+        """Give outputs to the owner, if there still is one."""
         on_outputs = self._on_outputs()
         if on_outputs is not None:
             on_outputs(message)
@@ -136,10 +160,14 @@ class CoreGroup:
 
         Raises `InvalidRequestError` if there is no core of that rank.
         """
-        self._choose(request.data_parallel_rank).add(request)
+        self._choose(request).add(request)
 
-    def _choose(self, rank: int | None) -> CoreMember:
-        members = self.members
+    def _choose(self, request: EngineCoreRequest) -> CoreMember:
+        members, rank = self.members, request.data_parallel_rank
+        if len(members) > 1:
+            for member in members:
+                if request.request_id in member.open:  # the next piece of its prompt
+                    return member
         if rank is None:
             return members[0] if len(members) == 1 else min(members, key=_load)
         if not 0 <= rank < len(members) or members[rank].leaving:
@@ -154,10 +182,10 @@ class CoreGroup:
         by_member: defaultdict[CoreMember, list[str]] = defaultdict(list)
         for request_id in request_ids:
             for member in self.members:
-                if member.open.pop(request_id, None) is not None:
+                if request_id in member.open:
                     by_member[member].append(request_id)
         for member, ids in by_member.items():
-            member.client.abort(ids)
+            member.abort(ids)
 
     # --- control ------------------------------------------------------------------------------
 
@@ -178,6 +206,17 @@ class CoreGroup:
         """The same, with the answers of all cores in the order of their ranks."""
         calls = (m.client.call(method, *args, timeout_s=timeout_s) for m in self.members)
         return await asyncio.gather(*calls)
+
+    async def ask_to_drain(self, method: str, timeout_s: float) -> DrainReport:
+        """Call `drain` or `drain_report`; what the cores say, summed up.
+
+        Raises `EngineOverloadedError` if one does not answer in time, and what `call` raises.
+        """
+        try:
+            answers = await self.call_each(method, timeout_s=timeout_s)
+        except TimeoutError as exc:
+            raise EngineOverloadedError("the engine core does not answer; ask again") from exc
+        return _sum_up(msgspec.convert(answers, list[DrainReport]))
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         """The newest statistics of every core, by its name."""
@@ -225,3 +264,14 @@ class CoreGroup:
 def _load(member: CoreMember) -> tuple[bool, int]:
     """How much stands between a new request and its first token, as far as known."""
     return member.leaving, len(member.open) + WAITING_WEIGHT * member.stats.num_waiting
+
+
+def _sum_up(reports: list[DrainReport]) -> DrainReport:
+    """What holds the cores together."""
+    return DrainReport(
+        draining=all(report.draining for report in reports),
+        drained=all(report.drained for report in reports),
+        num_running=sum(report.num_running for report in reports),
+        num_waiting=sum(report.num_waiting for report in reports),
+        leases_held=sum(report.leases_held for report in reports),
+    )

@@ -48,7 +48,11 @@ class CoreMember:
         self.open: dict[str, EngineCoreRequest] = {}
         """Its requests (internal ids) that have not ended."""
         self.leaving = False
-        """It gets no more requests, and its end will be nobody's death."""
+        """It gets no more requests."""
+        self.dismissed = False
+        """Its end is nobody's death."""
+        self._empty = asyncio.Event()
+        """Set, once somebody waits for it, when nothing is open."""
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._pulse = Pulse()
@@ -63,7 +67,7 @@ class CoreMember:
         self.description = await self.link.greet(timeout_s)
 
     def _die(self, cause: EngineDeadError) -> None:
-        if not self.leaving:
+        if not self.dismissed:
             self._on_death(cause)
 
     # --- messages -----------------------------------------------------------------------------
@@ -82,8 +86,25 @@ class CoreMember:
             self._take_stats(message.scheduler_stats)
         for output in message.outputs:
             if output.finish_reason is not None:
-                self.open.pop(output.request_id, None)
+                self._close(output.request_id)
         self._on_outputs(message)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End some of the open requests."""
+        self.client.abort(request_ids)
+        for request_id in request_ids:
+            self._close(request_id)
+
+    def _close(self, request_id: str) -> None:
+        self.open.pop(request_id, None)
+        if not self.open:
+            self._empty.set()
+
+    async def emptied(self) -> None:
+        """Wait until no request is open."""
+        while self.open:
+            self._empty.clear()
+            await self._empty.wait()
 
     async def refresh_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> None:
         """Ask the core for its statistics now."""
@@ -116,7 +137,7 @@ class CoreMember:
 
     def disconnect(self) -> None:
         """Hear no more from the core. Safe to call twice, and without an event loop."""
-        self.leaving = True
+        self.dismissed = True
         if self._question is not None and not self._question.get_loop().is_closed():
             self._question.cancel()
         self.link.close()

@@ -1,0 +1,128 @@
+"""Cores come and go under traffic, and no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+
+from diptych_frontend.async_llm import AsyncLLM
+from diptych_protocol import (
+    EngineConfig,
+    InvalidRequestError,
+    KVTransferConfig,
+    ReconfigureDistributedRequest,
+    ReconfigureRankType,
+    SamplingParams,
+    UtilityError,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG = EngineConfig(
+    model="dummy://?num_hidden_layers=2",
+    engine_id="pod",
+    num_blocks=512,
+    num_threads=1,
+    max_num_batched_tokens=64,
+)
+LENGTH = 400
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[AsyncLLM]:
+    engine = await AsyncLLM.start(CONFIG)
+    yield engine
+    engine.shutdown()
+
+
+async def read(engine: AsyncLLM, name: str, length: int = LENGTH) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+    prompt = [ord(letter) for letter in name]
+    async for output in engine.generate(prompt, params, name):
+        if output.finished:
+            return output.outputs[0].token_ids
+    raise AssertionError("a stream without an end")
+
+
+def processes(engine: AsyncLLM) -> list[psutil.Process]:
+    return [psutil.Process(member.description.pid) for member in engine._cores.members]
+
+
+async def test_contract_C23_growing_and_shrinking_under_traffic_loses_no_request(
+    engine: AsyncLLM,
+) -> None:
+    expected = {name: await read(engine, name) for name in ("a", "b", "c")}
+    results: list[bool] = []
+    going = True
+
+    async def caller(name: str) -> None:
+        while going:
+            results.append(await read(engine, name) == expected[name])
+
+    callers = [asyncio.create_task(caller(name)) for name in expected for _ in range(2)]
+    await engine.scale_elastic_ep(2)
+    assert len(engine.stats_by_engine()) == 2
+    [stays, leaves] = engine._cores.members
+    while not leaves.open:  # the new core has its share
+        await asyncio.sleep(0)
+    await engine.scale_elastic_ep(1, drain_timeout=0)
+    assert leaves.process.ended() is not None
+    assert leaves.process.process.returncode == 0, "contract M10: the removed rank exits 0"
+    assert engine._cores.members == [stays]
+    going = False
+    await asyncio.gather(*callers)
+    assert len(results) >= len(callers)
+    assert all(results), "moved requests say what they would have said"
+    assert leaves.open == {}
+
+
+async def test_requests_may_end_where_they_are_before_a_core_leaves(engine: AsyncLLM) -> None:
+    await engine.scale_elastic_ep(2)
+    [stays, leaves] = engine._cores.members
+    answers = [asyncio.create_task(read(engine, name)) for name in "wxyz"]
+    while len(leaves.open) < 2:
+        await asyncio.sleep(0)
+    await engine.scale_elastic_ep(1, drain_timeout=60)
+    assert sum(task.done() for task in answers) >= 2
+    assert [len(answer) for answer in await asyncio.gather(*answers)] == [LENGTH] * 4
+    assert leaves.stats.tokens_generated == 2 * LENGTH, "nothing was computed twice"
+    assert not engine.errored
+
+
+async def test_contract_M09_a_reconfiguration_makes_the_round_trip(engine: AsyncLLM) -> None:
+    request = ReconfigureDistributedRequest(1, ReconfigureRankType.KEEP_CURRENT_RANK, -1, "", 0)
+    raw = msgspec.to_builtins(request)
+    assert msgspec.convert(raw, ReconfigureDistributedRequest) == request
+    [member] = engine._cores.members
+    assert await member.client.call("reinitialize_distributed", request) is None
+    for bad in ({**raw, "new_data_parallel_size": 0}, {**raw, "new_data_parallel_rank": 5}, {}, 3):
+        with pytest.raises(UtilityError, match="reinitialize_distributed"):
+            await member.client.call("reinitialize_distributed", bad)
+    assert len(await read(engine, "still here", 3)) == 3
+
+
+@pytest.mark.parametrize("size", [0, -1, 65])
+async def test_an_impossible_number_of_cores_is_refused(engine: AsyncLLM, size: int) -> None:
+    with pytest.raises(InvalidRequestError, match="between 1 and 64") as refusal:
+        await engine.scale_elastic_ep(size)
+    assert refusal.value.param == "new_data_parallel_size"
+
+
+async def test_a_paused_engine_does_not_grow(engine: AsyncLLM) -> None:
+    await engine.pause_generation(mode="keep")
+    with pytest.raises(InvalidRequestError, match="paused"):
+        await engine.scale_elastic_ep(2)
+    await engine.resume_generation()
+    assert len(processes(engine)) == 1
+
+
+async def test_an_engine_with_a_hinge_keeps_its_core() -> None:
+    with pytest.raises(InvalidRequestError, match="hand-offs"):
+        AsyncLLM(
+            msgspec.structs.replace(CONFIG, data_parallel_size=2, kv_transfer=KVTransferConfig())
+        )
