@@ -54,8 +54,7 @@ class CoreLink:
     @property
     def is_ready(self) -> bool:
         """The core has said what it is."""
-        greeting = self._greeting
-        return greeting is not None and greeting.done() and greeting.exception() is None
+        return self._greeting is not None and self._greeting.done() and not _failed(self._greeting)
 
     @property
     def client(self) -> CoreClient:
@@ -85,15 +84,16 @@ class CoreLink:
         Raises what `CoreClient.describe` raises, and `EngineDeadError` if the process ends.
         """
         self.open()
-        if self._greeting is None or (self._greeting.done() and self._greeting.exception()):
-            greeting = asyncio.create_task(self._greet(timeout_s), name="core greeting")
+        client = self.client  # raises after `close`, also to those who were greeted before
+        if self._greeting is None or _failed(self._greeting):
+            greeting = asyncio.create_task(self._greet(client, timeout_s), name="core greeting")
             greeting.add_done_callback(_mark_seen)
             self._greeting = greeting
         return await asyncio.shield(self._greeting)
 
-    async def _greet(self, timeout_s: float) -> EngineDescription:
+    async def _greet(self, client: CoreClient, timeout_s: float) -> EngineDescription:
         """A core that ends before it listens is nobody that a greeting could notice missing."""
-        described = asyncio.create_task(self.client.describe(timeout_s))
+        described = asyncio.create_task(client.describe(timeout_s))
         ended = asyncio.create_task(self.core.wait())
         try:
             await asyncio.wait((described, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -169,6 +169,10 @@ def _pieces(message: EngineCoreOutputs) -> list[EngineCoreOutputs]:
         )
         for at in range(MAX_OUTPUTS_AT_ONCE, len(outputs), MAX_OUTPUTS_AT_ONCE)
     ]
+
+
+def _failed(greeting: asyncio.Task[EngineDescription]) -> bool:
+    return greeting.done() and (greeting.cancelled() or greeting.exception() is not None)
 
 
 def _mark_seen(greeting: asyncio.Task[EngineDescription]) -> None:

@@ -7,7 +7,8 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Final, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -95,10 +96,11 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
     """How argparse reads one field."""
-    if field.default is msgspec.NODEFAULT:
-        option: dict[str, Any] = {"required": True}
-    else:
-        option = {"default": field.default}
+    option: dict[str, Any] = {"required": field.required}
+    if field.default is not msgspec.NODEFAULT:
+        option["default"] = field.default
+    elif field.default_factory is not msgspec.NODEFAULT:
+        option["default"] = field.default_factory()
     if kind is bool:
         return option | {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
@@ -108,9 +110,8 @@ def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
 
 def _reader(kind: Any) -> Callable[[str], Any]:
     """From the text of an option to a value; objects and lists are written as JSON."""
-    plain = {arm for arm in (get_args(kind) or (kind,)) if arm is not type(None)} <= {
-        str, int, float,
-    }  # fmt: skip
+    arms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    plain = {str, int, float, type(None)}.issuperset(arms)
 
     def read(text: str) -> Any:
         try:

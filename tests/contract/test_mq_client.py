@@ -1,0 +1,479 @@
+"""The older client's behaviour, over today's wire: rows Q1 to Q20."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+from core_kit import DUMMY
+from fake_core import SILENCE, FakeCore, failed, said
+
+from diptych_engine import MQLLMEngineClient
+from diptych_frontend.mq_client import MQClientClosedError
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreRequestType,
+    EngineDeadError,
+    EngineGenerateError,
+    InvalidRequestError,
+    LoRARequest,
+    RequestOutputKind,
+    SamplingParams,
+    UtilityError,
+    wire,
+)
+
+CONFIG = EngineConfig(DUMMY, num_blocks=64, num_threads=1)
+Process = subprocess.Popen[bytes]
+Eventually = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    """What stands for the engine's process; killed, it stays a zombie until the test ends."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest_asyncio.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeCore]:
+    core = FakeCore(endpoint(tmp_path))
+    yield core
+    await core.close()
+
+
+@pytest_asyncio.fixture
+async def client(
+    tmp_path: Path, process: Process, fake: FakeCore
+) -> AsyncIterator[MQLLMEngineClient]:
+    client = make_client(tmp_path, process)
+    await client.setup()
+    yield client
+    client.close()
+
+
+def endpoint(folder: Path) -> str:
+    return f"ipc://{folder}/core"
+
+
+def make_client(folder: Path, process: Process, **options: Any) -> MQLLMEngineClient:
+    options = {"rpc_timeout_s": 10.0, **options}
+    return MQLLMEngineClient(endpoint(folder), CONFIG, process.pid, **options)
+
+
+async def read(client: MQLLMEngineClient, request_id: str, prompt: Any = (1, 2)) -> list[int]:
+    """All tokens of a request, in the order in which they came."""
+    params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.DELTA)
+    tokens: list[int] = []
+    async for output in client.generate(list(prompt), params, request_id):
+        tokens += output.outputs[0].token_ids
+    return tokens
+
+
+def reading(client: MQLLMEngineClient, *request_ids: str) -> list[asyncio.Task[list[int]]]:
+    return [asyncio.create_task(read(client, request_id)) for request_id in request_ids]
+
+
+# --- the wire ---------------------------------------------------------------------------------
+
+
+async def test_contract_Q01_one_socket_has_every_role(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    [task] = reading(client, "r")
+    [request] = await fake.added(1)
+    await fake.tell(said(request, 7), said(request, 8))
+    await client.take_pulse()
+    task.cancel()
+    assert await fake.aborted() == [request.request_id]
+    assert {who for who, _, _ in fake.heard} == {fake.heard[0][0]}
+    assert [kind for _, kind, _ in fake.heard] == [
+        EngineCoreRequestType.UTILITY,  # the greeting
+        EngineCoreRequestType.ADD,
+        EngineCoreRequestType.UTILITY,  # the heartbeat
+        EngineCoreRequestType.ABORT,
+    ]
+
+
+@pytest.mark.parametrize(("size", "unsupported"), [(1, False), (2, True), (8, True)])
+def test_contract_Q02_layers_are_not_split_over_processes(size: int, unsupported: bool) -> None:
+    config = msgspec.structs.replace(CONFIG, pipeline_parallel_size=size)
+    assert MQLLMEngineClient.is_unsupported_config(config) is unsupported
+    if unsupported:
+        with pytest.raises(InvalidRequestError, match="pipeline_parallel_size must be 1"):
+            config.check()
+
+
+async def test_contract_Q03_setup_may_be_repeated(
+    tmp_path: Path, process: Process, fake: FakeCore
+) -> None:
+    client = make_client(tmp_path, process)
+    await asyncio.gather(*(client.setup() for _ in range(5)))
+    await client.setup()
+    assert fake.calls("describe") == 1
+    names = [task.get_name() for task in asyncio.all_tasks()]
+    assert (names.count("core watcher"), names.count("engine health")) == (1, 1)
+    [task] = reading(client, "r")
+    [request] = await fake.added(1)
+    for token in range(40):
+        await fake.tell(said(request, token, ends=token == 39))
+    assert await task == list(range(40))
+    client.close()
+
+
+async def test_contract_Q04_failures_leave_no_socket(
+    client: MQLLMEngineClient, eventually: Eventually
+) -> None:
+    before = psutil.Process().num_fds()
+    for _ in range(1000):
+        with pytest.raises(RuntimeError), client.get_data_socket():
+            raise RuntimeError
+    # ZMQ's own threads close descriptors.
+    await eventually(lambda: psutil.Process().num_fds() <= before + 2)
+
+
+async def test_contract_Q04_a_failed_call_leaves_nothing(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    fake.answers["stats"] = RuntimeError("no")
+    before = psutil.Process().num_fds()
+    for _ in range(200):
+        with pytest.raises(UtilityError):
+            await client.refresh_stats()
+    assert psutil.Process().num_fds() == before
+    assert client._cores.members[0].client._calls == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (SILENCE, TimeoutError, "didn't reply within 200 ms"),
+        (RuntimeError("the model is gone"), UtilityError, "the model is gone"),
+        ({"engine_id": 7}, ValueError, "Unable to start RPC Server"),
+        ("READY", ValueError, "Unable to start RPC Server"),
+    ],
+)
+async def test_contract_Q05_the_greeting_must_be_answered(
+    tmp_path: Path, process: Process, answer: Any, error: type[Exception], words: str
+) -> None:
+    core = FakeCore(endpoint(tmp_path), describe=answer)
+    client = make_client(tmp_path, process, rpc_timeout_s=0.2 if answer is SILENCE else 10.0)
+    with pytest.raises(error, match=words):
+        await client.setup()
+    client.close()
+    await core.close()
+
+
+async def test_contract_Q05_nobody_there_is_a_timeout_too(tmp_path: Path, process: Process) -> None:
+    client = make_client(tmp_path, process, rpc_timeout_s=0.2)
+    with pytest.raises(TimeoutError, match="200 ms"):
+        await client.setup()
+    client.close()
+
+
+# --- death ------------------------------------------------------------------------------------
+
+
+async def test_contract_Q06_a_dead_process_is_noticed_though_nobody_buried_it(
+    client: MQLLMEngineClient, process: Process, eventually: Eventually
+) -> None:
+    assert not client.errored
+    process.kill()
+    await eventually(lambda: client.errored, 1.0)
+    assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(EngineDeadError, match=rf"Engine process \(pid {process.pid}\) died\."):
+        await client.check_health()
+
+
+async def test_contract_Q06_a_process_that_is_gone_already_is_an_error_at_once(
+    tmp_path: Path,
+) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    client = make_client(tmp_path, process)
+    assert client.errored
+    with pytest.raises(EngineDeadError, match="died"):
+        await client.setup()
+    client.close()
+
+
+async def test_contract_Q06_an_error_in_a_heartbeat_is_the_engines(
+    tmp_path: Path, process: Process, fake: FakeCore, eventually: Eventually
+) -> None:
+    fake.answers["stats"] = SILENCE
+    client = make_client(tmp_path, process, heartbeat_s=0.01)
+    await client.setup()
+    await eventually(lambda: fake.calls("stats") == 1)
+    assert not client.errored, "silence proves nothing"
+    client.close()
+    client = make_client(tmp_path, process, heartbeat_s=0.01)
+    fake.answers["stats"] = RuntimeError("out of memory")
+    await client.setup()
+    await eventually(lambda: client.errored)
+    with pytest.raises(UtilityError, match="out of memory"):
+        await client.check_health()
+    client.close()
+
+
+async def test_contract_Q07_a_silent_death_ends_every_request(
+    client: MQLLMEngineClient, process: Process, fake: FakeCore
+) -> None:
+    tasks = reading(client, "a", "b", "c")
+    await fake.added(3)
+    process.kill()
+    for end in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(end, EngineDeadError)
+    assert not client.output_queues
+
+
+async def test_contract_Q08_an_error_of_one_request_is_its_own(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    tasks = reading(client, "a", "poisoned", "c")
+    a, poisoned, c = await fake.added(3)
+    await fake.tell(failed(poisoned, "bad numbers"))
+    await fake.tell(said(a, 1, ends=True), said(c, 2, ends=True))
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert (ends[0], ends[2]) == ([1], [2])
+    assert isinstance(ends[1], EngineGenerateError)
+    assert "bad numbers" in str(ends[1])
+    assert not client.errored
+
+
+async def test_contract_Q08_an_error_of_a_batch_is_that_of_its_requests(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    tasks = reading(client, "a", "b")
+    await fake.tell(*(failed(request, "out of memory") for request in await fake.added(2)))
+    for end in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(end, EngineGenerateError)
+    assert client.is_running
+
+
+async def test_contract_Q08_of_two_fatal_errors_the_first_is_kept(
+    client: MQLLMEngineClient, process: Process, fake: FakeCore, eventually: Eventually
+) -> None:
+    [task] = reading(client, "a")
+    await fake.added(1)
+    await fake.send(wire.ENGINE_CORE_DEAD)
+    await eventually(lambda: client.errored)
+    process.kill()
+    await asyncio.sleep(0.05)  # the second one is seen, and changes nothing
+    with pytest.raises(EngineDeadError, match="has ended") as waited:
+        await task
+    assert waited.value is client.dead_error
+    assert "died" not in str(client.dead_error)
+
+
+async def test_contract_Q14_health_is_the_first_cause_itself(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    await client.check_health()
+    fake.answers["stats"] = RuntimeError("out of memory")
+    await client.take_pulse()
+    raised = []
+    for _ in range(2):
+        with pytest.raises(UtilityError) as caught:
+            await client.check_health()
+        raised.append(caught.value)
+    assert raised[0] is raised[1] is client.dead_error.__cause__
+
+
+async def test_contract_Q18_running_is_what_is_not_errored(
+    client: MQLLMEngineClient, process: Process, eventually: Eventually
+) -> None:
+    assert (client.is_running, client.is_stopped, client.errored) == (True, False, False)
+    process.kill()
+    await eventually(lambda: client.errored)
+    assert (client.is_running, client.is_stopped, client.errored) == (False, True, True)
+    assert isinstance(client.dead_error, EngineDeadError)
+    assert "died" in str(client.dead_error)
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+async def test_contract_Q09_an_id_may_run_once_at_a_time(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    [task] = reading(client, "same")
+    [request] = await fake.added(1)
+    with pytest.raises(ValueError, match="Request same already exists"):
+        await read(client, "same")
+    assert list(client.output_queues) == ["same"]
+    await fake.tell(said(request, 5, ends=True))
+    assert await task == [5]
+    [again] = reading(client, "same")
+    await fake.tell(said((await fake.added(2))[1], 6, ends=True))
+    assert await again == [6]
+
+
+async def test_contract_Q09_a_dead_engine_refuses_at_once(
+    client: MQLLMEngineClient, process: Process, eventually: Eventually
+) -> None:
+    process.kill()
+    await eventually(lambda: client.errored)
+    with pytest.raises(EngineDeadError) as caught:
+        await read(client, "late")
+    assert caught.value is client.dead_error
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_contract_Q09_whenever_a_reader_leaves_nothing_is_left(
+    tmp_path: Path, process: Process, fake: FakeCore, turns: int
+) -> None:
+    client = make_client(tmp_path, process)
+    if turns > 2:
+        await client.setup()
+    [task] = reading(client, "r")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not client.output_queues
+    if client._cores.is_ready:
+        for request in await fake.added(0):
+            assert request.request_id in await fake.aborted()
+    client.close()
+
+
+async def test_contract_Q09_a_prompt_that_is_refused_leaves_nothing(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        await read(client, "bad", prompt=[10**9])
+    assert not client.output_queues
+    assert await fake.added(0) == []
+
+
+async def test_contract_Q10_outputs_of_unknown_requests_are_dropped(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    [task] = reading(client, "r")
+    [request] = await fake.added(1)
+    await fake.tell(EngineCoreOutput("never heard of", [1]), said(request, 2, ends=True))
+    await fake.tell(said(request, 3))
+    assert await task == [2]
+    assert not client.errored
+
+
+async def test_contract_Q11_an_abort_after_the_end_is_quiet(client: MQLLMEngineClient) -> None:
+    client.close()
+    await client.abort("anything")
+    await client.abort(["one", "another"])
+
+
+async def test_contract_Q12_every_call_after_the_end_says_so(client: MQLLMEngineClient) -> None:
+    client.close()
+    calls: list[Callable[[], Awaitable[Any]]] = [
+        lambda: read(client, "r"),
+        client.setup,
+        client.refresh_stats,
+        client.reset_prefix_cache,
+        client.list_loras,
+        lambda: client.add_lora(LoRARequest("name", 1, "/nowhere")),
+        lambda: client.notify_kv_transfer_request_rejected("r", {}),
+        client.drain_report,
+        client.check_health,
+        client.check_live,
+    ]
+    for call in calls:
+        with pytest.raises(MQClientClosedError):
+            await call()
+    with pytest.raises(MQClientClosedError), client.get_data_socket():
+        pass
+
+
+async def test_contract_Q13_an_acknowledgement_may_fail_in_three_ways(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    [member] = client._cores.members
+    fake.answers["stats"] = SILENCE
+    with pytest.raises(TimeoutError):
+        await member.refresh_stats(0.05)
+    fake.answers["stats"] = "SUCCESS?"
+    with pytest.raises(ValueError, match="stats: the answer is malformed"):
+        await member.refresh_stats()
+    fake.answers["stats"] = RuntimeError("no")
+    with pytest.raises(UtilityError, match="no"):
+        await member.refresh_stats()
+
+
+async def test_contract_Q15_questions_are_answered_while_others_generate(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    fake.answers |= {"add_lora": True, "list_loras": [3]}
+    [task] = reading(client, "r")
+    [request] = await fake.added(1)
+    assert await client.add_lora(LoRARequest("name", 3, "/somewhere")) is True
+    await fake.tell(said(request, 1))
+    assert await client.list_loras() == {3}
+    await fake.tell(said(request, 2, ends=True))
+    assert await task == [1, 2]
+
+
+# --- the rest ---------------------------------------------------------------------------------
+
+
+async def test_contract_Q17_getters_tell_what_the_client_was_made_of(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    assert await client.get_vllm_config() is CONFIG
+    assert await client.get_model_config() is client.model_config
+    assert await client.get_input_preprocessor() is client.input_processor
+    assert await client.get_decoding_config() is None
+    assert await client.is_tracing_enabled() is False
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        await client.get_tokenizer(LoRARequest("name", 3, "/somewhere"))
+    before = len(fake.heard)
+    await client.do_log_stats()
+    assert len(fake.heard) == before, "the server logs its own"
+
+
+async def test_contract_Q20_closing_leaves_no_task_and_no_descriptor(
+    tmp_path: Path, process: Process, fake: FakeCore, eventually: Eventually
+) -> None:
+    warm = make_client(tmp_path, process)
+    await warm.setup()
+    warm.close()
+    tasks = len(asyncio.all_tasks())
+    await asyncio.sleep(0.05)
+    before = psutil.Process().num_fds()
+    for _ in range(20):
+        client = make_client(tmp_path, process)
+        await client.setup()
+        client.close()
+        client.close()
+    await eventually(lambda: len(asyncio.all_tasks()) <= tasks)
+    await eventually(lambda: psutil.Process().num_fds() <= before + 2)
+    assert process.poll() is None, "the engine lives on"
+
+
+async def test_contract_Q01_a_real_core_serves_one_client_after_the_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "diptych_engine.core_process", "--local", endpoint(tmp_path)]
+    command += ["--config", msgspec.json.encode(CONFIG).decode(), "--parent-pid", str(os.getpid())]
+    core = subprocess.Popen(command)
+    answers = []
+    try:
+        for _ in range(2):
+            client = make_client(tmp_path, core, rpc_timeout_s=60.0)
+            await client.setup()
+            answers.append(await read(client, "r"))
+            client.close()
+    finally:
+        core.kill()
+        core.wait()
+    assert [len(answer) for answer in answers] == [50, 50]
