@@ -381,6 +381,8 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
             return
         self._closed = True
         self._finalizer.detach()
+        if timeout:
+            self._cores.finish_requests(timeout)
         self._cores.disconnect()
         self.output_processor.fail_all(EngineDeadError("the engine was shut down"))
         self._cores.stop(TERMINATE_GRACE_S if timeout is None else timeout)

@@ -184,6 +184,12 @@ class CoreClient:
         except msgspec.ValidationError as exc:
             raise MalformedAnswerError(f"{method}: the answer is malformed: {exc}") from exc
 
+    def take_outputs(self, timeout_s: float) -> None:
+        """Handle what has arrived, and wait for the first message at most `timeout_s`: for a caller
+        that holds the running event loop up."""
+        self._socket.poll(int(timeout_s * 1000))
+        self._drain()
+
     def close(self) -> None:
         """Disconnect. Pending calls fail; calling it again is harmless."""
         if self._closed:

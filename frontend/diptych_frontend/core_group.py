@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -242,6 +243,16 @@ class CoreGroup:
             member.excuse_silence()
 
     # --- the end ------------------------------------------------------------------------------
+
+    def finish_requests(self, timeout_s: float) -> None:
+        """Let open requests end, and hand their outputs on, for at most `timeout_s`."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return  # those who wait for outputs will not wake up any more
+        deadline = time.monotonic() + timeout_s
+        for member in self.members:
+            member.finish_requests(deadline)
 
     def disconnect(self) -> None:
         """Hear no more from any core. Safe to call twice, and without an event loop."""

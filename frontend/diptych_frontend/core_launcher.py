@@ -103,7 +103,7 @@ class CoreProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(timeout_s)
+                self.process.wait(timeout_s + self.config.shutdown_timeout_s)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -134,6 +134,13 @@ class CoreLink:
         if self._backlog:
             asyncio.get_running_loop().call_soon(self._hand_over_next)
 
+    def take_outputs(self, timeout_s: float) -> None:
+        """Hand over what has arrived, all of it, without the event loop; wait for the first message
+        at most `timeout_s`."""
+        self.client.take_outputs(timeout_s)
+        while self._backlog:
+            self._hand_over(self._backlog.popleft())
+
     def _hand_over(self, message: EngineCoreOutputs) -> None:
         try:
             self._on_outputs(message)

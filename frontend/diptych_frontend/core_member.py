@@ -22,6 +22,8 @@ from diptych_protocol import (
 
 PROBE_WAIT_S = 0.5
 """A probe waits this long for the core, and otherwise goes by what is known."""
+TAKE_S = 0.1
+"""How long to wait for outputs before looking whether the core still lives."""
 
 
 class CoreMember:
@@ -134,6 +136,15 @@ class CoreMember:
         self._pulse.excuse()
 
     # --- the end ------------------------------------------------------------------------------
+
+    def finish_requests(self, deadline: float) -> None:
+        """Take outputs until no request is open, or it is `deadline` (monotonic). The event loop,
+        which must be running, stands still meanwhile."""
+        while self.open and self.process.ended() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self.link.take_outputs(min(left, TAKE_S))
 
     def disconnect(self) -> None:
         """Hear no more from the core. Safe to call twice, and without an event loop."""

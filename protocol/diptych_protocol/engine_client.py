@@ -290,7 +290,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop everything this client started. Safe to call twice and at interpreter exit."""
+        """Stop everything this client started. Safe to call twice and at interpreter exit.
+
+        Requests that are open end as aborted; with a `timeout` in seconds they may end by
+        themselves first.
+        """
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can do: `generate`, and tasks of `PoolingParams`."""
