@@ -17,71 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from wire_kit import ABORT, ADD, FAILED, TIMEOUT_MS, UTILITY, WAVE, Client, request, start
 
 from diptych_frontend.core_client import CoreClient
 from diptych_protocol import (
-    EngineConfig,
-    EngineCoreOutputs,
-    EngineCoreRequest,
     EngineDeadError,
     FinishReason,
-    SamplingParams,
-    SchedulerStats,
     UtilityCall,
     wire,
 )
-
-ADD, ABORT, WAVE, UTILITY, FAILED = (bytes([i]) for i in range(5))
-TIMEOUT_MS = 20_000
-
-
-class Client:
-    """A DEALER socket, and nothing else."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(endpoint)
-        self.call_id = 0
-
-    def send(self, *frames: bytes) -> None:
-        self.socket.send_multipart(frames)
-
-    def receive(self) -> EngineCoreOutputs:
-        assert self.socket.poll(TIMEOUT_MS), "the core does not answer"
-        return wire.outputs_decoder.decode(self.socket.recv_multipart())
-
-    def call(self, method: str, *args: Any) -> Any:
-        self.call_id += 1
-        self.send(UTILITY, msgspec.msgpack.encode(UtilityCall(0, self.call_id, method, [*args])))
-        while True:
-            answer = self.receive().utility_output
-            if answer is not None and answer.call_id == self.call_id:
-                return answer.failure_message or answer.result
-
-    def add(self, request_id: str, **params: Any) -> None:
-        self.send(ADD, msgspec.msgpack.encode(request(request_id, **params)))
-
-    def read(self, request_id: str) -> tuple[list[int], FinishReason | None, str | None]:
-        """All tokens of a request, how it ended, and with which error."""
-        tokens: list[int] = []
-        while True:
-            for output in self.receive().outputs:
-                assert output.request_id == request_id
-                tokens += output.new_token_ids
-                if output.finished:
-                    return tokens, output.finish_reason, output.error
-
-    def stats(self) -> SchedulerStats:
-        return msgspec.convert(self.call("stats"), SchedulerStats)
-
-
-def request(request_id: str, prompt: list[int] | None = None, **params: Any) -> EngineCoreRequest:
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, **params})
-    ids = [1, 2, 3] if prompt is None else prompt
-    return EngineCoreRequest(
-        request_id, ids, None, sampling, None, None, time.time(), None, None, None
-    )
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +36,6 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield path
     process.terminate()
     assert process.wait(20) == 0, "SIGTERM ends a core cleanly"
-
-
-def start(path: str) -> subprocess.Popen[bytes]:
-    config = EngineConfig(
-        model="dummy://?num_hidden_layers=2", num_blocks=64, num_threads=1, max_num_seqs=8,
-        max_num_batched_tokens=64, max_num_waiting=16,
-    )  # fmt: skip
-    command = [sys.executable, "-m", "diptych_engine.core_process", "--local", path]
-    config_json = msgspec.json.encode(config).decode()
-    return subprocess.Popen([*command, "--config", config_json, "--parent-pid", str(os.getpid())])
 
 
 @pytest.fixture
