@@ -11,6 +11,7 @@ from typing import Any
 from diptych_engine.lora.adapter import Adapter, cache_identity
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import Request
+from diptych_engine.sessions import check_piece
 from diptych_frontend.prompt_embeds import check_embeds
 from diptych_protocol import (
     EngineCoreRequest,
@@ -38,6 +39,8 @@ def admit(
     """
     if not math.isfinite(message.arrival_time):
         raise InvalidRequestError("arrival_time must be finite: requests are ordered by it")
+    if message.resumable:
+        check_piece(message, limits)
     if message.pooling_params is not None:
         return _admit_pooling(message, message.pooling_params, client, limits, adapters), []
     params = message.sampling_params
@@ -69,6 +72,7 @@ def admit(
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,
         prompt_embeds=message.prompt_embeds,
+        resumable=message.resumable,
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
     return request, _first_tokens(request, limits)

@@ -74,6 +74,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         config.max_num_waiting,
         config.enable_prefix_caching,
         config.scheduling_policy,
+        config.max_idle_sessions,
         max_loras=config.max_loras if alone else 0,
     )
     connector = None

@@ -22,6 +22,7 @@ from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import LoadOrder, Request, StepPlan, StepResult, TokenOutput
 from diptych_engine.scheduler import Scheduler
+from diptych_engine.sessions import go_on
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
 from diptych_protocol import (
     DiptychError,
@@ -103,8 +104,11 @@ class EngineCore:
 
     def add(self, message: EngineCoreRequest, client: bytes) -> None:
         """Queue a request; one that cannot be served is answered with an error output."""
-        if message.request_id in self.scheduler.requests:
-            log.warning("request %s is already here; the second is dropped", message.request_id)
+        known = self.scheduler.requests.get(message.request_id)
+        if known is not None:
+            last = go_on(self.scheduler, known, message, client, self.description)
+            if last is not None:
+                self._outputs[client].append(last)
             return
         if self.leaving:
             self._reject_quietly(message)
@@ -237,11 +241,21 @@ class EngineCore:
         output.finish_reason = reason
         output.error = made.error
         output.stop_reason = request.stop_reason
+        if request.resumable and reason is not FinishReason.ERROR:
+            output.finish_reason, output.piece_finish_reason = None, reason
+            self._suspend(request)
+            return output
         wants_lease = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         if wants_lease and reason is FinishReason.LENGTH and self.connector is not None:
             output.kv_transfer_params = self._grant(request, self.connector)
         self.scheduler.finish(request, reason, request.stop_reason)
         return output
+
+    def _suspend(self, session: Request) -> None:
+        surplus = self.scheduler.suspend(session)
+        if surplus is not None:
+            self._end(surplus, FinishReason.ERROR)
+            self._fail(surplus.request_id, surplus.client, "ended: too many sessions are idle")
 
     def _grant(self, request: Request, connector: KVConnector) -> dict[str, Any]:
         computed = request.num_computed_tokens
@@ -331,7 +345,7 @@ class EngineCore:
         """What still keeps this engine from leaving."""
         scheduler = self.scheduler
         running, leases = len(scheduler.running), len(scheduler.leased)
-        waiting = scheduler.num_waiting + len(scheduler.loading)
+        waiting = scheduler.num_waiting + len(scheduler.loading) + len(scheduler.idle)
         return DrainReport(
             draining=self.draining,
             drained=self.draining and not (running or waiting or leases),

@@ -27,6 +27,9 @@ class RequestStatus(enum.Enum):
     WAITING_FOR_REMOTE_KV = enum.auto()
     """Holds blocks that the hinge is filling."""
     RUNNING = enum.auto()
+    WAITING_FOR_STREAMING_REQ = enum.auto()
+    """Its prompt's pieces so far are answered; keeps its blocks and its row for the next one,
+    unless others need them."""
     PREEMPTED = enum.auto()
     """Lost its blocks to another request; queued again, keeps its tokens."""
     FINISHED = enum.auto()
@@ -45,7 +48,16 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING_FOR_REMOTE_KV: frozenset(
         {RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED}
     ),
-    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset(
+        {
+            RequestStatus.PREEMPTED,
+            RequestStatus.WAITING_FOR_STREAMING_REQ,
+            RequestStatus.FINISHED,
+        }
+    ),
+    RequestStatus.WAITING_FOR_STREAMING_REQ: frozenset(
+        {RequestStatus.WAITING, RequestStatus.FINISHED}
+    ),
     RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
@@ -78,6 +90,8 @@ class Request:
     """[prompt tokens, hidden]: used in place of the embeddings of the prompt's tokens."""
     reads_prefix_cache: bool = True
     """False: every token has to be computed, because the answer needs more of it than its KV."""
+    resumable: bool = False
+    """More pieces of its prompt may come: see `sessions`."""
     kv_transfer: KVTransferParams | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -125,6 +139,7 @@ class Request:
         return (
             self.status is RequestStatus.RUNNING
             and self.kv_transfer is None
+            and not self.resumable
             and self.num_output_tokens > 0
             and self.num_computed_tokens == self.num_tokens - 1
         )
@@ -188,6 +203,18 @@ class LoadOrder:
     """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
     cache_salt: str | None
 
+    @classmethod
+    def of(cls, request: Request, params: KVTransferParams, first: int, end: int) -> LoadOrder:
+        """For the blocks `first` to `end` of a request."""
+        return cls(
+            request.request_id,
+            params,
+            list(range(first, end)),
+            request.block_ids[first:end],
+            request.token_ids[: params.remote_num_tokens],
+            request.cache_salt,
+        )
+
 
 @dataclass(slots=True, frozen=True)
 class TokenOutput:
@@ -200,3 +227,19 @@ class TokenOutput:
     prompt_logprobs: LogprobsTensors | None = None
     error: str | None = None
     pooled: Array | None = None
+
+    @classmethod
+    def of(cls, request: Request, result: StepResult, position: int) -> TokenOutput:
+        """The token sampled for the request at a position among the plan's sampling ones."""
+        logprobs = None
+        row = result.logprobs[position] if result.logprobs is not None else None
+        if row is not None:
+            logprobs = LogprobsLists([row[0]], [row[1]], [row[2]])
+        of_prompts = result.prompt_logprobs
+        return cls(
+            request,
+            [result.token_ids[position]],
+            logprobs,
+            result.num_nans[position] if result.num_nans is not None else 0,
+            None if of_prompts is None else of_prompts.get(request.request_id),
+        )

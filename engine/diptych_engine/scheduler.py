@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from diptych_engine.block_pool import BlockPool
 from diptych_engine.control.pause import PauseGate
+from diptych_engine.idle_sessions import IdleSessions
 from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import (
@@ -31,7 +32,7 @@ from diptych_engine.request import (
 )
 from diptych_engine.stop_condition import stop_condition
 from diptych_engine.waiting_queue import WaitingQueue, make_queue, turn
-from diptych_protocol import FinishReason, LogprobsLists, SchedulerStats, SchedulingPolicy
+from diptych_protocol import FinishReason, SchedulerStats, SchedulingPolicy
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class Scheduler:
     max_num_waiting: int
     enable_prefix_caching: bool = True
     policy: SchedulingPolicy = "fcfs"
+    max_idle_sessions: int = 64
     max_loras: int = 0
     """Different adapters that running requests and pinned ones may need together."""
     pinned_adapters: set[int] = field(default_factory=set)
@@ -59,6 +61,7 @@ class Scheduler:
     """Requests whose grammars are being compiled."""
     loading: dict[str, Request] = field(default_factory=dict)
     """Requests whose blocks the hinge writes to, cancelled ones included."""
+    idle: IdleSessions = field(init=False)
     leased: list[list[int]] = field(default_factory=list)
     """Blocks of finished requests, pinned until their lease has ended; one list a lease. Two leases
     may come from requests of one name: a router that tries again keeps it."""
@@ -71,6 +74,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.waiting = make_queue(self.policy)
+        self.idle = IdleSessions(self.max_idle_sessions)
         self.prefixes = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
 
     # --- requests come and go -----------------------------------------------------------------
@@ -85,10 +89,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        if self.gate.paused:
-            self.gate.parked.append(request)
-        else:
-            self.waiting.push(request)
+        self.gate.enter(request, self.waiting)
 
     def hold(self, request: Request) -> None:
         """Take a request in that cannot be queued before its grammar is there."""
@@ -121,6 +122,9 @@ class Scheduler:
                     self.waiting.remove(request)
             case RequestStatus.WAITING_FOR_GRAMMAR:
                 del self.held[request.request_id]
+            case RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self.idle.remove(request)
+                self._removed.append(request.request_id)
             case RequestStatus.WAITING_FOR_REMOTE_KV:
                 pass
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
@@ -129,6 +133,21 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         del self.requests[request.request_id]
+
+    def suspend(self, session: Request) -> Request | None:
+        """Let a running session wait for its next piece. Returns one to end, if there are too
+        many."""
+        self.running.remove(session)
+        session.become(RequestStatus.WAITING_FOR_STREAMING_REQ)
+        session.finish_reason = session.stop_reason = None
+        return self.idle.add(session)
+
+    def resume(self, session: Request) -> None:
+        """Queue an idle session whose next piece has come, in front: it may hold blocks."""
+        self.idle.remove(session)
+        self._removed.append(session.request_id)  # what its row knows of it is outdated
+        session.become(RequestStatus.WAITING)
+        self.gate.enter(session, self.waiting, front=True)
 
     def lease_blocks(self, request: Request) -> list[int]:
         """Pin the blocks of a request that is about to finish, beyond its end."""
@@ -185,10 +204,13 @@ class Scheduler:
             known = len(request.token_ids)
             count = min(known - start, budget)
             short = self._blocks_for(start + count) - len(request.block_ids)
-            while short > self.pool.num_free and self._preempt(self.running[-1]) is not request:
+            while short > self.pool.num_free:
+                if self._reclaim_idle():
+                    continue
                 preempted = True
+                if self._preempt(self.running[-1]) is request:
+                    break
             if request.status is not RequestStatus.RUNNING:
-                preempted = True
                 break
             if short > 0:
                 request.block_ids.extend(self.pool.allocate(short))
@@ -213,6 +235,8 @@ class Scheduler:
             known = request.num_tokens
             short = self._blocks_for(known) - len(hit) - len(request.block_ids)
             if short > self.pool.num_free - self.pool.num_free_among(hit):
+                if self._reclaim_idle():
+                    continue
                 if not self.running and self._reclaim_from_waiting():
                     continue
                 break
@@ -244,8 +268,9 @@ class Scheduler:
 
         Whoever lacks a place waits at the head of the queue: others must not overtake it for ever.
         """
-        if len(self.running) >= self.max_num_seqs:
-            return False
+        while len(self.running) + self.idle.num_rows >= self.max_num_seqs:
+            if not self._reclaim_idle():
+                return False
         adapter = request.adapter
         if adapter is None:
             return True
@@ -271,6 +296,16 @@ class Scheduler:
                 return True
         return False
 
+    def _reclaim_idle(self) -> bool:
+        """Take the blocks and the row of the session that has been idle longest."""
+        session = self.idle.longest_idle()
+        if session is None:
+            return False
+        self._removed.append(session.request_id)
+        self._free_blocks(session)
+        self.stats.num_preemptions += 1
+        return True
+
     def _order_load(self, request: Request) -> None:
         """Reserve the destination blocks of a hand-off and ask for what is missing."""
         params = request.kv_transfer
@@ -281,16 +316,7 @@ class Scheduler:
         request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
         request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
         self.loading[request.request_id] = request
-        self.load_orders.append(
-            LoadOrder(
-                request.request_id,
-                params,
-                list(range(num_local, num_remote)),
-                request.block_ids[num_local:num_remote],
-                request.token_ids[: params.remote_num_tokens],
-                request.cache_salt,
-            )
-        )
+        self.load_orders.append(LoadOrder.of(request, params, num_local, num_remote))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Apply a step's results. Requests that ended meanwhile get nothing more."""
@@ -325,23 +351,18 @@ class Scheduler:
         token = result.token_ids[position]
         request.token_ids.append(token)
         self.stats.tokens_generated += 1
-        logprobs = None
-        row = result.logprobs[position] if result.logprobs is not None else None
-        if row is not None:
-            logprobs = LogprobsLists([row[0]], [row[1]], [row[2]])
-        num_nans = result.num_nans[position] if result.num_nans is not None else 0
         ended = stop_condition(request, token)
         if ended is not None:
             request.finish_reason, request.stop_reason = ended
-        of_prompts = result.prompt_logprobs
-        of_prompt = None if of_prompts is None else of_prompts.get(request.request_id)
-        return TokenOutput(request, [token], logprobs, num_nans, of_prompt)
+        return TokenOutput.of(request, result, position)
 
     def preempt_all(self) -> None:
         """Take the blocks of every running request, and of those that wait with received KV."""
         while self.running:
             self._preempt(self.running[-1])
-        for request in self.waiting:
+        while self._reclaim_idle():
+            pass
+        for request in (*self.waiting, *self.gate.parked):
             self._free_blocks(request)
 
     def discard_loads(self) -> list[str]:
@@ -393,6 +414,7 @@ class Scheduler:
         stats.num_running = len(self.running)
         stats.num_waiting = self.num_waiting
         stats.num_waiting_for_remote_kv = len(self.loading)
+        stats.num_waiting_for_input = len(self.idle)
         stats.blocks_total = self.pool.num_blocks
         stats.blocks_free = self.pool.num_free
         stats.queued_prompt_tokens = self.prefixes.queued_prompt_tokens(self.requests.values())

@@ -18,6 +18,7 @@ from diptych_frontend.model_config import ModelConfig
 from diptych_frontend.output_processor import Collector, OutputProcessor, ParentRequest, fan_out
 from diptych_frontend.renderer import TextRenderer
 from diptych_frontend.stat_loggers import log_stats
+from diptych_frontend.streamed_prompt import StreamedPrompt, next_piece
 from diptych_frontend.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     ClientClosedError,
@@ -64,6 +65,10 @@ class AsyncEngine(EngineClient):
         self.output_processor = outputs
         self._max_open_requests = max_open_requests
         self._adapters = {a.lora_name: a for a in numbered(config.lora_modules)}
+        self._piece_timeout_s = (
+            config.streaming_input_timeout_s if isinstance(config, EngineConfig) else None
+        )
+        """None: no prompts in pieces."""
         self._dead: EngineDeadError | None = None
         self._closed = False
         self._facts: dict[str, dict[str, Any]] = {}
@@ -136,7 +141,19 @@ class AsyncEngine(EngineClient):
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if isinstance(prompt, AsyncGenerator):
-            raise InvalidRequestError("a prompt in pieces is not supported", param="prompt")
+            streamed = StreamedPrompt(
+                request_id,
+                sampling_params,
+                self.renderer,
+                lora_request=lora_request,
+                priority=priority,
+                trace_headers=trace_headers,
+                data_parallel_rank=data_parallel_rank,
+            )
+            async with contextlib.aclosing(self._generate_by_pieces(prompt, streamed)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
         collector = await self.add_request(
             request_id,
             prompt,
@@ -153,6 +170,46 @@ class AsyncEngine(EngineClient):
                 output = await collector.get()
                 output.metrics = self._facts.get(collector.request_ids[0], output.metrics)
                 yield output
+
+    async def _generate_by_pieces(
+        self, pieces: AsyncGenerator[StreamingInput, None], prompt: StreamedPrompt
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Send each piece when the one before it is answered and its answer was read.
+
+        So a slow reader slows the prompt down, and nothing piles up.
+        """
+        timeout_s = self._piece_timeout_s
+        if timeout_s is None:
+            raise InvalidRequestError("a prompt in pieces is not supported here", param="prompt")
+        async with contextlib.aclosing(pieces):
+            piece = await next_piece(pieces, timeout_s, None)
+            if piece is None:
+                raise InvalidRequestError("the prompt ended before its first piece", param="prompt")
+            first = prompt.extend(piece)
+            collector = await self.add_request(first.request_id, first, first.sampling)
+            with self._until_finished(collector):
+                while not collector.finished:
+                    output = await collector.get()
+                    answered = prompt.saw(output)
+                    yield output
+                    if not answered or collector.finished:
+                        continue
+                    piece = await next_piece(pieces, timeout_s, collector)
+                    if collector.is_ready:  # it ended while it waited
+                        continue
+                    self._send_piece(collector.request_ids[0], piece, prompt)
+
+    def _send_piece(
+        self, internal_id: str, piece: StreamingInput | None, prompt: StreamedPrompt
+    ) -> None:
+        """Send a later piece of a prompt to the core, or word that there are no more."""
+        if piece is None:
+            self._submit(prompt.closing(internal_id))
+            return
+        whole = self.input_processor.process("", prompt.extend(piece), SamplingParams())
+        whole.request_id = internal_id
+        self.output_processor.next_piece(whole, None)
+        self._submit(prompt.newest(whole))
 
     async def add_request(
         self,

@@ -53,6 +53,17 @@ class Collector:
             self.finished = True
         return output
 
+    @property
+    def is_ready(self) -> bool:
+        """`take` has something to return, or to raise."""
+        return self._pending is not None or self._error is not None
+
+    async def ready(self) -> None:
+        """Wait until `is_ready`."""
+        while not self.is_ready:
+            self._ready.clear()
+            await self._ready.wait()
+
     async def get(self) -> RequestOutput:
         """The next output, as soon as there is one. Raises the error of `fail`."""
         while (output := self.take()) is None:

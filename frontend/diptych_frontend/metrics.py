@@ -168,6 +168,8 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _Engine], ...] = (
     ("num_requests_waiting", "Requests waiting to run.", lambda s: s.num_waiting),
     ("num_requests_waiting_for_remote_kv", "Requests waiting for blocks from another engine.",
      lambda s: s.num_waiting_for_remote_kv),
+    ("num_requests_waiting_for_input", "Requests waiting for the next piece of their prompt.",
+     lambda s: s.num_waiting_for_input),
     ("kv_cache_usage_perc", "Share of KV blocks in use; 1 means all.", _usage),
     ("kv_cache_blocks", "KV blocks of the engine.", lambda s: s.blocks_total),
     ("kv_cache_blocks_free", "KV blocks that no request and no lease holds.",

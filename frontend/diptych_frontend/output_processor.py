@@ -113,6 +113,15 @@ class OutputProcessor:
             self._parents[parent.request.request_id] = parent
             parent.open_children.add(request_id)
 
+    def next_piece(self, request: EngineCoreRequest, prompt_text: str | None) -> None:
+        """Begin a new answer to an open request whose prompt has grown.
+
+        Raises `KeyError` if it has ended meanwhile.
+        """
+        collector = self._answers[request.request_id].collector
+        answer = _Answer(request, prompt_text, collector, None, 0, self._tokenizer)
+        self._answers[request.request_id] = answer
+
     def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Hand the outputs of a step to their consumers; unknown ids are dropped.
 
@@ -253,7 +262,9 @@ class _Answer:
     def advance(self, output: EngineCoreOutput) -> bool:
         """Take a step's output and emit what the consumer asked for; True if the answer ended."""
         token_ids = output.new_token_ids
-        finish, stop_reason = output.finish_reason, output.stop_reason
+        piece_finish = output.piece_finish_reason
+        finish = piece_finish if output.finish_reason is None else output.finish_reason
+        stop_reason = output.stop_reason
         text = ""
         if self._detokenizer is not None:
             text, num_kept, stop = self._detokenizer.push(
@@ -276,17 +287,18 @@ class _Answer:
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         reason = None if finish is None else str(finish)
+        ended = reason is not None and piece_finish is None
         if self._kind is RequestOutputKind.DELTA:
-            self._emit(text, list(token_ids), logprobs, reason, stop_reason)
-            return reason is not None
+            self._emit(text, list(token_ids), logprobs, reason, stop_reason, ended)
+            return ended
         self._text += text
         self._token_ids += token_ids
         if logprobs is not None:
             self._logprobs += logprobs
         if reason is not None or self._kind is RequestOutputKind.CUMULATIVE:
             so_far = list(self._logprobs) if self._wants_logprobs else None
-            self._emit(self._text, list(self._token_ids), so_far, reason, stop_reason)
-        return reason is not None
+            self._emit(self._text, list(self._token_ids), so_far, reason, stop_reason, ended)
+        return ended
 
     def _emit(
         self,
@@ -295,6 +307,7 @@ class _Answer:
         logprobs: list[dict[int, Logprob]] | None,
         finish_reason: str | None,
         stop_reason: int | str | None,
+        ended: bool,
     ) -> None:
         answer = CompletionOutput(
             self._index,
@@ -306,7 +319,7 @@ class _Answer:
             stop_reason,
         )
         answers = [answer]
-        all_finished = finish_reason is not None
+        all_finished = ended
         if self.parent is not None and all_finished:
             all_finished = self.parent.finish_child()
             if self._kind is RequestOutputKind.FINAL_ONLY:

@@ -28,21 +28,23 @@ class TextRenderer:
         self.vocab_size = source.config.vocab_size
         self.hidden_size = source.config.hidden_size
 
-    def render_prompt(self, prompt: PromptType) -> TokensPrompt:
+    def render_prompt(self, prompt: PromptType, *, add_special_tokens: bool = True) -> TokensPrompt:
         """Tokenise a completion prompt; token ids and embeddings pass through, checked.
+
+        add_special_tokens: put what the model wants at the beginning of a text there.
 
         Raises `InvalidRequestError` for an empty prompt, an id outside the vocabulary, or
         embeddings that do not fit the model.
         """
         if isinstance(prompt, str):
-            return self._tokenize(prompt, add_special_tokens=True)
+            return self._tokenize(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, list):
             return TokensPrompt(prompt_token_ids=self._checked(prompt))
         if not isinstance(prompt, dict):
             raise InvalidRequestError(
                 "prompt must be a string or a list of token ids", param="prompt"
             )
-        rendered = self._render_dict(dict(prompt))
+        rendered = self._render_dict(dict(prompt), add_special_tokens)
         if "cache_salt" in prompt:
             rendered["cache_salt"] = _text(prompt["cache_salt"], "cache_salt")
         return rendered
@@ -71,7 +73,7 @@ class TextRenderer:
         """Raises `InvalidRequestError` if none is loaded."""
         return self._require_tokenizer("model")
 
-    def _render_dict(self, prompt: dict[str, Any]) -> TokensPrompt:
+    def _render_dict(self, prompt: dict[str, Any], add_special_tokens: bool) -> TokensPrompt:
         if prompt.get("prompt_embeds") is not None:
             embeds = check_embeds(prompt["prompt_embeds"], self.hidden_size)
             return TokensPrompt(prompt_token_ids=[0] * embeds.shape[0], prompt_embeds=embeds)
@@ -81,7 +83,8 @@ class TextRenderer:
                 rendered["prompt"] = _text(prompt["prompt"], "prompt")
             return rendered
         if "prompt" in prompt:
-            return self._tokenize(_text(prompt["prompt"], "prompt"), add_special_tokens=True)
+            text = _text(prompt["prompt"], "prompt")
+            return self._tokenize(text, add_special_tokens=add_special_tokens)
         raise InvalidRequestError(
             "prompt holds neither text nor token ids nor embeddings", param="prompt"
         )

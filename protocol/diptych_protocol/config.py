@@ -59,6 +59,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`fcfs`: first come, first served. `priority`: requests with a lower `priority` go first, and
     are the last to lose their blocks; other policies refuse a request that has one."""
+    max_idle_sessions: int = 64
+    """Requests that may wait for the next piece of their prompt; one more ends the one that has
+    waited longest."""
+    streaming_input_timeout_s: float = 300.0
+    """How long a front-end waits for the next piece of a prompt."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of the model; None takes every core."""
@@ -117,6 +122,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("scheduling_policy", self.scheduling_policy in ("fcfs", "priority"),
              "fcfs or priority"),
             ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
+            ("max_idle_sessions", 0 <= self.max_idle_sessions <= 4096, "between 0 and 4096"),
+            ("streaming_input_timeout_s", 0 < self.streaming_input_timeout_s <= 86400,
+             "above 0 and at most 86400"),
             ("num_threads", self.num_threads is None or self.num_threads >= 1, "at least 1"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "between 0 and 86400"),
             ("max_loras", 0 <= self.max_loras <= 1024, "between 0 and 1024"),

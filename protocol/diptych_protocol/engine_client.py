@@ -163,8 +163,13 @@ class EngineClient(ABC):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for a prompt; the last output has `finished=True`.
 
-        Leaving the generator early aborts the request in the core. A prompt that comes in pieces
-        (an async generator) keeps its KV between them, and is answered after each.
+        Leaving the generator early aborts the request in the core.
+
+        A prompt that comes in pieces (an async generator) keeps its KV between them. Each piece is
+        answered by itself, with the parameters it brings, and the next one is asked for when that
+        answer was read. Of an answer all but the last token becomes a part of the prompt. When the
+        pieces end, a last output without tokens has `finished=True`; an error of the generator is
+        raised as it is.
 
         Raises:
             InvalidRequestError: the prompt or a parameter can never succeed.

@@ -85,6 +85,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The user's id; `request_id` is the internal, unique one."""
     # ours
     resumable: bool = False
+    """Further pieces of the prompt will follow, as requests with the same id and this flag; one
+    without it says that there are no more."""
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     abort_immediately: bool = False
@@ -190,6 +192,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """New requests wait until somebody ends the pause."""
     sleep_level: int = 0
     """1: without KV cache, the weights put aside; 2: without weights; 0: everything is here."""
+    num_waiting_for_input: int = 0
+    """Requests that wait for the next piece of their prompt; they may hold blocks."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -213,6 +217,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     # ours
     error: str | None = None
     """With FinishReason.ERROR: what went wrong, in words."""
+    piece_finish_reason: FinishReason | None = None
+    """A resumable request has answered what it has of its prompt, and waits for the next piece."""
 
     @property
     def finished(self) -> bool:

@@ -51,6 +51,15 @@ class PauseGate:
         """Nothing is computed at all."""
         return self.state is PauseState.PAUSED_ALL
 
+    def enter(self, request: Request, waiting: WaitingQueue, *, front: bool = False) -> None:
+        """A request comes: to the queue, or during a pause to those that wait for its end."""
+        if self.paused:
+            self.parked.append(request)
+        elif front:
+            waiting.push_front(request)
+        else:
+            waiting.push(request)
+
     def close(self, mode: PauseMode, waiting: WaitingQueue) -> None:
         """Pause, or change the way of it. `waiting` loses what is not under way, if that is to
         wait for the end of the pause."""
