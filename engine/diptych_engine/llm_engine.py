@@ -71,7 +71,7 @@ class _Open:
     """A request that has not ended."""
 
     external_id: str
-    collector: Collector
+    collector: Collector[Any]
     facts: RequestFacts
 
 
@@ -195,7 +195,7 @@ class LLMEngine(EngineControls):
         facts = RequestFacts(
             len(request.prompt_token_ids or ()), deltas=kind is RequestOutputKind.DELTA
         )
-        collector = Collector([part.request_id for part in parts])
+        collector = Collector[Any]([part.request_id for part in parts])
         opened = _Open(request.external_req_id or request_id, collector, facts)
         try:
             for index, part in enumerate(parts):

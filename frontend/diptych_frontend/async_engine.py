@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import warnings
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from typing import Any
@@ -31,6 +32,7 @@ from diptych_protocol import (
     InvalidRequestError,
     LoRARequest,
     PoolingParams,
+    PoolingRequestOutput,
     PromptType,
     RequestOutput,
     RouterConfig,
@@ -171,6 +173,33 @@ class AsyncEngine(EngineClient):
                 output.metrics = self._facts.get(collector.request_ids[0], output.metrics)
                 yield output
 
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
+        if truncate_prompt_tokens is not None:
+            warnings.warn("truncate_prompt_tokens is ignored", DeprecationWarning, stacklevel=2)
+        collector = await self.add_request(
+            request_id,
+            prompt,
+            pooling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+        )
+        with self._until_finished(collector):
+            yield await collector.get()
+
     async def _generate_by_pieces(
         self, pieces: AsyncGenerator[StreamingInput, None], prompt: StreamedPrompt
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -223,7 +252,7 @@ class AsyncEngine(EngineClient):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         prompt_text: str | None = None,
-    ) -> Collector:
+    ) -> Collector[Any]:
         """Send a request on its way; its outputs come to the collector.
 
         Once the engine has started, the request is registered before anything is awaited. Whoever
@@ -249,7 +278,7 @@ class AsyncEngine(EngineClient):
         open_now = self.output_processor.num_unfinished
         if open_now + len(parts) > self._max_open_requests:
             raise EngineOverloadedError(f"{open_now} requests are open already; retry later")
-        collector = Collector([part.request_id for part in parts])
+        collector = Collector[Any]([part.request_id for part in parts])
         try:
             for index, part in enumerate(parts):
                 self._add_request(part, prompt_text, parent, index, collector)
@@ -264,21 +293,21 @@ class AsyncEngine(EngineClient):
         prompt: str | None,
         parent_req: ParentRequest | None,
         index: int,
-        queue: Collector,
+        queue: Collector[Any],
     ) -> None:
         """Register a request, or one of the children of a parent, and send it to an engine."""
         self.output_processor.add(request, prompt, queue, parent_req, index)
         self._submit(request)
 
     @contextlib.contextmanager
-    def _until_finished(self, collector: Collector) -> Iterator[None]:
+    def _until_finished(self, collector: Collector[Any]) -> Iterator[None]:
         """Whatever ends the block before the request has, ends the request in the engine."""
         try:
             yield
         finally:
             self._end(collector)
 
-    def _end(self, collector: Collector) -> None:
+    def _end(self, collector: Collector[Any]) -> None:
         """Forget a request, and abort what is left of it."""
         if not collector.finished:
             self._withdraw(self.output_processor.abort(collector.request_ids, internal=True))

@@ -14,9 +14,8 @@ from typing import Any, Self
 from diptych_frontend.async_engine import AsyncEngine
 from diptych_frontend.core_control import CoreControl
 from diptych_frontend.core_group import CoreGroup
-from diptych_frontend.core_launcher import TERMINATE_GRACE_S, AdoptedCore, Core
+from diptych_frontend.core_launcher import TERMINATE_GRACE_S, Core, adopted
 from diptych_frontend.core_weights import CoreWeights
-from diptych_frontend.curve import read_keys
 from diptych_frontend.elastic import Resizer
 from diptych_frontend.engine_args import EngineArgs
 from diptych_frontend.foreign_options import refuse_foreign
@@ -121,7 +120,7 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         """Calls under way that keep the core too busy to answer."""
         self._draining = False
         if core is None and client_addresses is not None:
-            core = _adopted(client_addresses, keys_dir)
+            core = adopted(client_addresses, keys_dir)
         self._cores = CoreGroup(
             vllm_config,
             public_endpoint,
@@ -230,11 +229,6 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
                 self._die(cause)
         return super().errored
 
-    @property
-    def _connected(self) -> CoreGroup:
-        """What control calls go through: they reach every core."""
-        return self._cores
-
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         self._deliver(message.outputs)
 
@@ -256,6 +250,12 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
     async def get_tokenizer(self) -> Tokenizer:
         """Raises `InvalidRequestError` if there is none."""
         return self.renderer.get_tokenizer()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """As the core said when it was greeted: nobody is asked again."""
+        self._check_usable()
+        await self._connect()
+        return self.description.tasks
 
     # --- statistics ---------------------------------------------------------------------------
 
@@ -292,11 +292,11 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
         await self._connect()
-        return await self._connected.call(method, *args, timeout_s=timeout_s)
+        return await self._cores.call(method, *args, timeout_s=timeout_s)
 
     async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         await self._connect()
-        return await self._connected.call_each(method, *args, timeout_s=timeout_s)
+        return await self._cores.call_each(method, *args, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def silence_expected(self) -> Iterator[None]:
@@ -342,7 +342,7 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         data_parallel_rank: int | None = None,
     ) -> None:
         KVTransferParams.parse(kv_transfer_params)
-        await self._connected.call(
+        await self._cores.call(
             "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
         )
 
@@ -391,14 +391,3 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
 def _most_open(config: EngineConfig, num_cores: int) -> int:
     """Requests that may be open at the same time: as many as cores queue and run."""
     return num_cores * (config.max_num_waiting + config.max_num_seqs)
-
-
-def _adopted(addresses: Mapping[str, str], keys_dir: Path | None) -> AdoptedCore:
-    if set(addresses) != {"input_address"}:
-        raise InvalidRequestError(
-            "client_addresses needs input_address, and nothing else: one socket carries both "
-            "directions",
-            param="client_addresses",
-        )
-    keys = None if keys_dir is None else read_keys(keys_dir)
-    return AdoptedCore(addresses["input_address"], keys=keys)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
-from diptych_protocol import CompletionOutput, RequestOutput
+from diptych_protocol import CompletionOutput, PoolingRequestOutput, RequestOutput
+
+Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 
 
-class Collector:
+class Collector(Generic[Output]):
     """Holds at most one output, or the error that ended the request.
 
     A consumer that lags finds deltas merged and cumulative outputs replaced, so the memory of a
@@ -23,18 +26,18 @@ class Collector:
         self.request_ids = request_ids
         self.finished = False
         """The last output was taken."""
-        self._pending: RequestOutput | None = None
+        self._pending: Output | None = None
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
-    def put(self, output: RequestOutput, *, delta: bool) -> None:
+    def put(self, output: Output, *, delta: bool = False) -> None:
         """Hand over an output, which then belongs to the collector. Ignored after `fail`."""
         if self._error is not None:
             return
-        if self._pending is None:
-            self._pending = output
-        else:
+        if isinstance(self._pending, RequestOutput) and isinstance(output, RequestOutput):
             _merge(self._pending, output, delta=delta)
+        else:
+            self._pending = output
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
@@ -43,7 +46,7 @@ class Collector:
             self._pending, self._error = None, error
         self._ready.set()
 
-    def take(self) -> RequestOutput | None:
+    def take(self) -> Output | None:
         """What is there now. Raises the error of `fail`."""
         if self._error is not None:
             # Many consumers may share one error: none of them should see the others' frames.
@@ -64,7 +67,7 @@ class Collector:
             self._ready.clear()
             await self._ready.wait()
 
-    async def get(self) -> RequestOutput:
+    async def get(self) -> Output:
         """The next output, as soon as there is one. Raises the error of `fail`."""
         while (output := self.take()) is None:
             self._ready.clear()

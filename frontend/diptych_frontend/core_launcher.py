@@ -10,14 +10,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from diptych_protocol import CurveKeys, EngineConfig, EngineDeadError
+from diptych_frontend.curve import read_keys
+from diptych_protocol import CurveKeys, EngineConfig, EngineDeadError, InvalidRequestError
 
 TERMINATE_GRACE_S = 5.0
 
@@ -175,3 +176,15 @@ async def _readable(descriptor: int) -> None:
         await seen.wait()
     finally:
         loop.remove_reader(descriptor)
+
+
+def adopted(addresses: Mapping[str, str], keys_dir: Path | None) -> AdoptedCore:
+    """The core that `AsyncLLM`'s `client_addresses` name; the keys are those of the directory."""
+    if set(addresses) != {"input_address"}:
+        raise InvalidRequestError(
+            "client_addresses needs input_address, and nothing else: one socket carries both "
+            "directions",
+            param="client_addresses",
+        )
+    keys = None if keys_dir is None else read_keys(keys_dir)
+    return AdoptedCore(addresses["input_address"], keys=keys)

@@ -128,6 +128,11 @@ class InputProcessor:
                 adopted.pooling_params = params
             else:
                 adopted.sampling_params = params
+        if type(adopted.params) is not type(params):
+            raise InvalidRequestError(
+                "a request with pooling_params is for encode, others are for generate",
+                param="prompt",
+            )
         return adopted
 
     def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:

@@ -21,6 +21,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     InvalidRequestError,
     KVTransferStats,
+    PoolingRequestOutput,
     RequestOutput,
     SchedulerStats,
 )
@@ -140,6 +141,12 @@ class RequestProgress:
                 self._last_delivery[choice.index] = now
             if choice.finish_reason is not None:
                 metrics.count_end(choice.finish_reason)
+
+    def saw_vectors(self, output: PoolingRequestOutput) -> None:
+        """The one output of a prompt that was pooled."""
+        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        self._metrics.cached_tokens.inc(output.num_cached_tokens)
+        self._metrics.count_end("stop")
 
     def __exit__(
         self,

@@ -108,7 +108,7 @@ class MQLLMEngineClient(AsyncLLM):
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Collector:
+    ) -> Collector[Any]:
         """As any client, but raises `ValueError` for an id that is in use."""
         self._check_usable()
         await self._connect()

@@ -11,6 +11,7 @@ import msgspec
 from diptych_frontend.collector import Collector
 from diptych_frontend.detokenizer import Detokenizer
 from diptych_frontend.logprobs import of_output, of_prompt
+from diptych_frontend.pooling_answer import PoolingAnswer
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import (
     CompletionOutput,
@@ -80,7 +81,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Without a tokenizer, answers are token ids and their text stays empty."""
         self._tokenizer = tokenizer
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, _Answer | PoolingAnswer] = {}
         self._by_external_id: dict[str, set[str]] = {}
         self._parents: dict[str, ParentRequest] = {}
 
@@ -98,15 +99,21 @@ class OutputProcessor:
         self,
         request: EngineCoreRequest,
         prompt_text: str | None,
-        collector: Collector,
+        collector: Collector[Any],
         parent: ParentRequest | None = None,
         index: int = 0,
     ) -> None:
-        """Expect outputs for a request. Raises `ValueError` if its internal id is in use."""
+        """Expect outputs for a request, which go to the collector: `RequestOutput`s, or the one
+        `PoolingRequestOutput`. Raises `ValueError` if its internal id is in use.
+        """
         request_id = request.request_id
         if request_id in self._answers:
             raise ValueError(f"request {request_id} is running already")
-        answer = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
+        answer: _Answer | PoolingAnswer
+        if request.pooling_params is not None:
+            answer = PoolingAnswer(request, collector)
+        else:
+            answer = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
         self._answers[request_id] = answer
         self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
         if parent is not None:
@@ -118,7 +125,7 @@ class OutputProcessor:
 
         Raises `KeyError` if it has ended meanwhile.
         """
-        collector = self._answers[request.request_id].collector
+        collector: Collector[Any] = self._answers[request.request_id].collector
         answer = _Answer(request, prompt_text, collector, None, 0, self._tokenizer)
         self._answers[request.request_id] = answer
 
@@ -189,7 +196,7 @@ class OutputProcessor:
             return sorted(self._parents[request_id].open_children)
         return [request_id] if request_id in self._answers else []
 
-    def _forget(self, answer: _Answer) -> None:
+    def _forget(self, answer: _Answer | PoolingAnswer) -> None:
         del self._answers[answer.request_id]
         same_user_id = self._by_external_id[answer.external_id]
         same_user_id.discard(answer.request_id)
@@ -229,7 +236,7 @@ class _Answer:
         self,
         request: EngineCoreRequest,
         prompt_text: str | None,
-        collector: Collector,
+        collector: Collector[RequestOutput],
         parent: ParentRequest | None,
         index: int,
         tokenizer: Tokenizer | None,

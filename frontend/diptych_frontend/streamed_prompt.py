@@ -123,7 +123,7 @@ class StreamedPrompt:
 
 
 async def next_piece(
-    pieces: AsyncGenerator[StreamingInput, None], timeout_s: float, collector: Collector | None
+    pieces: AsyncGenerator[StreamingInput, None], timeout_s: float, collector: Collector[Any] | None
 ) -> StreamingInput | None:
     """The next piece of a prompt; None if there are no more, or if the request ended meanwhile.
 

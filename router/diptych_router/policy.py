@@ -25,7 +25,10 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Prefill at `prefill` and decode at `decode`; None: the decode engine does both."""
+    """Prefill at `prefill` and decode at `decode`; None: the decode engine does both.
+
+    A request that ends with its prefill has the same engine twice.
+    """
 
     prefill: str | None
     decode: str
@@ -55,6 +58,20 @@ def decide(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decis
         return Decision(None, chosen.key, f"{reason}: prompt computed by the decode engine")
     first, second = min(pairs, key=lambda pair: pair[0].load + pair[1].load)
     return Decision(first.key, second.key, "least loaded pair")
+
+
+def decide_prefill(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decision | None:
+    """Choose the engine for a request that is nothing but a prefill: the freest usable one of the
+    prefill pool, or else of the decode pool. None: no engine is usable."""
+    for engines, reason in (
+        (prefill, "least loaded prefill engine"),
+        (decode, "no usable prefill engine: prompt computed by a decode engine"),
+    ):
+        usable = [engine for engine in engines if engine.usable]
+        if usable:
+            key = _freest(usable).key
+            return Decision(key if engines is prefill else None, key, reason)
+    return None
 
 
 def heir(decode: Sequence[EngineView], fingerprint: str) -> EngineView | None:

@@ -8,7 +8,6 @@ good order hands its streams on; and a request that finds no engine waits for on
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +34,7 @@ from diptych_protocol import (
 )
 from diptych_router.discovery import Target
 from diptych_router.engine_link import EngineLink, ReadKeys
+from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
 from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
@@ -70,14 +70,12 @@ class PoolClient(AsyncEngine, WithoutControl):
             on_outputs=self._handle_outputs,
             on_lost=self._engine_lost,
         )
-        self._config = config
         self._model_limit = inputs.max_model_len
         self._routed: dict[str, RoutedRequest] = {}
         """By the request's own id."""
         self._placed: dict[str, RoutedRequest] = {}
         """By the id under which an engine has it now."""
-        self._held: dict[str, asyncio.TimerHandle] = {}
-        """Requests that wait for an engine, the first in line first; when they give up."""
+        self._held = HeldRequests(config, give_up=self._fail)
         self._charges: dict[str, list[tuple[EngineLink, int]]] = {}
         """What each request adds to the open tokens of engines."""
 
@@ -109,6 +107,9 @@ class PoolClient(AsyncEngine, WithoutControl):
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         return self.pools.stats_by_engine()
 
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.pools.supported_tasks()
+
     async def refresh_stats(self) -> dict[str, SchedulerStats]:
         """Ask every engine for its statistics now, and wait a second at most."""
         await self.pools.refresh_stats()
@@ -130,7 +131,8 @@ class PoolClient(AsyncEngine, WithoutControl):
 
         Raises `EngineOverloadedError` if it may not wait.
         """
-        while (decision := self.pools.choose(routed.full)) is not None:
+        pooling = routed.prefill_only
+        while (decision := self.pools.choose(routed.full, prefill_only=pooling)) is not None:
             prefill = self.pools.links[decision.prefill] if decision.prefill else None
             decode = self.pools.links[decision.decode]
             routed.attempts += 1
@@ -144,7 +146,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             self._facts[routed.request_id] = facts
             log.info("request %s: %s", routed.request_id, facts)
             try:
-                if prefill is not None:
+                if prefill is not None and prefill is not decode:
                     self._place(routed, prefill, Stage.PREFILL, plans=decode)
                     prefill.client.add(routed.prefill_request())
                 else:
@@ -153,37 +155,7 @@ class PoolClient(AsyncEngine, WithoutControl):
                 return
             except NotConnectedError as exc:
                 self._disconnected(routed, prefill or decode, exc)
-        self._hold(routed)
-
-    def _hold(self, routed: RoutedRequest) -> None:
-        """Let a request wait for an engine, until the time is up that it has for that.
-
-        Raises `EngineOverloadedError` if requests do not wait here, or if too many do already;
-        the latter turns nobody away who was taken on before. Engines that are there and full turn
-        away who has nothing yet: a queue here, before theirs, would only hide the overload.
-        """
-        if routed.full and not routed.generated:
-            raise EngineOverloadedError("no other engine has room; retry later")
-        if self._config.hold_seconds <= 0:
-            raise EngineOverloadedError("no engine is usable; retry later")
-        waiting = len(self._held)
-        if routed.attempts == 0 and waiting >= self._config.max_held:
-            raise EngineOverloadedError(
-                f"no engine is usable and {waiting} requests wait already; retry later"
-            )
-        log.info("request %s waits for an engine", routed.request_id)
-        routed.full.clear()
-        loop = asyncio.get_running_loop()
-        if routed.hold_until is None:
-            routed.hold_until = loop.time() + self._config.hold_seconds
-        give_up = partial(self._give_up, routed)
-        self._held[routed.request_id] = loop.call_at(routed.hold_until, give_up)
-
-    def _give_up(self, routed: RoutedRequest) -> None:
-        del self._held[routed.request_id]
-        reason = f"no engine within {self._config.hold_seconds:g} s"
-        log.warning("request %s: %s", routed.request_id, reason)
-        self._fail(routed, EngineOverloadedError(reason))
+        self._held.add(routed)
 
     def _place(
         self,
@@ -318,9 +290,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             routed = self._routed.pop(request_id, None)
             if routed is None:
                 continue
-            waiting = self._held.pop(request_id, None)
-            if waiting is not None:
-                waiting.cancel()
+            self._held.release(request_id)
             if routed.engine:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
                 self._leave_engine(routed)
@@ -334,22 +304,22 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _pools_changed(self) -> None:
         """Engines came, went or began to leave: let those who wait go on, and move streams."""
         self._follow_engines()
-        for request_id in list(self._held):
-            if self.pools.choose() is None:
-                break
-            waiting = self._held.pop(request_id, None)
-            if waiting is not None:
-                waiting.cancel()
-                self._dispatch(self._routed[request_id])
+        stuck: set[bool] = set()
+        """Kinds of requests (`prefill_only`) that no engine can take."""
+        for request_id in self._held:
+            routed = self._routed.get(request_id)
+            if routed is None or routed.prefill_only in stuck:
+                continue
+            if self.pools.choose(prefill_only=routed.prefill_only) is None:
+                stuck.add(routed.prefill_only)
+                continue
+            if self._held.release(request_id):
+                self._dispatch(routed)
         self._move_streams()
 
     def _follow_engines(self) -> None:
         """Every usable engine can take every request. While there is none, nothing new is known."""
-        usable = [
-            link.description
-            for link in self.pools.links.values()
-            if link.description is not None and self.pools.usable(link)
-        ]
+        usable = self.pools.usable_engines()
         if usable:
             limits = [engine.max_model_len for engine in usable]
             ordered = all(engine.scheduling_policy == "priority" for engine in usable)
@@ -399,18 +369,13 @@ class PoolClient(AsyncEngine, WithoutControl):
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        answers = [
-            await link.client.call("reset_prefix_cache", reset_running_requests, reset_connector)
-            for link in list(self.pools.links.values())
-            if link.up
-        ]
-        return all(answers)
+        flags = (reset_running_requests, reset_connector)
+        return all(await self.pools.call_each("reset_prefix_cache", *flags))
 
     def shutdown(self, timeout: float | None = None) -> None:
         if self._closed:
             return
         self._closed = True
-        for waiting in self._held.values():
-            waiting.cancel()
+        self._held.close()
         self.pools.close()
         self.output_processor.fail_all(EngineDeadError("the router was shut down"))

@@ -15,6 +15,8 @@ import zmq
 from diptych_protocol import (
     EngineCoreOutputs,
     EngineDeadError,
+    EngineDescription,
+    EngineOverloadedError,
     InvalidRequestError,
     RouterConfig,
     SchedulerStats,
@@ -24,7 +26,15 @@ from diptych_router.canary import Candidate, Trial, TrialBook
 from diptych_router.canary_run import run_canary
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys
-from diptych_router.policy import ROLES, Decision, EngineView, Role, decide, heir
+from diptych_router.policy import (
+    ROLES,
+    Decision,
+    EngineView,
+    Role,
+    decide,
+    decide_prefill,
+    heir,
+)
 from diptych_router.serving import Serving, ServingFile
 
 log = logging.getLogger(__name__)
@@ -115,9 +125,10 @@ class Pools:
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
-    def choose(self, full: Collection[str] = ()) -> Decision | None:
+    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
         """The engines for a new attempt; None: there are none now.
 
+        `prefill_only`: the request ends with its prefill.
         `full`: keys of engines that have no room. Where prefill has none, decode engines do not
         compute the prompt in its stead: that would make all streams slow.
         """
@@ -125,7 +136,7 @@ class Pools:
             [_view(link, self.usable(link) and link.key not in full) for link in self.of(role)]
             for role in ROLES
         )
-        decision = decide(prefill, decode)
+        decision = (decide_prefill if prefill_only else decide)(prefill, decode)
         prefill_is_full = any(view.key in full for view in prefill)
         if decision is not None and decision.prefill is None and prefill_is_full:
             return None
@@ -139,6 +150,24 @@ class Pools:
         fit = [_view(link, link.open_to_work and self._trusted(link)) for link in self.of("decode")]
         chosen = heir(fit, fingerprint)
         return self.links[chosen.key] if chosen is not None else None
+
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What every engine that is up can do.
+
+        Raises `EngineOverloadedError` while there is none.
+        """
+        known = [link.description.tasks for link in self.links.values() if link.description]
+        if not known:
+            raise EngineOverloadedError("no engine is up that could say what it can do")
+        return tuple(task for task in known[0] if all(task in tasks for tasks in known))
+
+    def usable_engines(self) -> list[EngineDescription]:
+        """What the usable engines of both pools say of themselves."""
+        return [
+            link.description
+            for link in self.links.values()
+            if link.description is not None and self.usable(link)
+        ]
 
     def draining(self, role: Role) -> list[EngineLink]:
         return [link for link in self.of(role) if link.stats.draining]
@@ -277,6 +306,14 @@ class Pools:
         for link, answer in zip(up, answers, strict=True):
             if isinstance(answer, BaseException):
                 log.debug("no statistics from %s: %s", link.name, answer)
+
+    async def call_each(self, method: str, *args: Any) -> list[Any]:
+        """A utility call to every engine that is up, one after the other.
+
+        Raises what `CoreClient.call` raises.
+        """
+        up = [link for link in self.links.values() if link.up]
+        return [await link.client.call(method, *args) for link in up]
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}

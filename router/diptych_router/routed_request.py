@@ -100,6 +100,11 @@ class RoutedRequest:
         return len(self.original.prompt_token_ids or ())
 
     @property
+    def prefill_only(self) -> bool:
+        """Its prompt is pooled: nothing is decoded."""
+        return self.original.pooling_params is not None
+
+    @property
     def tokens_left(self) -> int:
         """How many tokens may still be generated."""
         by_length = self.max_model_len - self.prompt_tokens - len(self.generated)
@@ -151,6 +156,8 @@ class RoutedRequest:
 
     def aggregated_request(self) -> EngineCoreRequest:
         """For one engine that does everything."""
+        if self.prefill_only:
+            return self._with(None)
         return self._with(
             msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
         )
@@ -162,7 +169,7 @@ class RoutedRequest:
             extra["kv_transfer_params"] = kv_transfer_params
         return extra or None
 
-    def _with(self, params: SamplingParams) -> EngineCoreRequest:
+    def _with(self, params: SamplingParams | None) -> EngineCoreRequest:
         return msgspec.structs.replace(
             self.original,
             request_id=self.core_id,

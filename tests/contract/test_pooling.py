@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from core_kit import CLIENT, VOCABULARY, core_request, generate, make_core, run, step
+from pooling_kit import hidden_states
 from torch import Tensor
 
 from diptych_engine.core import EngineCore
-from diptych_engine.models import StepInputs
-from diptych_engine.runner import ModelRunner
-from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import (
     Array,
     EngineCoreOutput,
@@ -47,33 +44,6 @@ def pooling_request(name: str, prompt: list[int], **fields: Any) -> EngineCoreRe
     message = core_request(name, prompt, pooling_params=PoolingParams(**params), **fields)
     message.sampling_params = None
     return message
-
-
-def hidden_states(core: EngineCore, prompt: list[int]) -> Tensor:
-    """[tokens, hidden] after the final norm: one forward over the whole prompt, in a cache of its
-    own."""
-    assert isinstance(core.runner, ModelRunner)
-    count = len(prompt)
-    num_blocks = -(-count // BLOCK)
-    cache = torch.zeros(num_blocks, *core.runner.kv_cache.shape[1:])
-    positions = torch.arange(count)
-    inputs = StepInputs(
-        token_ids=torch.tensor(prompt),
-        positions=positions,
-        slot_blocks=positions // BLOCK,
-        slot_offsets=positions % BLOCK,
-        attention=AttentionMetadata(
-            query_starts=np.array([0, count]),
-            context_lens=np.array([count]),
-            block_tables=np.arange(num_blocks)[None],
-            num_decodes=0,
-            block_size=BLOCK,
-            window=None,
-        ),
-    )
-    with torch.inference_mode():
-        model = core.runner.model
-        return model.normed(model.forward(inputs, cache.unbind(1)))
 
 
 def tensor(array: Array | None) -> Tensor:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import zmq
 from core_kit import CLIENT, VOCABULARY, core_request, generate, make_core, run, step, tokens
+from pooling_kit import runner_of
 from torch import Tensor
 
 from diptych_engine.core import EngineCore
 from diptych_engine.prompt_embeds import as_tensor
-from diptych_engine.runner import ModelRunner
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.renderer import TextRenderer
@@ -40,15 +40,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @pytest.fixture(scope="module")
 def core() -> EngineCore:
     made = make_core(block_size=BLOCK, max_num_batched_tokens=8)
-    for name, slot in model_of(made).model.slots.items():
+    for name, slot in runner_of(made).model.slots.items():
         if "norm" not in name:
             slot.target.mul_(10.0)  # large enough for outputs to vary
     return made
-
-
-def model_of(core: EngineCore) -> ModelRunner:
-    assert isinstance(core.runner, ModelRunner)
-    return core.runner
 
 
 def array_of(values: Tensor) -> Array:
@@ -60,7 +55,7 @@ def array_of(values: Tensor) -> Array:
 
 def embeds_of(core: EngineCore, token_ids: list[int]) -> Array:
     """The model's own embeddings of some tokens."""
-    table = model_of(core).model.slots["model.embed_tokens.weight"].target
+    table = runner_of(core).model.slots["model.embed_tokens.weight"].target
     return array_of(table[token_ids])
 
 

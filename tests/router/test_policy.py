@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.policy import EngineView, decide, heir
+from diptych_router.policy import EngineView, decide, decide_prefill, heir
 
 POOL = st.lists(
     st.builds(
@@ -55,6 +55,25 @@ def test_a_decision_says_why_there_is_no_pair() -> None:
     assert "no usable prefill engine" in empty.reason
     assert misfit is not None
     assert "fits" in misfit.reason
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        ([("p1", "x", 9), ("p2", "y", 1)], [("d", "z", 0)], ("p2", "p2")),
+        ([("p", "x", 9)], [], ("p", "p")),
+        ([], [("d1", "x", 3), ("d2", "y", 1)], (None, "d2")),
+    ],
+    ids=["freest prefill, whatever fits", "no decode needed", "no prefill"],
+)
+def test_what_ends_with_its_prefill_goes_to_one_engine(prefill, decode, expected) -> None:
+    decision = decide_prefill(views(*prefill), views(*decode))
+    assert decision is not None
+    assert (decision.prefill, decision.decode) == expected
+
+
+def test_without_engines_nothing_is_prefilled() -> None:
+    assert decide_prefill([EngineView("p", "x", 0, usable=False)], []) is None
 
 
 @given(POOL, POOL)

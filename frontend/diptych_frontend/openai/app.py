@@ -17,6 +17,7 @@ from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.asgi import AccessLogStyle, ApiKey, BodyReader, Boundary
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
+from diptych_frontend.openai.embeddings import EmbeddingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectionCleanup
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
@@ -61,10 +62,12 @@ def build_app(
     models = Models(engine, names)
     completions = GenerationRoute(CompletionApi(), engine, known, metrics)
     chat = GenerationRoute(ChatApi(), engine, known, metrics)
+    embeddings = EmbeddingRoute(engine, known, metrics)
     router = Router(
         [
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
             Route("/health", probes.health),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych_frontend.openai.api_types import CompletionRequest
+from diptych_frontend.openai.request_body import split_prompts
 from diptych_frontend.openai.responses import (
     Completion,
     CompletionChoice,
@@ -22,7 +23,6 @@ from diptych_frontend.openai.responses import (
 )
 from diptych_protocol import (
     CompletionOutput,
-    InvalidRequestError,
     Renderer,
     RequestOutput,
     SamplingParams,
@@ -38,23 +38,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 
     Raises `InvalidRequestError` for an empty or mixed list.
     """
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    texts = [item for item in prompt if isinstance(item, str)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if not prompt:
-        raise InvalidRequestError("prompt is an empty list", param="prompt")
-    if len(ids) == len(prompt):
-        return [ids]
-    if len(texts) == len(prompt):
-        return [*texts]
-    if len(lists) == len(prompt):
-        return [*lists]
-    raise InvalidRequestError(
-        "prompt mixes texts, token ids and lists; send one kind", param="prompt"
-    )
+    return split_prompts(request.prompt, "prompt")
 
 
 class CompletionApi:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import GenerationRequest
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, send_bytes
-from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.request_body import decode_body
 from diptych_frontend.openai.responses import ResponseWriter, Tally
 from diptych_protocol import (
     EngineClient,
@@ -101,7 +101,8 @@ class GenerationRoute(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        request = self._parse(scope, exchange.body)
+        request = decode_body(scope, exchange.body, self._decoder)
+        adapter = adapter_of(request.model, self._served_names, self._engine)
         params = self._api.params(request)
         prompts = await self._render(request, len(exchange.body))
         job = Job(
@@ -110,7 +111,7 @@ class GenerationRoute(Generic[R]):
             params,
             request.priority or 0,
             _data_parallel_rank(Headers(scope=scope)),
-            self._adapter(request.model),
+            adapter,
         )
         writer = self._api.writer(request, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
@@ -118,27 +119,6 @@ class GenerationRoute(Generic[R]):
             await deliver(job, writer, exchange, send)
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
-
-    def _parse(self, scope: Scope, body: bytes) -> R:
-        content_type = Headers(scope=scope).get("content-type", "")
-        if content_type.partition(";")[0].strip().lower() != "application/json":
-            raise InvalidRequestError(
-                f"send the body as 'Content-Type: application/json', not {content_type[:100]!r}",
-                param="Content-Type",
-                status=415,
-            )
-        try:
-            request = self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise from_decode_error(exc) from exc
-        names = self._served_names | self._engine.adapters.keys()
-        if request.model not in names:
-            raise unknown_model(request.model, names)
-        return request
-
-    def _adapter(self, model: str) -> LoRARequest | None:
-        """The adapter that clients ask for by this name; the model's own names come first."""
-        return None if model in self._served_names else self._engine.adapters.get(model)
 
     async def _render(self, request: R, body_size: int) -> list[TokensPrompt]:
         """Tokenise, and refuse a prompt that leaves no room for an answer."""
@@ -212,6 +192,19 @@ def _data_parallel_rank(headers: Headers) -> int | None:
             param="data_parallel_rank",
         )
     return int(text)
+
+
+def adapter_of(
+    model: str, served_names: frozenset[str], engine: EngineClient
+) -> LoRARequest | None:
+    """The adapter that clients mean by this name; None for the model itself, whose names come
+    first. Raises `InvalidRequestError` for a name that is nobody's."""
+    if model in served_names:
+        return None
+    adapter = engine.adapters.get(model)
+    if adapter is None:
+        raise unknown_model(model, served_names | engine.adapters.keys())
+    return adapter
 
 
 def unknown_model(name: str, served_names: frozenset[str]) -> InvalidRequestError:

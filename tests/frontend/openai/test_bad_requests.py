@@ -214,7 +214,7 @@ async def test_each_refusal_before_the_body_has_its_status(http: httpx.AsyncClie
         (http.build_request("GET", COMPLETIONS), 405, None),
         (http.build_request("DELETE", "/v1/models"), 405, None),
         (http.build_request("GET", "/nowhere"), 404, "not_found"),
-        (http.build_request("POST", "/v1/embeddings", json={}), 404, "not_found"),
+        (http.build_request("POST", "/v1/rerank", json={}), 404, "not_found"),
     ):
         answer = await http.send(request)
         assert answer.status_code == status, answer.text
@@ -288,3 +288,9 @@ async def test_a_bad_request_id_is_refused(http: httpx.AsyncClient, request_id: 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "X-Request-Id"
     assert answer.headers["x-request-id"]
+
+
+async def test_an_engine_that_does_not_pool_says_so(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/embeddings", json={"model": "echo", "input": ["a", "b"]})
+    assert answer.status_code == 501
+    assert answer.json()["error"]["code"] == "unsupported"

@@ -1,0 +1,199 @@
+"""/v1/embeddings: texts or token ids in, vectors out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.openai.api_types import CacheSalt, Int64
+from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, send_bytes
+from diptych_frontend.openai.generation import INLINE_RENDER_BYTES, adapter_of
+from diptych_frontend.openai.request_body import decode_body, split_prompts
+from diptych_frontend.openai.responses import encode
+from diptych_protocol import (
+    Array,
+    EngineClient,
+    EngineGenerateError,
+    InvalidRequestError,
+    LoRARequest,
+    PoolingParams,
+    PoolingRequestOutput,
+    TokensPrompt,
+)
+
+logger = logging.getLogger("diptych.openai")
+
+MAX_INPUTS: Final = 2048
+"""Prompts of one request, as in the OpenAI API."""
+MAX_AT_ONCE: Final = 64
+"""So many of them are with the engine at a time: one request must not fill its queue."""
+ABORT_TIMEOUT_S: Final = 10.0
+"""How long the other prompts of a failed request may take to end."""
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/embeddings."""
+
+    model: str
+    input: str | list[str | Int64 | list[Int64]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31)] | None = None
+    priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
+
+    user: str | None = None
+    """Ignored."""
+    kv_transfer_params: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Raises `InvalidRequestError` for what is not offered, and for too many inputs."""
+        if self.kv_transfer_params is not None:
+            raise InvalidRequestError(
+                "an embedding is made by one engine: there is nothing to hand off",
+                param="kv_transfer_params",
+            )
+        prompts = split_prompts(self.input, "input")
+        if len(prompts) > MAX_INPUTS:
+            raise InvalidRequestError(
+                f"input holds {len(prompts)} prompts; at most {MAX_INPUTS} go into one request",
+                param="input",
+            )
+        return prompts
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: msgspec.Raw
+    """A list of numbers, or base64 of float32, little-endian."""
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct):
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request on its way."""
+
+    request: EmbeddingRequest
+    prompts: list[TokensPrompt]
+    adapter: LoRARequest | None
+    exchange: Exchange
+
+
+class EmbeddingRoute:
+    """The ASGI endpoint."""
+
+    def __init__(
+        self, engine: EngineClient, served_names: frozenset[str], metrics: ServerMetrics
+    ) -> None:
+        self._engine = engine
+        self._served_names = served_names
+        self._metrics = metrics
+        self._decoder = msgspec.json.Decoder(EmbeddingRequest)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        request = decode_body(scope, exchange.body, self._decoder)
+        adapter = adapter_of(request.model, self._served_names, self._engine)
+        prompts = await self._render(request, len(exchange.body))
+        async with UntilDisconnect(receive, exchange) as client:
+            embeddings = await self._embed(Job(request, prompts, adapter, exchange))
+            num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+            usage = EmbeddingUsage(num_tokens, num_tokens)
+            await send_bytes(send, 200, encode(EmbeddingList(request.model, embeddings, usage)), [])
+        if client.gone:
+            logger.info("%s: the client left; request aborted", exchange.request_id)
+
+    async def _render(self, request: EmbeddingRequest, body_size: int) -> list[TokensPrompt]:
+        def render() -> list[TokensPrompt]:
+            return [self._engine.renderer.render_prompt(prompt) for prompt in request.prompts()]
+
+        try:
+            if body_size <= INLINE_RENDER_BYTES:
+                prompts = render()
+            else:
+                prompts = await asyncio.to_thread(render)
+        except InvalidRequestError as exc:
+            raise _of_input(exc) from exc
+        if request.cache_salt is not None:
+            for prompt in prompts:
+                prompt["cache_salt"] = request.cache_salt
+        return prompts
+
+    async def _embed(self, job: Job) -> list[Embedding]:
+        """The embeddings in the order of the prompts; the first failure ends all of them."""
+        todo = iter(enumerate(job.prompts))
+        made: dict[int, Embedding] = {}
+        workers = [
+            asyncio.create_task(self._work(job, todo, made))
+            for _ in range(min(MAX_AT_ONCE, len(job.prompts)))
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.wait(workers, timeout=ABORT_TIMEOUT_S)
+        return [made[index] for index in range(len(job.prompts))]
+
+    async def _work(
+        self, job: Job, todo: Iterator[tuple[int, TokensPrompt]], made: dict[int, Embedding]
+    ) -> None:
+        """Take prompts until there are none left."""
+        for index, prompt in todo:
+            output = await self._encode(job, index, prompt)
+            vector = _written(output.outputs.data, job.request.encoding_format or "float")
+            made[index] = Embedding(index, vector)
+
+    async def _encode(self, job: Job, index: int, prompt: TokensPrompt) -> PoolingRequestOutput:
+        outputs = self._engine.encode(
+            prompt,
+            PoolingParams(dimensions=job.request.dimensions),
+            f"{job.exchange.request_id}-{index}",
+            lora_request=job.adapter,
+            priority=job.request.priority or 0,
+        )
+        with self._metrics.track(len(prompt["prompt_token_ids"])) as progress:
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        job.exchange.admitted = True
+                        progress.saw_vectors(output)
+                        return output
+            except InvalidRequestError as exc:
+                raise _of_input(exc) from exc
+            raise EngineGenerateError("the engine ended this request without an answer")
+
+
+def _of_input(exc: InvalidRequestError) -> InvalidRequestError:
+    """What engines call a prompt is called an input here."""
+    if exc.param in (None, "prompt"):
+        exc.param = "input"
+    return exc
+
+
+def _written(vector: Array, encoding_format: str) -> msgspec.Raw:
+    """A vector as JSON. Written as soon as it is there, so that no answer blocks the others for
+    long, and numbers do not lie around as Python objects."""
+    if encoding_format == "base64":
+        return msgspec.Raw(b'"' + base64.b64encode(vector.data) + b'"')
+    return msgspec.Raw(encode(vector.tolist()))
