@@ -13,6 +13,8 @@ from diptych_engine.lora.calls import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.runner import ModelRunner
 from diptych_engine.scheduler import Scheduler
+from diptych_engine.weights.calls import WeightCalls
+from diptych_engine.worker_calls import WorkerCalls
 from diptych_frontend.model_source import resolve_model
 from diptych_kv_transfer import KVConnector
 from diptych_protocol import EngineConfig, EngineDescription
@@ -93,5 +95,8 @@ def build_core(config: EngineConfig) -> EngineCore:
     core.utilities.update(loras.utilities)
     for adapter in numbered(config.lora_modules):
         loras.add_lora(adapter)
-    core.utilities.update(Controls(core).utilities())
+    controls = Controls(core)
+    core.utilities.update(controls.utilities())
+    core.utilities.update(WeightCalls(core, controls.forget_everything).utilities)
+    core.utilities["collective_rpc"] = WorkerCalls(core).collective_rpc
     return core

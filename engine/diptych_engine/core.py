@@ -18,11 +18,11 @@ from diptych_engine.control.deferred import Deferred
 from diptych_engine.control.sleep import Residency
 from diptych_engine.control.utilities import Convert, call_utility
 from diptych_engine.grammar_compiler import GrammarCompiler
-from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import LoadOrder, Request, StepPlan, StepResult, TokenOutput
 from diptych_engine.scheduler import Scheduler
 from diptych_engine.sessions import go_on
+from diptych_engine.weights.update import WeightUpdate
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
 from diptych_protocol import (
     DiptychError,
@@ -84,6 +84,7 @@ class EngineCore:
         self.leaving = False
         """It takes neither requests nor calls any more."""
         self.residency = Residency()
+        self.weights = WeightUpdate()
         self.deferred = Deferred()
         """What waits for steps or for the hinge; `settle` it after each step."""
         self.utilities: dict[str, Callable[..., Any]] = {
@@ -115,6 +116,7 @@ class EngineCore:
             self._outputs[client].append(_aborted(message.request_id))
             return
         try:
+            self.weights.require_whole()
             if not self.scheduler.can_add():
                 raise DiptychError("overloaded: too many requests wait already")
             request, first_tokens = admit(
@@ -193,26 +195,13 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self._start_loads()
         if self.adapters.in_use:
-            plan = self._with_adapters(plan)
+            for request, error in self.adapters.use(plan.scheduled, self.scheduler.running):
+                self._end(request, FinishReason.ERROR)
+                self._fail(request.request_id, request.client, error)
+            plan = plan.without_finished()
         if not plan.scheduled and not plan.removed:
             return plan, StepResult([], None, None)
         return plan, self.runner.execute(plan)
-
-    def _with_adapters(self, plan: StepPlan) -> StepPlan:
-        """The plan without the requests whose adapters cannot be loaded: they fail."""
-        wanted = dict.fromkeys(
-            share.request.adapter for share in plan.scheduled if share.request.adapter is not None
-        )
-        failed = self.adapters.use(wanted, busy_adapters(self.scheduler.running))
-        if not failed:
-            return plan
-        for share in plan.scheduled:
-            request = share.request
-            if request.adapter in failed:
-                self._end(request, FinishReason.ERROR)
-                self._fail(request.request_id, request.client, failed[request.adapter])
-        kept = [share for share in plan.scheduled if not share.request.finished]
-        return StepPlan(kept, sum(share.num_tokens for share in kept), plan.removed)
 
     def finish_step(self, plan: StepPlan, result: StepResult) -> None:
         """Turn a step's results into outputs. Requests aborted since it started get none."""

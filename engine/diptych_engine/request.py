@@ -171,6 +171,13 @@ class StepPlan:
     """Requests that lost their rows since the last plan (finished, aborted or preempted);
     one that comes back does so with a new block table."""
 
+    def without_finished(self) -> StepPlan:
+        """The plan without requests that have ended since it was made."""
+        kept = [share for share in self.scheduled if not share.request.finished]
+        if len(kept) == len(self.scheduled):
+            return self
+        return StepPlan(kept, sum(share.num_tokens for share in kept), self.removed)
+
 
 @dataclass(slots=True, frozen=True)
 class StepResult:

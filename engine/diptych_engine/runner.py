@@ -28,6 +28,8 @@ from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.sampler import Sampler
+from diptych_engine.weights.receiver import WeightReceiver
+from diptych_engine.worker_extension import extension_methods
 from diptych_frontend.model_source import ModelConfig, ModelSource
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
@@ -98,9 +100,10 @@ class ModelRunner:
         self._loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         self.worker_methods: dict[str, Callable[..., Any]] = {
-            "_inspect_lora": self._loras.inspect,
-            "_load_lora": self._loras.load,
-            "_unload_lora": self._loras.unload,
+            **extension_methods(config.worker_extension, self),
+            "_reload_weights": self._load,
+            **self._loras.methods(),
+            **WeightReceiver(self.model, shard.rank).methods(),
             **WorkerMemory(self.model.slots, self._load, memory).methods(),
             **self._profiler.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,

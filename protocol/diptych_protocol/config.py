@@ -86,6 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Adapters of a higher rank are refused."""
     lora_modules: dict[str, str] = {}
     """Adapters that are there from the start: name -> directory. Clients ask for them as models."""
+    worker_extension: str = ""
+    """`module:Class` with worker methods of your own for `collective_rpc`."""
     tensor_parallel_size: int = 1
     """Processes that share every layer's work; each has `num_threads` and `kv_cache_bytes`."""
     pipeline_parallel_size: int = 1

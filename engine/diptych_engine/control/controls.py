@@ -47,11 +47,15 @@ class Controls:
         """
         self._close_gate(mode)
         return self._core.deferred.when(
-            self._at_rest, self._forget_everything if clear_cache else _nothing
+            self._at_rest, self.forget_everything if clear_cache else _nothing
         )
 
     def resume_generation(self) -> None:
-        """End the pause; harmless without one. Raises `InvalidRequestError` while asleep."""
+        """End the pause; harmless without one. Raises `InvalidRequestError` while asleep, or while
+        weights are being replaced."""
+        obstacle = self._core.weights.obstacle
+        if obstacle is not None:
+            raise InvalidRequestError(obstacle, status=409)
         if not self._core.residency.complete:
             raise InvalidRequestError("the engine is asleep; wake it up first")
         scheduler = self._core.scheduler
@@ -104,7 +108,7 @@ class Controls:
             runner.collective_rpc("_put_weights_aside")
             residency.weights = Weights.ASIDE
         if residency.kv_cache:
-            self._forget_everything()
+            self.forget_everything()
             runner.collective_rpc("_drop_kv_cache")
             residency.kv_cache = False
         log.info("asleep at level %d", residency.level)
@@ -115,6 +119,8 @@ class Controls:
         residency, runner = self._core.residency, self._core.runner
         if "weights" in wanted and residency.weights is not Weights.LOADED:
             runner.collective_rpc("_restore_weights")
+            if residency.weights is Weights.DROPPED:
+                self._core.weights.reset()
             residency.weights = Weights.LOADED
         if "kv_cache" in wanted and not residency.kv_cache:
             runner.collective_rpc("_restore_kv_cache")
@@ -140,7 +146,7 @@ class Controls:
         if connector is not None:
             connector.revoke_all()
         if reset_running_requests:
-            self._forget_everything()
+            self.forget_everything()
             return True
         pool, scheduler = self._core.scheduler.pool, self._core.scheduler
         if connector is None:
@@ -157,7 +163,7 @@ class Controls:
         log.info("reset_encoder_cache: %s", NO_MULTIMODAL_MODEL)
         return NO_MULTIMODAL_MODEL
 
-    def _forget_everything(self) -> None:
+    def forget_everything(self) -> None:
         """No KV that was computed up to now will be used by any request of this engine. What
         is lent out stays as it is."""
         self._core.scheduler.preempt_all()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,14 @@ class LoraBank:
         self._dtype = dtype
         self._device = device
         self._adapters: dict[int, Layers] = {}
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """For the core, not for clients."""
+        return {
+            "_inspect_lora": self.inspect,
+            "_load_lora": self.load,
+            "_unload_lora": self.unload,
+        }
 
     def __len__(self) -> int:
         return len(self._adapters)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from diptych_engine.lora.adapter import Adapter
+from diptych_engine.lora.adapter import Adapter, busy_adapters
+from diptych_engine.request import Request, ScheduledRequest
 from diptych_protocol import DiptychError, InvalidRequestError, LoRARequest
 
 WorkerCall = Callable[[str, tuple[Any, ...]], list[Any]]
@@ -72,18 +73,23 @@ class AdapterTable:
         if not 0 < len(request.lora_name) <= MAX_NAME_LENGTH or not request.lora_path:
             raise _refusal(f"an adapter needs a path and a name of 1..{MAX_NAME_LENGTH} characters")
 
-    def use(self, adapters: Iterable[Adapter], busy: set[int]) -> dict[Adapter, str]:
+    def use(
+        self, shares: Iterable[ScheduledRequest], running: Iterable[Request]
+    ) -> list[tuple[Request, str]]:
         """Load the adapters of a step, as far as they are not.
 
-        busy: ids of the adapters of all running requests, those of the step included.
-        Returns those that cannot be loaded, with the reason.
+        running: all running requests, those of the step included.
+        Returns the requests whose adapters cannot be loaded, and why.
         """
-        failed: dict[Adapter, str] = {}
-        for adapter in adapters:
-            try:
-                self._load(adapter, busy)
-            except DiptychError as exc:
-                failed[adapter] = str(exc)
+        busy = busy_adapters(running)
+        failed: list[tuple[Request, str]] = []
+        for share in shares:
+            adapter = share.request.adapter
+            if adapter is not None:
+                try:
+                    self._load(adapter, busy)
+                except DiptychError as exc:
+                    failed.append((share.request, str(exc)))
         return failed
 
     def _load(self, adapter: Adapter, busy: set[int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +78,9 @@ class CausalLM(Protocol):
     @property
     def slots(self) -> dict[str, WeightSlot]:
         """Every tensor that must be loaded, by its Hugging Face name."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own tensors, fused and laid out as it computes with them."""
 
     @property
     def num_layers(self) -> int: ...

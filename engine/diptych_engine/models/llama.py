@@ -8,8 +8,8 @@ Projections that read the same input are fused: query, key and value; gate and u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +126,21 @@ class LlamaModel:
             slots["self_attn.q_norm.weight"] = WeightSlot(layer.query_norm, rotary_dim=dim)
             slots["self_attn.k_norm.weight"] = WeightSlot(layer.key_norm, rotary_dim=dim)
         return slots
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield "embedding", self._embedding
+        yield "final_norm", self._final_norm
+        if not self.config.tie_word_embeddings:
+            yield "head", self._head
+        for index, layer in enumerate(self._layers):
+            for field in fields(layer):
+                tensor: Tensor | None = getattr(layer, field.name)
+                if tensor is not None:
+                    yield f"layers.{index}.{field.name}", tensor
+
+    def parameters(self) -> Iterator[Tensor]:
+        """As `torch.nn.Module.parameters`."""
+        return (tensor for _, tensor in self.named_parameters())
 
     @property
     def num_layers(self) -> int:

@@ -89,7 +89,7 @@ def _load_gguf(slots: Mapping[str, WeightSlot], source: ModelSource, progress: P
     reorder = source.config.architecture not in GGUF_INTERLEAVED
 
     def load(name: str) -> int:
-        _fill(slots[name], _dequantize(file, table[name]), name, reorder=reorder)
+        fill(slots[name], _dequantize(file, table[name]), name, reorder=reorder)
         return table[name].nbytes
 
     done = 0
@@ -127,14 +127,11 @@ def _load_safetensors(
         raise ValueError(f"{source.uri} has no path")
     with ExitStack() as stack:
         readers = _open_safetensors(source.path, stack)
-        names = set(readers)
-        if source.config.tie_word_embeddings:
-            names.discard("lm_head.weight")  # some files repeat the embedding under this name
-        _require_same_names(slots, names)
+        _require_same_names(slots, (name for name in readers if not is_redundant(name, slots)))
         total = sum(slot.target.nbytes for slot in slots.values())
         done = 0
         for name, slot in slots.items():
-            _fill(slot, readers[name](), name, reorder=True)
+            fill(slot, readers[name](), name, reorder=True)
             done += slot.target.nbytes
             progress(done, total)
 
@@ -148,9 +145,15 @@ def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, Callable[[], 
         except (SafetensorError, OSError) as exc:
             raise _unusable(f"{path} cannot be read: {exc}") from exc
         for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-            if not name.endswith("rotary_emb.inv_freq"):  # a constant that old files carry
-                readers[name] = partial(shard.get_tensor, name)
+            readers[name] = partial(shard.get_tensor, name)
     return readers
+
+
+def is_redundant(name: str, slots: Mapping[str, WeightSlot]) -> bool:
+    """A published tensor that says nothing new: some files repeat the embedding as the head, and
+    old ones carry a constant."""
+    repeated = name == "lm_head.weight" and name not in slots
+    return repeated or name.endswith("rotary_emb.inv_freq")
 
 
 def _fill_randomly(slots: Mapping[str, WeightSlot], seed: int, progress: Progress) -> None:
@@ -167,8 +170,11 @@ def _fill_randomly(slots: Mapping[str, WeightSlot], seed: int, progress: Progres
         progress(done, total)
 
 
-def _fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
-    """Copy a tensor to its place. `reorder`: rotated pairs are half a head apart in `values`."""
+def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
+    """Copy a published tensor to its place. Raises `InvalidRequestError` for the wrong shape.
+
+    reorder: rotated pairs are half a head apart in `values`.
+    """
     if values.shape != slot.shape:
         raise _unusable(
             f"tensor {name} has the shape {list(values.shape)}, "

@@ -106,7 +106,9 @@ class LeadRunner(ModelRunner):
         A failure is raised after all ranks have answered, that of the lowest rank, with its
         message: `InvalidRequestError` if the caller is to blame.
         """
-        call = WorkerCall(next(self._call_ids), method, list(args), dict(kwargs or {}))
+        named = dict(kwargs or {})
+        arrays = named.pop("arrays", None)
+        call = WorkerCall(next(self._call_ids), method, list(args), named, arrays)
         self._tell(frames_of(Kind.CALL, call))
         deadline = time.monotonic() + CALL_TIMEOUT_S
         try:

@@ -110,6 +110,8 @@ class WorkerCall(msgspec.Struct, array_like=True, gc=False):
     method: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
+    arrays: list[Array] | None = None
+    """The keyword argument of this name, which would lose its type among the others."""
 
 
 class Answer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

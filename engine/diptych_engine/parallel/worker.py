@@ -92,7 +92,8 @@ class Worker:
 
 def _call(runner: ModelRunner, call: WorkerCall) -> Answer:
     try:
-        [result] = runner.collective_rpc(call.method, call.args, call.kwargs)
+        typed = {} if call.arrays is None else {"arrays": call.arrays}
+        [result] = runner.collective_rpc(call.method, call.args, call.kwargs | typed)
     except Exception as exc:
         log.info("%s failed", call.method, exc_info=exc)
         invalid = isinstance(exc, InvalidRequestError)

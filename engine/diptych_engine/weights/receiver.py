@@ -1,0 +1,123 @@
+"""What a worker does when weights are replaced: find their places, check them, copy them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from diptych_engine.models.interface import CausalLM, WeightSlot
+from diptych_engine.models.loader import fill, is_redundant
+from diptych_engine.prompt_embeds import as_tensor
+from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
+from diptych_protocol import Array, DiptychError, InvalidRequestError
+
+
+class WeightReceiver:
+    """Replaces the weights of one worker's model."""
+
+    def __init__(self, model: CausalLM, rank: int) -> None:
+        """`rank`: the worker's, among those of its engine."""
+        self._model = model
+        self._rank = rank
+        self._group: WeightGroup | None = None
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """For the core, not for clients."""
+        return {
+            "_join_trainer": self.join_trainer,
+            "_weight_names": self.names,
+            "_put_weights": self.put,
+        }
+
+    def join_trainer(self, init_info: dict[str, Any]) -> None:
+        """Join a trainer's process group, and leave the one before.
+
+        Raises `InvalidRequestError` for an address that is none, `DiptychError` if the group does
+        not come together.
+        """
+        address = _convert(init_info, TrainerAddress, "init_info")
+        address.check()
+        self._group = None
+        self._group = WeightGroup.join(address, address.rank_offset + self._rank)
+
+    def names(self, is_checkpoint_format: bool) -> list[str]:
+        """Of all tensors that an update may replace."""
+        return list(self._slots(is_checkpoint_format))
+
+    @torch.inference_mode()
+    def put(
+        self,
+        names: list[str],
+        update_info: dict[str, Any],
+        is_checkpoint_format: bool,
+        arrays: Sequence[Array],
+    ) -> None:
+        """Replace some tensors, with arrays or with what the trainer's group carries next.
+
+        Raises `InvalidRequestError` before anything is changed, `DiptychError` perhaps later.
+        """
+        slots = self._slots(is_checkpoint_format)
+        places = [
+            None if is_checkpoint_format and is_redundant(name, slots) else _slot(slots, name)
+            for name in names
+        ]
+        if arrays:
+            values = [as_tensor(array) for array in arrays]
+            headers = TensorHeaders(
+                [str(value.dtype).removeprefix("torch.") for value in values],
+                [list(value.shape) for value in values],
+            )
+            stream: Iterator[Tensor] = iter(values)
+        else:
+            headers = _convert(update_info, TensorHeaders, "update_info")
+            stream = self._receive(headers)
+        headers.check(len(names))
+        for name, place, dtype, shape in zip(
+            names, places, headers.dtypes, headers.shapes, strict=True
+        ):
+            _check(name, place, dtype, shape)
+        for name, place, value in zip(names, places, stream, strict=True):
+            if place is not None:
+                fill(place, value, name, reorder=is_checkpoint_format)
+
+    def _slots(self, is_checkpoint_format: bool) -> Mapping[str, WeightSlot]:
+        if is_checkpoint_format:
+            return self._model.slots
+        return {name: WeightSlot(tensor) for name, tensor in self._model.named_parameters()}
+
+    def _receive(self, headers: TensorHeaders) -> Iterator[Tensor]:
+        if self._group is None:
+            raise InvalidRequestError("no arrays, and no trainer was named to fetch them from")
+        try:
+            for dtype, shape in zip(headers.dtypes, headers.shapes, strict=True):
+                yield self._group.receive(dtype, shape)
+        except DiptychError:
+            self._group = None
+            raise
+
+
+def _slot(slots: Mapping[str, WeightSlot], name: str) -> WeightSlot:
+    slot = slots.get(name)
+    if slot is None:
+        raise InvalidRequestError(f"the model has no tensor {name}", param="names")
+    return slot
+
+
+def _check(name: str, slot: WeightSlot | None, dtype: str, shape: list[int]) -> None:
+    if not getattr(torch, dtype).is_floating_point:
+        raise InvalidRequestError(f"tensor {name} is {dtype}, not floats", param="names")
+    if slot is not None and tuple(shape) != slot.shape:
+        raise InvalidRequestError(
+            f"tensor {name} has the shape {shape}, not {list(slot.shape)}", param="names"
+        )
+
+
+def _convert(value: Any, kind: Any, param: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"{param}: {exc}", param=param) from exc

@@ -1,0 +1,24 @@
+"""A trainer in a process of its own: `python trainer_process.py PORT SEED… `
+
+Joins the engine's workers, and for each seed sends all tensors of that random checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from checkpoint_kit import random_tensors
+
+from diptych_engine.weights.trainer import WeightSender
+
+
+def main() -> None:
+    port, *seeds = map(int, sys.argv[1:])
+    sender = WeightSender("127.0.0.1", port, num_workers=1, timeout_s=20.0)
+    sender.join()
+    for seed in seeds:
+        sender.send(random_tensors(seed))
+
+
+if __name__ == "__main__":
+    main()
