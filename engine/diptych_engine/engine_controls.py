@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from diptych_frontend.foreign_options import refuse_foreign
 from diptych_protocol import LoRARequest
 from diptych_protocol.engine_client import PauseMode
 
@@ -72,7 +73,9 @@ class EngineControls(ABC):
 
     # --- profiles -----------------------------------------------------------------------------
 
-    def start_profile(self) -> None:
+    def start_profile(self, profile_prefix: None = None) -> None:
+        """Files are named for the engine: a prefix of one's own is refused."""
+        refuse_foreign(profile_prefix=profile_prefix)
         self.call_core("start_profile")
 
     def stop_profile(self) -> None:

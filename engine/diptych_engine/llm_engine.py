@@ -324,6 +324,8 @@ class LLMEngine(EngineControls):
         return self.engine_core.call(method, *args, timeout_s=timeout_s)
 
     def call_workers(self, function: Callable[[Any], T]) -> list[T]:
+        if self.vllm_config.tensor_parallel_size > 1:
+            raise UnsupportedFeatureError("the model is spread over several processes")
         return [function(self.model_executor)]
 
     def shutdown(self) -> None:

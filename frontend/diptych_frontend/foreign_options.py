@@ -1,4 +1,4 @@
-"""Options of vLLM's constructors that have no meaning here."""
+"""Options of vLLM's engines that have no meaning here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ _WHY = {
     "usage_context": "no usage is reported to anybody",
     "mm_registry": "there are no multimodal models",
     "use_cached_outputs": "outputs are never cached",
+    "profile_prefix": "profiles are named for their engine; choose its engine_id",
     "start_engine_loop": "the core starts with its client",
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import weakref
 from collections import Counter as Counting
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,6 +18,7 @@ from core_kit import DUMMY
 
 from diptych_engine import LLM, EngineArgs, LLMEngine
 from diptych_engine.llm_engine import LOG_INTERVAL, MULTIPROCESSING
+from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.metric_snapshot import Counter, Gauge, Histogram
 from diptych_protocol import (
     ClientClosedError,
@@ -110,7 +113,7 @@ def test_contract_L01_an_option_without_a_meaning_here_is_refused(option: str) -
         LLMEngine(CONFIG, **{option: object()})  # type: ignore[arg-type]
 
 
-def test_contract_L02_the_environment_decides_about_the_process(
+def test_contract_L02_the_environment_decides_where_an_engine_lives_and_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = child_pids()
@@ -121,12 +124,17 @@ def test_contract_L02_the_environment_decides_about_the_process(
     outside = LLMEngine.from_vllm_config(CONFIG, disable_log_stats=True)
     assert len(child_pids() - before) == 1
     assert (inside.log_stats, outside.log_stats) == (True, False)
+    assert inside.description.compat == outside.description.compat
+    outside.add_request("r", [1], params(max_tokens=3000))
+    os.kill(outside.description.pid, signal.SIGKILL)
+    for call in (lambda: run(outside), lambda: stats(outside)):
+        with pytest.raises(EngineDeadError, match=r"killed by signal 9|has ended"):
+            call()
     for engine in (inside, outside):
         engine.shutdown()
         with pytest.raises(ClientClosedError):
             engine.add_request("late", [1], params())
     assert child_pids() == before
-    assert inside.description.compat == outside.description.compat
 
 
 def test_contract_L03_an_id_must_be_text(engine: LLMEngine) -> None:
@@ -322,6 +330,77 @@ def test_contract_L09_the_prefix_cache_is_reset_unless_it_is_in_use(engine: LLME
     assert run(engine)["cold"][-1].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize(("level", "tags"), [(0, None), (1, ["weights", "kv_cache"]), (2, None)])
+def test_contract_L09_a_sleeping_engine_keeps_what_it_is_asked_for_its_waking(
+    engine: LLMEngine, level: int, tags: list[str] | None
+) -> None:
+    engine.add_request("before", [1, 2, 3], params())
+    expected = run(engine)["before"][-1].outputs[0].token_ids
+    engine.add_request("aborted", [1, 2, 3], params(max_tokens=500))
+    engine.step()
+    assert not engine.is_sleeping()
+    engine.sleep(level)
+    assert engine.is_sleeping()
+    assert engine.is_paused()
+    engine.add_request("asleep", [1, 2, 3], params())
+    [aborted] = run_until(engine, "aborted")
+    assert aborted.outputs[0].finish_reason == "abort"
+    engine.wake_up(tags)
+    assert not engine.is_sleeping()
+    assert run(engine)["asleep"][-1].outputs[0].token_ids == expected
+
+
+def run_until(engine: LLMEngine, request_id: str) -> list[RequestOutput]:
+    """The outputs of the step in which a request ends."""
+    while True:
+        outputs = engine.step()
+        if any(output.request_id == request_id and output.finished for output in outputs):
+            return [output for output in outputs if isinstance(output, RequestOutput)]
+
+
+def test_contract_L09_a_pause_may_wait_for_what_runs_and_keeps_its_outputs(
+    engine: LLMEngine,
+) -> None:
+    engine.add_request("runs", [1, 2], params(output_kind=RequestOutputKind.DELTA))
+    engine.step()
+    engine.pause_generation(mode="wait")
+    assert engine.is_paused()
+    engine.resume_generation()
+    assert not engine.is_paused()
+    outputs = run(engine)["runs"]
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+def test_contract_L09_there_is_nothing_multimodal_to_forget(engine: LLMEngine) -> None:
+    engine.reset_mm_cache()
+    engine.reset_encoder_cache()
+
+
+def test_contract_L09_a_profile_is_written_and_a_second_one_refused(tmp_path: Path) -> None:
+    engine = LLMEngine(msgspec.structs.replace(CONFIG, profile_dir=str(tmp_path)))
+    engine.start_profile()
+    with pytest.raises(UtilityError, match="running already"):
+        engine.start_profile()
+    with pytest.raises(UnsupportedFeatureError, match="engine_id"):
+        engine.start_profile("mine")  # type: ignore[arg-type]
+    engine.add_request("r", [1], params(max_tokens=1))
+    run(engine)
+    engine.stop_profile()
+    engine.stop_profile()
+    assert len(list(tmp_path.iterdir())) == 1
+    engine.shutdown()
+
+
+def test_contract_L09_a_wait_that_takes_too_long_is_given_up(in_process: LLMEngine) -> None:
+    in_process.add_request("endless", [1], params(max_tokens=3000))
+    in_process.step()
+    with pytest.raises(TimeoutError, match=r"0\.05 s"):
+        in_process.call_core("pause_generation", "wait", timeout_s=0.05)
+    in_process.resume_generation()
+    in_process.abort_request(["endless"])
+    assert not in_process.has_unfinished_requests()
+
+
 def test_contract_L10_adapters_are_listed_and_unknown_ones_cannot_be_removed(
     engine: LLMEngine,
 ) -> None:
@@ -354,16 +433,17 @@ def test_contract_L12_tasks_and_tokenizer_are_known_without_asking(
         engine.get_tokenizer()
 
 
-def test_contract_A09_without_its_tokenizer_a_model_takes_and_gives_token_ids(
-    smollm2: str,
-) -> None:
-    with LLM(smollm2, num_blocks=16, num_threads=1, skip_tokenizer_init=True) as llm:
-        [answer] = llm.generate([504, 3575, 282, 4649, 314], params(max_tokens=3))
-        assert (answer.outputs[0].text, len(answer.outputs[0].token_ids)) == ("", 3)
+def test_contract_A09_without_its_tokenizer_a_model_takes_token_ids_only(smollm2: str) -> None:
+    inputs = InputProcessor.of(EngineConfig(smollm2, skip_tokenizer_init=True))
+    assert inputs.renderer.tokenizer is None
+    assert inputs.process("r", [504, 3575], params()).prompt_token_ids == [504, 3575]
+    for ask in (
+        lambda: inputs.renderer.render_prompt("The capital of France is"),
+        lambda: inputs.renderer.render_chat([{"role": "user", "content": "Hello"}]),
+        inputs.renderer.get_tokenizer,
+    ):
         with pytest.raises(InvalidRequestError, match="token ids"):
-            llm.generate("The capital of France is")
-        with pytest.raises(InvalidRequestError, match="token ids"):
-            llm.chat([{"role": "user", "content": "Hello"}])
+            ask()
 
 
 def test_contract_L13_a_dropped_engine_takes_its_model_with_it() -> None:
@@ -397,18 +477,6 @@ def test_contract_L13_engine_after_engine_needs_no_more_memory() -> None:
         after = one()
     weights = 2 * 3 * 32 * 20000 * 4
     assert after - settled < weights, "less than the weights of one of four engines"
-
-
-def test_contract_L01_a_dead_core_ends_the_step_with_its_cause() -> None:
-    engine = LLMEngine(CONFIG, multiprocess_mode=True)
-    engine.add_request("r", [1], params(max_tokens=500))
-    engine.step()
-    os.kill(engine.description.pid, 9)
-    with pytest.raises(EngineDeadError, match=r"killed by signal 9|has ended"):
-        run(engine)
-    with pytest.raises(EngineDeadError):
-        engine.get_metrics()
-    engine.shutdown()
 
 
 def test_a_batch_larger_than_the_engine_is_answered_in_its_order() -> None:
