@@ -23,7 +23,6 @@ from diptych_protocol import (
     ReconfigureDistributedRequest,
     ReconfigureRankType,
     SamplingParams,
-    SchedulerStats,
     UtilityCall,
     UtilityOutput,
     wire,
@@ -131,7 +130,6 @@ def test_contract_M04_an_output_is_finished_when_it_has_a_reason() -> None:
 
 def test_contract_M05_golden_bytes() -> None:
     check_bytes(EngineCoreOutputs(timestamp=1.5), "99 00 90 c0 cb3ff8000000000000 c0c0c0c0c0")
-    check_bytes(SchedulerStats(steps=7), "9f" + "00" * 12 + "07 c0 c2")
 
 
 def test_contract_M05_an_empty_message_is_tiny() -> None:

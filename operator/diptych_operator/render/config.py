@@ -135,13 +135,20 @@ def _json(config: msgspec.Struct) -> str:
 
 
 def _given(config: msgspec.Struct) -> dict[str, Any]:
-    fields = msgspec.structs.fields(config)
-    values = [(field, getattr(config, field.name)) for field in fields]
+    """What differs from the defaults: the text is for people to read, and hashed."""
+    values = [(field, getattr(config, field.name)) for field in msgspec.structs.fields(config)]
     return {
         field.name: _given(value) if isinstance(value, msgspec.Struct) else value
         for field, value in values
-        if value != field.default
+        if value != _default(field)
     }
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    """Of lists and mappings there is a fresh one each time."""
+    if field.default_factory is msgspec.NODEFAULT:
+        return field.default
+    return field.default_factory()
 
 
 def _amount(quantity: int | str) -> Decimal:
