@@ -34,6 +34,7 @@ class Owner:
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
+            self.core.handle_transfer_events()
             made = step(self.core)
             for output in made:
                 self.outputs[output.request_id].append(output)
