@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from diptych_engine.admin_control import ControlRoutes
 from diptych_engine.admin_lora import LoraRoutes
 from diptych_frontend.admin import build_admin_app, report, seconds_of
 from diptych_frontend.async_llm import AsyncLLM
@@ -91,7 +92,11 @@ async def run(args: argparse.Namespace) -> None:
     sites = [Site(app, listener)]
     if admin_listener is not None:
         admin = AdminRoutes(engine, config.drain_seconds)
-        routes = [*admin.routes(), *LoraRoutes(engine).routes()]
+        routes = [
+            *admin.routes(),
+            *ControlRoutes(engine).routes(),
+            *LoraRoutes(engine).routes(),
+        ]
         sites.append(Site(build_admin_app(args.keys, routes), admin_listener))
 
     async def drain() -> None:

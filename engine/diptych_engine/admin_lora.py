@@ -8,19 +8,14 @@ The path is one in the engine's pod. From then on the name stands for the model'
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_frontend.admin import report
+from diptych_frontend.admin import body_of, report
 from diptych_frontend.core_weights import CoreWeights
-from diptych_frontend.openai.errors import from_decode_error
 from diptych_protocol import InvalidRequestError, LoRARequest, UtilityError
-
-T = TypeVar("T")
 
 
 class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,7 +46,7 @@ class LoraRoutes:
         ]
 
     async def load(self, request: Request) -> Response:
-        wanted = await _body(request, LoadAdapter)
+        wanted = await body_of(request, LoadAdapter)
         try:
             await self._engine.load_adapter(wanted.lora_name, wanted.lora_path)
         except UtilityError as exc:  # its files, or the lack of a place for it
@@ -59,15 +54,8 @@ class LoraRoutes:
         return self._report()
 
     async def unload(self, request: Request) -> Response:
-        await self._engine.unload_adapter((await _body(request, UnloadAdapter)).lora_name)
+        await self._engine.unload_adapter((await body_of(request, UnloadAdapter)).lora_name)
         return self._report()
 
     def _report(self) -> Response:
         return report(AdapterReport(list(self._engine.adapters.values())))
-
-
-async def _body(request: Request, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(await request.body(), type=kind)
-    except msgspec.DecodeError as exc:
-        raise from_decode_error(exc) from exc

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -18,11 +19,14 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import BodyReader, Boundary
+from diptych_frontend.openai.errors import from_decode_error
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import ADMIN_TOKEN_FILE, PREVIOUS_ADMIN_TOKEN_FILE
 
-MAX_BODY_BYTES = 4096
-"""No route of an admin port takes a body worth the name."""
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 1 << 20
+"""The largest bodies are a hand-off's parameters, which list its blocks."""
 
 
 def build_admin_app(keys_dir: Path, routes: Sequence[BaseRoute]) -> ASGIApp:
@@ -39,6 +43,17 @@ def build_admin_app(keys_dir: Path, routes: Sequence[BaseRoute]) -> ASGIApp:
 def report(value: msgspec.Struct) -> Response:
     """A 200 with the struct as JSON."""
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def body_of(request: Request, kind: type[T]) -> T:
+    """The request's JSON body; an empty one counts as an empty object.
+
+    Raises `InvalidRequestError`, naming the field, unless it is a `kind`.
+    """
+    try:
+        return msgspec.json.decode(await request.body() or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise from_decode_error(exc) from exc
 
 
 def seconds_of(request: Request, name: str, default: float, most: float) -> float:

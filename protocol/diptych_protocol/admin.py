@@ -5,6 +5,9 @@ The admin port wants a bearer token (`ADMIN_TOKEN_FILE` of the service's Secret)
     router   GET  /admin/state    RouterReport
     engine   GET  /admin/state    DrainReport
     engine   POST /admin/drain    DrainReport, once drained or after `?timeout_s=`
+
+Engines take control calls there, too (`diptych_engine.admin_control`, `admin_lora`), which no
+operator makes: docs/admin-api.md lists them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_frontend.admin import build_admin_app, report, seconds_of
+from diptych_frontend.admin import MAX_BODY_BYTES, build_admin_app, report, seconds_of
 
 
 class Waited(msgspec.Struct):
@@ -111,5 +111,5 @@ async def test_wrong_methods_and_large_bodies_are_refused(
     (tmp_path / "admin-token").write_text("t")
     headers = {"authorization": "Bearer t"}
     assert (await http.get("/admin/wait", headers=headers)).status_code == 405
-    large = await http.post("/admin/wait", headers=headers, content=b"x" * 5000)
+    large = await http.post("/admin/wait", headers=headers, content=b"x" * (MAX_BODY_BYTES + 1))
     assert large.status_code == 413
