@@ -61,10 +61,18 @@ def check_fields(struct: Any) -> None:
     assert list(struct.__struct_fields__[: len(names)]) == names
 
 
-def check_bytes(message: object, *golden: str) -> None:
-    """`golden` is what the frames hold, in hexadecimal, spaces for the eye."""
-    frames = [bytes(frame).hex() for frame in wire.encoder.encode(message)]
-    assert frames == [text.replace(" ", "") for text in golden]
+def check_bytes(message: object, golden: str, *arrays: str) -> None:
+    """The message's bytes begin with `golden`, in hexadecimal with spaces for the eye, and its
+    arrays follow. How many fields there are, which an array begins with, may grow."""
+    first, *others = [bytes(frame).hex() for frame in wire.encoder.encode(message)]
+    wanted = golden.replace(" ", "")
+    assert first[header_digits(first) :].startswith(wanted[header_digits(wanted) :])
+    assert others == list(arrays)
+
+
+def header_digits(message: str) -> int:
+    """Length of an array's header."""
+    return 6 if message.startswith("dc") else 2
 
 
 def test_contract_M03_the_contract_s_fields_come_first_and_in_order() -> None:
