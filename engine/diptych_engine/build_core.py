@@ -9,6 +9,7 @@ from diptych_engine.block_pool import BlockPool
 from diptych_engine.control.controls import Controls
 from diptych_engine.core import EngineCore
 from diptych_engine.grammar_compiler import GrammarCompiler
+from diptych_engine.journey import JourneyLog
 from diptych_engine.lora.calls import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.runner import ModelRunner
@@ -77,6 +78,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         config.enable_prefix_caching,
         config.scheduling_policy,
         config.max_idle_sessions,
+        journey=JourneyLog() if config.follows_requests else None,
         max_loras=config.max_loras if alone else 0,
     )
     connector = None

@@ -21,6 +21,7 @@ from diptych_engine.grammar_compiler import GrammarCompiler
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import LoadOrder, Request, StepPlan, StepResult, TokenOutput
 from diptych_engine.scheduler import Scheduler
+from diptych_engine.scheduler_stats import drain_report
 from diptych_engine.sessions import go_on
 from diptych_engine.weights.update import WeightUpdate
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
@@ -232,19 +233,16 @@ class EngineCore:
         output.stop_reason = request.stop_reason
         if request.resumable and reason is not FinishReason.ERROR:
             output.finish_reason, output.piece_finish_reason = None, reason
-            self._suspend(request)
+            surplus = self.scheduler.suspend(request)
+            if surplus is not None:
+                self._end(surplus, FinishReason.ERROR)
+                self._fail(surplus.request_id, surplus.client, "ended: too many sessions are idle")
             return output
         wants_lease = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         if wants_lease and reason is FinishReason.LENGTH and self.connector is not None:
             output.kv_transfer_params = self._grant(request, self.connector)
         self.scheduler.finish(request, reason, request.stop_reason)
         return output
-
-    def _suspend(self, session: Request) -> None:
-        surplus = self.scheduler.suspend(session)
-        if surplus is not None:
-            self._end(surplus, FinishReason.ERROR)
-            self._fail(surplus.request_id, surplus.client, "ended: too many sessions are idle")
 
     def _grant(self, request: Request, connector: KVConnector) -> dict[str, Any]:
         computed = request.num_computed_tokens
@@ -332,16 +330,7 @@ class EngineCore:
 
     def drain_report(self) -> DrainReport:
         """What still keeps this engine from leaving."""
-        scheduler = self.scheduler
-        running, leases = len(scheduler.running), len(scheduler.leased)
-        waiting = scheduler.num_waiting + len(scheduler.loading) + len(scheduler.idle)
-        return DrainReport(
-            draining=self.draining,
-            drained=self.draining and not (running or waiting or leases),
-            num_running=running,
-            num_waiting=waiting,
-            leases_held=leases,
-        )
+        return drain_report(self.scheduler, draining=self.draining)
 
     def hand_off(self, request_id: str) -> bool:
         """End a decoding request here so that another engine can go on with its KV.

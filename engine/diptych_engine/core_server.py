@@ -244,8 +244,14 @@ class CoreServer:
         """Send every client its share of the step, with statistics now and then."""
         outputs = self._core.take_outputs()
         stats = self._stats_if_due(bool(outputs))
-        for client, made in outputs.items():
-            self._send(client, EngineCoreOutputs(outputs=made, scheduler_stats=stats))
+        journey = self._core.scheduler.journey
+        events = {} if journey is None else journey.take()
+        for client in outputs.keys() | events.keys():
+            made, stations = outputs.get(client, []), events.get(client)
+            self._send(
+                client,
+                EngineCoreOutputs(outputs=made, scheduler_stats=stats, journey_events=stations),
+            )
 
     def _send_answers(self) -> None:
         while self._answered:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from diptych_engine.block_pool import BlockPool
 from diptych_engine.control.pause import PauseGate
 from diptych_engine.idle_sessions import IdleSessions
+from diptych_engine.journey import JourneyLog, Station
 from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import (
@@ -30,7 +31,8 @@ from diptych_engine.request import (
     StepResult,
     TokenOutput,
 )
-from diptych_engine.stop_condition import stop_condition
+from diptych_engine.scheduler_stats import snapshot
+from diptych_engine.step_results import apply_results
 from diptych_engine.waiting_queue import WaitingQueue, make_queue, turn
 from diptych_protocol import FinishReason, SchedulerStats, SchedulingPolicy
 
@@ -50,6 +52,8 @@ class Scheduler:
     max_loras: int = 0
     """Different adapters that running requests and pinned ones may need together."""
     pinned_adapters: set[int] = field(default_factory=set)
+    journey: JourneyLog | None = None
+    """Is told what happens to requests, if anybody wants to know."""
 
     requests: dict[str, Request] = field(default_factory=dict)
     """Every unfinished request."""
@@ -89,6 +93,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        self._tell(request, Station.QUEUED)
         self.gate.enter(request, self.waiting)
 
     def hold(self, request: Request) -> None:
@@ -127,11 +132,12 @@ class Scheduler:
                 self._removed.append(request.request_id)
             case RequestStatus.WAITING_FOR_REMOTE_KV:
                 pass
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self._tell(request, Station.FINISHED)
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
             self._free_blocks(request)
         request.become(RequestStatus.FINISHED)
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
         del self.requests[request.request_id]
 
     def suspend(self, session: Request) -> Request | None:
@@ -176,6 +182,7 @@ class Scheduler:
         params = request.kv_transfer
         if params is None or not ok:
             discarded = params is None
+            self._tell(request, Station.KV_FAIL)
             self._free_blocks(request)
             request.become(RequestStatus.WAITING)
             self.waiting.push_front(request)
@@ -185,6 +192,7 @@ class Scheduler:
         request.num_computed_tokens = remote_tokens
         request.num_cached_tokens = min(remote_tokens, request.num_prompt_tokens)
         request.kv_transfer = None
+        self._tell(request, Station.KV_DONE)
         self.prefixes.remember(request, 0)
         request.become(RequestStatus.WAITING)
         self.waiting.push_front(request)
@@ -279,6 +287,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.become(RequestStatus.RUNNING)
+        self._tell(request, Station.SCHEDULED)
         if self.policy == "priority":
             insort(self.running, request, key=turn)
         else:
@@ -291,8 +300,7 @@ class Scheduler:
         """
         for request in reversed(self.waiting):
             if request.block_ids and request is not self.waiting.peek():
-                self._free_blocks(request)
-                self.stats.num_preemptions += 1
+                self._take_blocks(request)
                 return True
         return False
 
@@ -302,8 +310,7 @@ class Scheduler:
         if session is None:
             return False
         self._removed.append(session.request_id)
-        self._free_blocks(session)
-        self.stats.num_preemptions += 1
+        self._take_blocks(session)
         return True
 
     def _order_load(self, request: Request) -> None:
@@ -316,45 +323,15 @@ class Scheduler:
         request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
         request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
         self.loading[request.request_id] = request
+        self._tell(request, Station.KV_WAIT)
         self.load_orders.append(LoadOrder.of(request, params, num_local, num_remote))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Apply a step's results. Requests that ended meanwhile get nothing more."""
-        outputs: list[TokenOutput] = []
-        sampled = 0
-        self.stats.steps += 1
-        for share in plan.scheduled:
-            request = share.request
-            position = sampled
-            sampled += share.samples
-            if request.status is not RequestStatus.RUNNING:
-                continue  # it ended, or lost its blocks, while the model ran
-            self.stats.prompt_tokens_computed += max(
-                0, min(request.num_prompt_tokens, share.start + share.num_tokens) - share.start
-            )
-            request.num_computed_tokens = share.start + share.num_tokens
-            if self.enable_prefix_caching and (
-                request.num_computed_tokens // self.block_size > share.start // self.block_size
-            ):
-                self.prefixes.remember(request, share.start // self.block_size)
-            if share.samples:
-                outputs.append(self._accept_token(request, result, position))
-            elif result.pooled is not None and request.request_id in result.pooled:
-                request.finish_reason = FinishReason.STOP
-                outputs.append(TokenOutput(request, [], pooled=result.pooled[request.request_id]))
+        outputs = apply_results(plan, result, self.prefixes, self.stats)
+        if self.journey is not None:
+            self.journey.saw_tokens(outputs, self.stats.steps)
         return outputs
-
-    def _accept_token(self, request: Request, result: StepResult, position: int) -> TokenOutput:
-        if request.request_id in result.failed:
-            request.finish_reason = FinishReason.ERROR
-            return TokenOutput(request, [], error=result.failed[request.request_id])
-        token = result.token_ids[position]
-        request.token_ids.append(token)
-        self.stats.tokens_generated += 1
-        ended = stop_condition(request, token)
-        if ended is not None:
-            request.finish_reason, request.stop_reason = ended
-        return TokenOutput.of(request, result, position)
 
     def preempt_all(self) -> None:
         """Take the blocks of every running request, and of those that wait with received KV."""
@@ -385,11 +362,20 @@ class Scheduler:
     def _preempt(self, victim: Request) -> Request:
         self.running.remove(victim)
         self._removed.append(victim.request_id)
-        self._free_blocks(victim)
+        self._take_blocks(victim)
         victim.become(RequestStatus.PREEMPTED)
         self.waiting.push_front(victim)
-        self.stats.num_preemptions += 1
         return victim
+
+    def _take_blocks(self, victim: Request) -> None:
+        """For others; it computes its tokens again when its turn comes."""
+        self._tell(victim, Station.PREEMPTED)
+        self._free_blocks(victim)
+        self.stats.num_preemptions += 1
+
+    def _tell(self, request: Request, station: Station) -> None:
+        if self.journey is not None:
+            self.journey.record(request, station, self.stats.steps)
 
     def _free_blocks(self, request: Request) -> None:
         self.pool.release(request.block_ids)
@@ -410,12 +396,4 @@ class Scheduler:
 
     def snapshot(self) -> SchedulerStats:
         """The running totals with the gauges of this moment."""
-        stats = self.stats
-        stats.num_running = len(self.running)
-        stats.num_waiting = self.num_waiting
-        stats.num_waiting_for_remote_kv = len(self.loading)
-        stats.num_waiting_for_input = len(self.idle)
-        stats.blocks_total = self.pool.num_blocks
-        stats.blocks_free = self.pool.num_free
-        stats.queued_prompt_tokens = self.prefixes.queued_prompt_tokens(self.requests.values())
-        return stats
+        return snapshot(self)

@@ -64,6 +64,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     waited longest."""
     streaming_input_timeout_s: float = 300.0
     """How long a front-end waits for the next piece of a prompt."""
+    journey_events: bool = False
+    """Tell each client the stations of its requests' lives: see `RequestJourneyEvent`."""
+    otlp_traces_endpoint: str | None = None
+    """Where a span of each request goes, by OTLP over HTTP: `http://HOST:4318/v1/traces`. Needs the
+    extra `tracing`."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """Threads of the model; None takes every core."""
@@ -124,6 +129,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("scheduling_policy", self.scheduling_policy in ("fcfs", "priority"),
              "fcfs or priority"),
             ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
+            ("otlp_traces_endpoint", _is_http(self.otlp_traces_endpoint), "an http(s) URL"),
             ("max_idle_sessions", 0 <= self.max_idle_sessions <= 4096, "between 0 and 4096"),
             ("streaming_input_timeout_s", 0 < self.streaming_input_timeout_s <= 86400,
              "above 0 and at most 86400"),
@@ -152,9 +158,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
                 )
 
     @property
+    def follows_requests(self) -> bool:
+        """The core tells the stations of requests."""
+        return self.journey_events or self.otlp_traces_endpoint is not None
+
+    @property
     def name(self) -> str:
         """The model's name as clients see it."""
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _is_http(url: str | None) -> bool:
+    return url is None or url.startswith(("http://", "https://"))
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -1,0 +1,52 @@
+"""What a step's results mean for the requests that were in it."""
+
+from __future__ import annotations
+
+from diptych_engine.prefix_cache import PrefixCache
+from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult, TokenOutput
+from diptych_engine.stop_condition import stop_condition
+from diptych_protocol import FinishReason, SchedulerStats
+
+
+def apply_results(
+    plan: StepPlan, result: StepResult, prefixes: PrefixCache, stats: SchedulerStats
+) -> list[TokenOutput]:
+    """Count what was computed, and append what was sampled.
+
+    Requests that ended or lost their blocks while the model ran get nothing. Of a request that
+    has enough tokens now, `finish_reason` is set; to end it is the caller's part.
+    """
+    outputs: list[TokenOutput] = []
+    sampled = 0
+    stats.steps += 1
+    size = prefixes.block_size
+    for share in plan.scheduled:
+        request = share.request
+        position = sampled
+        sampled += share.samples
+        if request.status is not RequestStatus.RUNNING:
+            continue
+        end = share.start + share.num_tokens
+        stats.prompt_tokens_computed += max(0, min(request.num_prompt_tokens, end) - share.start)
+        request.num_computed_tokens = end
+        if prefixes.enabled and end // size > share.start // size:
+            prefixes.remember(request, share.start // size)
+        if share.samples:
+            outputs.append(_accept_token(request, result, position))
+            stats.tokens_generated += len(outputs[-1].new_token_ids)
+        elif result.pooled is not None and request.request_id in result.pooled:
+            request.finish_reason = FinishReason.STOP
+            outputs.append(TokenOutput(request, [], pooled=result.pooled[request.request_id]))
+    return outputs
+
+
+def _accept_token(request: Request, result: StepResult, position: int) -> TokenOutput:
+    if request.request_id in result.failed:
+        request.finish_reason = FinishReason.ERROR
+        return TokenOutput(request, [], error=result.failed[request.request_id])
+    token = result.token_ids[position]
+    request.token_ids.append(token)
+    ended = stop_condition(request, token)
+    if ended is not None:
+        request.finish_reason, request.stop_reason = ended
+    return TokenOutput.of(request, result, position)
