@@ -80,6 +80,8 @@ class EngineCore:
         self.watched: dict[int, Callable[[], None]] = {}
         """Descriptors that wake the core, and what to do then; whoever builds the core adds to
         it. What raises ends the core."""
+        self.rest_conditions: list[Callable[[], bool]] = [lambda: self.scheduler.quiet]
+        """A pause is complete when all of them hold; whoever drives the core adds to them."""
         self.draining = False
         """This engine is about to leave; every client is to know."""
         self.leaving = False

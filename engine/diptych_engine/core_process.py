@@ -18,6 +18,7 @@ import zmq
 from diptych_engine.build_core import build_core
 from diptych_engine.core_server import CoreServer
 from diptych_engine.lifeline import die_with_parent
+from diptych_engine.parallel.lockstep import LockstepServer, join_group
 from diptych_engine.parallel.membership import Membership
 from diptych_frontend.curve import read_keys
 from diptych_frontend.logs import setup_logging
@@ -34,7 +35,11 @@ log = logging.getLogger(__name__)
 def serve(config: EngineConfig, endpoints: list[tuple[str, CurveKeys | None]]) -> None:
     """Run one engine until SIGTERM."""
     core = build_core(config)
-    server = CoreServer(core, endpoints, config.shutdown_timeout_s)
+    timeout_s = config.shutdown_timeout_s
+    if config.data_parallel_lockstep and config.data_parallel_size > 1:
+        server: CoreServer = LockstepServer(core, endpoints, timeout_s, join_group(config))
+    else:
+        server = CoreServer(core, endpoints, timeout_s)
     core.utilities.update(Membership(core, config, server.stop).utilities())
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.

@@ -23,12 +23,14 @@ import zmq
 
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
+from diptych_engine.request import StepPlan, StepResult
 from diptych_frontend.curve import CurveGate
 from diptych_frontend.zmq_frames import receive_frames
 from diptych_protocol import (
     CurveKeys,
     DiptychError,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EngineCoreRequestType,
     SchedulerStats,
     UtilityCall,
@@ -141,9 +143,9 @@ class CoreServer:
     def _turn(self) -> None:
         """Take what has arrived and run one step, if there is anything to compute."""
         core = self._core
-        self._receive(0 if core.has_work else self._idle_wait_ms())
-        if core.has_work:
-            plan, result = core.start_step()
+        self._receive(0 if self._has_work() else self._idle_wait_ms())
+        if self._has_work():
+            plan, result = self._start_step()
             self._receive(0)
             core.finish_step(plan, result)
             if not plan.scheduled:
@@ -154,6 +156,12 @@ class CoreServer:
         self._send_outputs()
         core.deferred.settle()
         self._send_answers()
+
+    def _has_work(self) -> bool:
+        return self._core.has_work
+
+    def _start_step(self) -> tuple[StepPlan, StepResult]:
+        return self._core.start_step()
 
     def _idle_wait_ms(self) -> int:
         """As long as nothing can be overdue."""
@@ -199,13 +207,16 @@ class CoreServer:
         payload = [message, *arrays]
         match EngineCoreRequestType(kind):
             case EngineCoreRequestType.ADD:
-                self._core.add(wire.request_decoder.decode(payload), client)
+                self._add(wire.request_decoder.decode(payload), client)
             case EngineCoreRequestType.ABORT:
                 self._core.abort(wire.abort_decoder.decode(payload))
             case EngineCoreRequestType.UTILITY:
                 self._call(client, payload)
             case other:
                 raise ValueError(f"{other.name} is not accepted from a socket")
+
+    def _add(self, request: EngineCoreRequest, client: bytes) -> None:
+        self._core.add(request, client)
 
     def _call(self, client: bytes, payload: list[Frame]) -> None:
         call = wire.utility_decoder.decode(payload)

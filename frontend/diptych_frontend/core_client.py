@@ -151,6 +151,10 @@ class CoreClient:
         if request_ids:
             self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
 
+    def start_wave(self, wave: int, exclude: int) -> None:
+        """Let the core step together with the others, unless its rank is `exclude`."""
+        self._send(EngineCoreRequestType.START_DP_WAVE, wire.encoder.encode((wave, exclude)))
+
     async def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
         """A utility call.
 

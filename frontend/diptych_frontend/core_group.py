@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
 import weakref
 from collections import defaultdict
@@ -15,6 +17,7 @@ import msgspec
 from diptych_frontend.core_client import UTILITY_TIMEOUT_S
 from diptych_frontend.core_launcher import TERMINATE_GRACE_S, Core, CoreProcess
 from diptych_frontend.core_member import CoreMember
+from diptych_frontend.wave_coordinator import WaveCoordinator
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,
@@ -70,6 +73,14 @@ class CoreGroup:
         self._on_outputs = weakref.WeakMethod(on_outputs)
         self._on_death = weakref.WeakMethod(on_death)
         self._adopted = adopted is not None
+        self._coordinator: WaveCoordinator | None = None
+        self._store = ""
+        self._meeting_place: Path | None = None
+        """Where cores in lock-step find each other."""
+        if config.data_parallel_lockstep and config.data_parallel_size > 1:
+            self._coordinator = WaveCoordinator()
+            self._meeting_place = Path(tempfile.mkdtemp(prefix="diptych-group-"))
+            self._store = str(self._meeting_place / "ranks")
         self._died = asyncio.Event()
         self._cause = EngineDeadError("the engine is alive")
         self.members: list[CoreMember] = []
@@ -90,12 +101,17 @@ class CoreGroup:
         if size > 1:
             name = f"{config.engine_id}-{rank}" if config.engine_id else ""
             config = msgspec.structs.replace(
-                config, data_parallel_rank=rank, data_parallel_size=size, engine_id=name
+                config,
+                data_parallel_rank=rank,
+                data_parallel_size=size,
+                data_parallel_store=self._store,
+                engine_id=name,
             )
         return self._member(CoreProcess(config, self._public_endpoint, self._keys_dir), rank)
 
     def _member(self, core: Core, rank: int) -> CoreMember:
-        return CoreMember(core, rank, on_outputs=self.hand_over, on_death=self._lose)
+        take = self.hand_over if self._coordinator is None else self._coordinate
+        return CoreMember(core, rank, on_outputs=take, on_death=self._lose)
 
     def check_elastic(self) -> None:
         """Raise `InvalidRequestError` unless the number of cores may change."""
@@ -143,6 +159,12 @@ class CoreGroup:
     async def connect(self, timeout_s: float) -> None:
         """Wait until every core can serve. Raises what `CoreMember.connect` raises."""
         await asyncio.gather(*(member.connect(timeout_s) for member in self.members))
+        self._unlink()
+
+    def _unlink(self) -> None:
+        """The cores have met; nothing is left behind then, however this process ends."""
+        if self._meeting_place is not None:
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
 
     async def died(self) -> EngineDeadError:
         """Wait for the first core that ends unasked, and return its cause."""
@@ -161,7 +183,12 @@ class CoreGroup:
 
         Raises `InvalidRequestError` if there is no core of that rank.
         """
-        self._choose(request).add(request)
+        member = self._choose(request)
+        coordinator = self._coordinator
+        if coordinator is not None:
+            self._start_wave(coordinator.on_request(member.rank))
+            request.current_wave = coordinator.wave
+        member.add(request)
 
     def _choose(self, request: EngineCoreRequest) -> CoreMember:
         members, rank = self.members, request.data_parallel_rank
@@ -187,6 +214,22 @@ class CoreGroup:
                     by_member[member].append(request_id)
         for member, ids in by_member.items():
             member.abort(ids)
+
+    # --- waves --------------------------------------------------------------------------------
+
+    def _coordinate(self, message: EngineCoreOutputs) -> None:
+        """Cores in lock-step say when a wave begins or is complete."""
+        coordinator = self._coordinator
+        if coordinator is not None and message.start_wave is not None:
+            self._start_wave(coordinator.on_start_wave(message.start_wave, message.engine_index))
+        if coordinator is not None and message.wave_complete is not None:
+            coordinator.on_wave_complete(message.wave_complete)
+        self.hand_over(message)
+
+    def _start_wave(self, start: tuple[int, int] | None) -> None:
+        if start is not None:
+            for member in self.members:
+                member.client.start_wave(*start)
 
     # --- control ------------------------------------------------------------------------------
 
@@ -270,6 +313,7 @@ class CoreGroup:
             member.process.terminate()
         for member in self.members:
             member.stop(timeout_s)
+        self._unlink()
 
 
 def _load(member: CoreMember) -> tuple[bool, int]:

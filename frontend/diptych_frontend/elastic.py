@@ -97,8 +97,10 @@ class Resizer:
         if not member.open:
             return
         generated: dict[str, list[int]] = await member.client.call("surrender")
-        moved, member.open = member.open, {}
-        for request_id, request in moved.items():
+        for request_id, tokens in generated.items():
+            request = member.open.pop(request_id, None)
+            if request is None:
+                continue  # it was aborted in the meantime
             if request.resumable:  # its earlier pieces are nowhere but in the core
                 ended = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
                 self._group.hand_over(EngineCoreOutputs(outputs=[ended]))
@@ -107,10 +109,12 @@ class Resizer:
                 msgspec.structs.replace(
                     request,
                     data_parallel_rank=None,
-                    generated_token_ids=generated.get(request_id) or request.generated_token_ids,
+                    generated_token_ids=tokens or None,
                 )
             )
-        log.info("%d requests were moved away from rank %d", len(moved), member.rank)
+        log.info("rank %d gave %d requests away", member.rank, len(generated))
+        async with asyncio.timeout(EXIT_TIMEOUT_S):
+            await member.emptied()  # what had ended before still has its last outputs on the way
 
     async def _dismiss(self, member: CoreMember, size: int) -> None:
         """Let a core end that has nothing left to do."""

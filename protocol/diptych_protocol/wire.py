@@ -6,6 +6,7 @@ A client owns one DEALER socket; the core owns one ROUTER socket that all its cl
         ADD      EngineCoreRequest
         ABORT    list of request ids
         UTILITY  UtilityCall
+        START_DP_WAVE  (wave, rank of the core that need not be told)
     core -> client   [msgpack EngineCoreOutputs, *bytes of arrays]
                      or the one-frame sentinel ENGINE_CORE_DEAD
 
@@ -194,6 +195,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """1: without KV cache, the weights put aside; 2: without weights; 0: everything is here."""
     num_waiting_for_input: int = 0
     """Requests that wait for the next piece of their prompt; they may hold blocks."""
+    dummy_steps: int = 0
+    """Steps for nobody, in company of other cores."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -312,4 +315,5 @@ encoder = FrameEncoder()
 request_decoder = FrameDecoder(EngineCoreRequest)
 abort_decoder = FrameDecoder(list[str])
 utility_decoder = FrameDecoder(UtilityCall)
+wave_decoder = FrameDecoder(tuple[int, int])
 outputs_decoder = FrameDecoder(EngineCoreOutputs)

@@ -74,7 +74,7 @@ class Controls:
         """Raises `DiptychError` when the pause has ended before its time."""
         if not self.is_paused():
             raise DiptychError("generation was resumed before everything had come to rest")
-        return self._core.scheduler.quiet
+        return all(holds() for holds in self._core.rest_conditions)
 
     # --- sleep --------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from torch import distributed as dist
 
 SUM_TIMEOUT_S: Final = 60.0
 """Within this time all ranks come to a sum; the longest half of a layer must fit in."""
-JOIN_TIMEOUT_S: Final = 120.0
+JOIN_TIMEOUT_S: Final = 600.0
+"""Ranks come when they have loaded the model."""
 LOOPBACK: Final = "127.0.0.1"
 
 
