@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from core_kit import CLIENT, VOCABULARY, core_request, generate, make_core, run, step
+from checkpoint_kit import MODULES, merged, random_tensors, save_adapter, save_model
+from core_kit import CLIENT, DUMMY, VOCABULARY, core_request, generate, make_core, run, step
 from pooling_kit import hidden_states
 from torch import Tensor
 
 from diptych_engine.core import EngineCore
+from diptych_engine.llm import LLM
 from diptych_protocol import (
     Array,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    LoRARequest,
     PoolingParams,
     SamplingParams,
 )
@@ -207,6 +211,30 @@ def test_contract_C06_a_hand_off_of_a_pooling_request_is_refused(core: EngineCor
     [[output]] = run(core, message).values()
     assert output.finish_reason is FinishReason.ERROR
     assert "kv_transfer_params" in str(output.error)
+
+
+def test_contract_C06_an_adapter_s_embeddings_are_those_of_merged_weights(tmp_path: Path) -> None:
+    base = random_tensors(0)
+    save_model(tmp_path / "base", base)
+    adapter = save_adapter(tmp_path / "adapter", 1, rank=2, modules=list(MODULES))
+    save_model(tmp_path / "merged", merged(base, adapter))
+    plain, whole = (make_small_core(model=str(tmp_path / name)) for name in ("base", "merged"))
+    expected = pooled(whole, PROMPT)
+    assert not torch.allclose(pooled(plain, PROMPT), expected, atol=0.01)
+    request = LoRARequest("a", 1, str(tmp_path / "adapter"))
+    made = pooled(plain, PROMPT, lora_request=request)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_contract_C06_embeddings_without_an_event_loop() -> None:
+    """The synchronous engine has them too."""
+    core = make_small_core()
+    prompts = [PROMPT[:n] for n in (1, 9, 20)]
+    with LLM(DUMMY, num_blocks=64, num_threads=1, max_num_seqs=4) as llm:
+        outputs = llm.embed(prompts, PoolingParams(dimensions=6))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        torch.testing.assert_close(tensor(output.outputs.data), pooled(core, prompt, dimensions=6))
 
 
 def test_contract_C25_a_core_names_what_it_can_do(core: EngineCore) -> None:

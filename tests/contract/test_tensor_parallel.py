@@ -25,6 +25,7 @@ from diptych_protocol import (
     EngineDeadError,
     InvalidRequestError,
     KVTransferConfig,
+    PoolingParams,
     SamplingParams,
     UtilityError,
 )
@@ -72,6 +73,30 @@ def pair() -> Iterator[EngineCore]:
     core = build_core(changed(tensor_parallel_size=2))
     yield core
     core.close()
+
+
+def vectors(core: EngineCore) -> list[Any]:
+    """Of a prompt of tokens and of one of embeddings, both in chunks."""
+    hidden = core.description.hidden_size
+    values = torch.linspace(-1, 1, 40 * hidden).sin().reshape(40, hidden)
+    embeds = Array("float32", (40, hidden), values.numpy().tobytes())
+    for name, given in (("tokens", None), ("embeds", embeds)):
+        message = request(name, list(range(40)) if given is None else [0] * 40, GREEDY)
+        message.sampling_params, message.pooling_params = None, PoolingParams(task="token_embed")
+        message.prompt_embeds = given
+        core.add(message, b"me")
+    made: dict[str, Any] = {}
+    while core.has_work:
+        core.finish_step(*core.start_step())
+        for output in core.take_outputs().get(b"me", []):
+            assert output.pooling_output is not None, output.error
+            made[output.request_id] = torch.tensor(output.pooling_output.tolist())
+    return [made["tokens"], made["embeds"]]
+
+
+def test_tensor_parallel_pools_what_one_rank_pools(alone: EngineCore, pair: EngineCore) -> None:
+    for shared_out, whole in zip(vectors(pair), vectors(alone), strict=True):
+        torch.testing.assert_close(shared_out, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_tensor_parallel_gives_the_tokens_of_one_rank(alone: EngineCore, pair: EngineCore) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -14,13 +14,16 @@ import pytest_asyncio
 import torch
 import torch.nn.functional as F
 from core_kit import make_core
-from pooling_kit import hidden_states
-from service_kit import Pair
+from pooling_kit import hidden_states, runner_of
+from service_kit import Pair, generate
 
+from diptych_engine.core import EngineCore
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.core_client import CoreClient
 from diptych_frontend.openai import build_app, serve_http
 from diptych_protocol import (
+    Array,
+    EmbedsPrompt,
     EngineClient,
     EngineCoreRequest,
     EngineGenerateError,
@@ -70,8 +73,12 @@ async def test_contract_C06_an_embedding_is_what_torch_computes(
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2: str, pair: Pair) -> dict[str, torch.Tensor]:
-    core = make_core(smollm2)
+def core(smollm2: str) -> EngineCore:
+    return make_core(smollm2)
+
+
+@pytest.fixture(scope="module")
+def reference(core: EngineCore, pair: Pair) -> dict[str, torch.Tensor]:
     made = {}
     for text in TEXTS:
         token_ids = pair.prefill.renderer.render_prompt(text)["prompt_token_ids"]
@@ -152,6 +159,18 @@ async def test_contract_C06_whoever_leaves_early_takes_the_request_along(
     await eventually(pair.all_blocks_free)
 
 
+@pytest.fixture(scope="module")
+def embeddings_of(core: EngineCore) -> Callable[[list[int], str], Array]:
+    """The model's own embeddings of some tokens."""
+    table = runner_of(core).model.slots["model.embed_tokens.weight"].target
+
+    def make(token_ids: list[int], dtype: str) -> Array:
+        values = table[token_ids].to(getattr(torch, dtype))
+        return Array(dtype, tuple(values.shape), values.view(torch.uint8).numpy().tobytes())
+
+    return make
+
+
 async def busy(engine: AsyncLLM) -> bool:
     return (await engine.refresh_stats()).num_running > 0
 
@@ -161,6 +180,25 @@ async def test_contract_C06_an_adapter_that_is_not_there_is_an_error(client: Eng
     outputs = client.encode([1, 2, 3], PoolingParams(), "r", lora_request=adapter)
     with pytest.raises((InvalidRequestError, EngineGenerateError)):
         await anext(outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_contract_B10_prompt_embeds_cross_the_hinge(
+    pair: Pair, embeddings_of: Callable[[list[int], str], Array], dtype: str
+) -> None:
+    """Both engines know them, so the lease is for these embeddings and no others."""
+    text = "The lighthouse keeper climbed the stairs every evening to light the lamp, and then"
+    token_ids = pair.prefill.renderer.render_prompt(text)["prompt_token_ids"]
+    expected = await generate(pair.decode, text)
+    prompt = EmbedsPrompt(prompt_embeds=embeddings_of(token_ids, dtype))
+    before = await pair.decode.refresh_stats()
+    output = await generate(pair.pools, prompt)
+    after = await pair.decode.refresh_stats()
+    assert output.prompt_token_ids == [0] * len(token_ids)
+    assert after.remote_kv_tokens - before.remote_kv_tokens == len(token_ids)
+    assert after.prompt_tokens_computed == before.prompt_tokens_computed
+    if dtype == "float32":
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 async def test_contract_A11_truncate_prompt_tokens_is_ignored_with_a_warning(pair: Pair) -> None:
