@@ -15,6 +15,7 @@ from diptych_engine.llm_engine import LLMEngine
 from diptych_frontend.engine_args import EngineArgs
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import (
+    EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
     PoolingParams,
@@ -90,10 +91,18 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """A vector for each prompt; otherwise as `generate`."""
+        """A vector for each prompt; otherwise as `generate`.
+
+        Raises `EngineGenerateError` if one of them failed in the engine.
+        """
         each = _as_list(prompts)
         params = _one_each(pooling_params or PoolingParams(), len(each))
-        return cast(list[PoolingRequestOutput], self._run(each, params, use_tqdm, lora_request, 0))
+        vectors: list[PoolingRequestOutput] = []
+        for output in self._run(each, params, use_tqdm, lora_request, 0):
+            if isinstance(output, RequestOutput):
+                raise EngineGenerateError(str(output.outputs[0].stop_reason))
+            vectors.append(output)
+        return vectors
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises `InvalidRequestError` if there is none."""

@@ -19,6 +19,7 @@ from diptych_frontend.foreign_options import refuse_foreign
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.metric_snapshot import Metric
 from diptych_frontend.output_processor import Collector, OutputProcessor, fan_out
+from diptych_frontend.renderer import text_of
 from diptych_frontend.stat_loggers import LoggingStatLogger, StatLogger, StatLoggerFactory
 from diptych_frontend.sync_core_client import SyncCoreClient
 from diptych_frontend.tokenizer import Tokenizer
@@ -186,10 +187,12 @@ class LLMEngine(EngineControls):
             prompt,
             params,
             lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
             arrival_time=arrival_time,
             priority=priority,
             trace_headers=trace_headers,
         )
+        prompt_text = prompt_text or text_of(prompt)
         parent, parts = fan_out(request)
         kind = getattr(request.params, "output_kind", RequestOutputKind.FINAL_ONLY)
         facts = RequestFacts(

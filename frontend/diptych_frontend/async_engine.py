@@ -17,7 +17,7 @@ from typing import Any
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_config import ModelConfig
 from diptych_frontend.output_processor import Collector, OutputProcessor, ParentRequest, fan_out
-from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.renderer import TextRenderer, text_of
 from diptych_frontend.stat_loggers import log_stats
 from diptych_frontend.streamed_prompt import StreamedPrompt, next_piece
 from diptych_frontend.structured_outputs import check_structured_outputs
@@ -269,6 +269,7 @@ class AsyncEngine(EngineClient):
             prompt,
             params,
             lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
             arrival_time=arrival_time,
             priority=priority,
             trace_headers=trace_headers,
@@ -281,7 +282,7 @@ class AsyncEngine(EngineClient):
         collector = Collector[Any]([part.request_id for part in parts])
         try:
             for index, part in enumerate(parts):
-                self._add_request(part, prompt_text, parent, index, collector)
+                self._add_request(part, prompt_text or text_of(prompt), parent, index, collector)
         except BaseException:
             self._end(collector)
             raise

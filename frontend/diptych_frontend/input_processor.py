@@ -71,6 +71,7 @@ class InputProcessor:
         params: SamplingParams | PoolingParams,
         *,
         lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
@@ -86,6 +87,11 @@ class InputProcessor:
             TypeError: the id is not a string.
             ValueError: the request already has an internal id.
         """
+        if tokenization_kwargs:
+            raise InvalidRequestError(
+                "tokenization_kwargs are not supported; tokenise the prompt and send token ids",
+                param="tokenization_kwargs",
+            )
         if isinstance(prompt, EngineCoreRequest):
             return self._finish(self._adopt(prompt, params))
         if not isinstance(request_id, str):

@@ -60,6 +60,8 @@ class MQLLMEngineClient(AsyncLLM):
         self._ipc_path = ipc_path
         self._rpc_timeout_s = rpc_timeout_s
         self._heartbeat_s = heartbeat_s
+        self._arriving: set[str] = set()
+        """Ids of requests that are being prepared."""
         self._health_loop: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -112,9 +114,13 @@ class MQLLMEngineClient(AsyncLLM):
         """As any client, but raises `ValueError` for an id that is in use."""
         self._check_usable()
         await self._connect()
-        if request_id in self.output_queues:
+        if request_id in self.output_queues or request_id in self._arriving:
             raise ValueError(f"Request {request_id} already exists")
-        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        self._arriving.add(request_id)
+        try:
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        finally:
+            self._arriving.discard(request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Quiet after `close`: whoever closes aborts what he leaves behind."""

@@ -157,3 +157,10 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequestError(f"{where} must be a string", param=where)
     return value
+
+
+def text_of(prompt: object) -> str | None:
+    """The text of a prompt that was given as text."""
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None

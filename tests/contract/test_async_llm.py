@@ -11,16 +11,20 @@ import sys
 import textwrap
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+import pytest_asyncio
 from core_kit import DUMMY
+from service_kit import free_port
 
 from diptych_engine import AsyncLLM, EngineArgs
 from diptych_frontend import core_link
 from diptych_frontend.core_launcher import CoreProcess
+from diptych_frontend.curve import new_keys
 from diptych_protocol import (
     ClientClosedError,
     EngineClient,
@@ -64,9 +68,27 @@ made: list[CountingLogger] = []
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncLLM]:
+def keys_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, keys = tmp_path_factory.mktemp("keys"), new_keys()
+    (folder / "curve-public").write_text(keys.public)
+    (folder / "curve-secret").write_text(keys.secret)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def engine(keys_dir: Path, address: str) -> Iterator[AsyncLLM]:
     """Made where no event loop runs; its first request waits until it is ready."""
-    engine = AsyncLLM.from_engine_args(ARGS, stat_loggers=[CountingLogger])
+    engine = AsyncLLM(
+        ARGS.create_engine_config(),
+        stat_loggers=[CountingLogger],
+        public_endpoint=address,
+        keys_dir=keys_dir,
+    )
     yield engine
     engine.shutdown()
     engine.shutdown()
@@ -114,14 +136,33 @@ async def test_contract_A01_a_front_end_has_a_number_below_their_count() -> None
         AsyncLLM(EngineConfig(DUMMY), client_count=2, client_index=2)
 
 
-async def test_contract_A02_arguments_make_the_configuration_that_the_engine_has(
-    engine: AsyncLLM,
+async def test_contract_A01_a_second_front_end_may_join_a_core(
+    engine: AsyncLLM, keys_dir: Path, address: str
 ) -> None:
+    expected = await final(engine)
+    second = AsyncLLM(
+        engine.vllm_config,
+        client_addresses={"input_address": address},
+        client_count=2,
+        client_index=1,
+        keys_dir=keys_dir,
+    )
+    assert (await final(second)).outputs == expected.outputs
+    assert second.description.epoch == engine.description.epoch
+    second.shutdown()
+    assert (await final(engine)).outputs == expected.outputs, "its core lives on"
+    with pytest.raises(InvalidRequestError, match="input_address"):
+        AsyncLLM(engine.vllm_config, client_addresses={"output_address": address})
+
+
+async def test_contract_A02_arguments_make_the_configuration_that_the_engine_has() -> None:
+    engine = AsyncLLM.from_engine_args(ARGS)
     expected = EngineConfig(
         MODEL, num_blocks=8192, num_threads=1, max_num_seqs=64, max_num_batched_tokens=256
     )
     assert engine.vllm_config == expected
     assert type(engine.vllm_config) is EngineConfig
+    engine.shutdown()
 
 
 async def test_contract_A03_two_requests_may_have_the_same_id(engine: AsyncLLM) -> None:
@@ -258,31 +299,70 @@ async def test_contract_C10_statistics_are_logged_when_asked_for(engine: AsyncLL
     assert logger.config is engine.vllm_config
 
 
-async def test_contract_A05_a_killed_core_fails_everybody_and_the_client_can_go() -> None:
-    config = msgspec.structs.replace(ARGS.create_engine_config(), max_num_batched_tokens=64)
-    engine = AsyncLLM.from_vllm_config(config)
-    assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
+@dataclass
+class Killed:
+    """An engine whose core was killed under fifty requests."""
+
+    engine: AsyncLLM
+    states: list[tuple[bool, bool, bool]]
+    """(is_running, is_stopped, errored): new, at work, killed."""
+    ends: list[RequestOutput | BaseException]
+
+
+def state(engine: AsyncLLM) -> tuple[bool, bool, bool]:
+    return engine.is_running, engine.is_stopped, engine.errored
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def killed() -> AsyncIterator[Killed]:
+    engine = AsyncLLM.from_vllm_config(ARGS.create_engine_config())
+    states = [state(engine)]
     open_requests = [
         asyncio.create_task(final(engine, str(i), max_tokens=ENDLESS)) for i in range(50)
     ]
     await until(lambda: engine.output_processor.num_unfinished == 50, 60)
-    assert (engine.is_running, engine.is_stopped, engine.errored) == (True, False, False)
+    states.append(state(engine))
     os.kill(engine.description.pid, signal.SIGKILL)
     await until(lambda: engine.errored, 1.0)
-    assert (engine.is_running, engine.is_stopped) == (False, True)
-    ends = await asyncio.gather(*open_requests, return_exceptions=True)
-    assert all(isinstance(end, EngineDeadError) for end in ends)
-    assert len(ends) == 50
-    with pytest.raises(EngineDeadError, match="killed by signal 9"):
-        raise engine.dead_error
-    with pytest.raises(EngineDeadError, match="killed by signal 9"):
-        await engine.check_health()
-    with pytest.raises(EngineDeadError):
-        await engine.add_request("late", [1], params())
+    states.append(state(engine))
+    yield Killed(engine, states, await asyncio.gather(*open_requests, return_exceptions=True))
     engine.shutdown()
-    assert (engine.is_running, engine.is_stopped, engine.errored) == (False, True, True)
+
+
+async def test_contract_A05_a_death_reaches_everybody_who_waits(killed: Killed) -> None:
+    assert len(killed.ends) == 50
+    assert all(isinstance(end, EngineDeadError) for end in killed.ends)
+    with pytest.raises(EngineDeadError):
+        await killed.engine.add_request("late", [1], params())
+
+
+async def test_contract_C01_it_runs_before_its_first_request_and_until_it_dies(
+    killed: Killed,
+) -> None:
+    assert [is_running for is_running, _, _ in killed.states] == [True, True, False]
+
+
+async def test_contract_C02_stopped_is_errored(killed: Killed) -> None:
+    assert all(is_stopped == errored for _, is_stopped, errored in killed.states)
+
+
+async def test_contract_C03_a_killed_core_is_noticed_within_a_second(killed: Killed) -> None:
+    assert [errored for _, _, errored in killed.states] == [False, False, True]
+
+
+async def test_contract_C04_the_dead_error_names_the_cause(killed: Killed) -> None:
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="killed by signal 9"):
+            raise killed.engine.dead_error
+    with pytest.raises(EngineDeadError, match="killed by signal 9"):
+        await killed.engine.check_health()
+
+
+async def test_contract_C02_after_its_end_an_engine_is_stopped_for_good(killed: Killed) -> None:
+    killed.engine.shutdown()
+    assert state(killed.engine) == (False, True, True)
     with pytest.raises(ClientClosedError):
-        await anext(engine.generate([1], params(), "after the end"))
+        await anext(killed.engine.generate([1], params(), "after the end"))
 
 
 async def test_contract_A05_a_dropped_client_takes_its_core_with_it() -> None:

@@ -27,6 +27,7 @@ from diptych_protocol import (
     EngineDeadError,
     FinishReason,
     InvalidRequestError,
+    PoolingParams,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -496,4 +497,24 @@ def test_a_conversation_is_answered_in_words(real: LLM, capsys: pytest.CaptureFi
     question = {"role": "user", "content": "Answer with one word: what colour is the sky?"}
     [answer] = real.chat([question], params(max_tokens=4), use_tqdm=True)
     assert answer.outputs[0].text
+    assert answer.prompt is not None
+    assert question["content"] in answer.prompt
     assert "1/1" in capsys.readouterr().err
+
+
+def test_similar_texts_have_similar_vectors(real: LLM) -> None:
+    outputs = real.embed(["a small dog", "a little dog", "stock market index"])
+    first, second, third = ([*output.outputs.data.tolist()] for output in outputs)
+
+    def product(one: list[float], other: list[float]) -> float:
+        return sum(x * y for x, y in zip(one, other, strict=True))
+
+    assert product(first, first) == pytest.approx(1.0, abs=1e-4)
+    assert product(first, second) > product(first, third)
+    with pytest.raises(InvalidRequestError, match="dimensions"):
+        real.embed("a dog", PoolingParams(dimensions=10**6))
+
+
+def test_contract_L03_options_of_the_tokenizer_are_refused(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="tokenization_kwargs"):
+        engine.add_request("r", [1], params(), tokenization_kwargs={"truncation": True})

@@ -415,12 +415,13 @@ async def test_contract_Q13_an_acknowledgement_may_fail_in_three_ways(
 async def test_contract_Q15_questions_are_answered_while_others_generate(
     client: MQLLMEngineClient, fake: FakeCore
 ) -> None:
-    fake.answers |= {"add_lora": True, "list_loras": [3]}
+    fake.answers |= {"add_lora": True, "list_loras": [3], "is_sleeping": False}
     [task] = reading(client, "r")
     [request] = await fake.added(1)
     assert await client.add_lora(LoRARequest("name", 3, "/somewhere")) is True
     await fake.tell(said(request, 1))
     assert await client.list_loras() == {3}
+    assert await client.is_sleeping() is False
     await fake.tell(said(request, 2, ends=True))
     assert await task == [1, 2]
 
