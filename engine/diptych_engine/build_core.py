@@ -79,7 +79,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         config.scheduling_policy,
         config.max_idle_sessions,
         journey=JourneyLog() if config.follows_requests else None,
-        max_loras=config.max_loras if alone else 0,
+        max_loras=config.max_loras,
     )
     connector = None
     if config.kv_transfer is not None:

@@ -97,12 +97,12 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
         self._embeds = PromptEmbeds(self._dtype, self._device)
-        self._loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
+        self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         self.worker_methods: dict[str, Callable[..., Any]] = {
             **extension_methods(config.worker_extension, self),
             "_reload_weights": self._load,
-            **self._loras.methods(),
+            **self.loras.methods(),
             **WeightReceiver(self.model, shard.rank).methods(),
             **WorkerMemory(self.model.slots, self._load, memory).methods(),
             **self._profiler.methods(),
@@ -273,7 +273,7 @@ class ModelRunner:
                 window=self._window,
                 device=self._device,
             ),
-            adapters=self._loras.rows_of(shares) if self._loras else (),
+            adapters=self.loras.rows_of(shares) if self.loras else (),
         )
 
     def _sample(

@@ -147,10 +147,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
                 raise InvalidRequestError(
                     f"{field} must be {wanted}, not {getattr(self, field)!r}", param=field
                 )
-        if self.lora_modules and self.tensor_parallel_size > 1:
-            raise InvalidRequestError(
-                "lora_modules: adapters need tensor_parallel_size 1", param="tensor_parallel_size"
-            )
         for field in ("tensor_parallel_size", "data_parallel_size"):
             if self.kv_transfer is not None and getattr(self, field) > 1:
                 raise InvalidRequestError(

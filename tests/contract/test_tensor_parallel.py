@@ -198,7 +198,6 @@ def test_closing_a_core_ends_its_workers(pair: EngineCore) -> None:
         ),
         ({"model": "dummy://?intermediate_size=129"}, "intermediate_size 129"),
         ({"kv_transfer": KVTransferConfig()}, "hand-offs"),
-        ({"lora_modules": {"a": "/nowhere"}}, "adapters"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(changes: dict[str, Any], complaint: str) -> None:

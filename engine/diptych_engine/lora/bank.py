@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.lora.peft import PeftAdapter, read_peft
-from diptych_engine.models.interface import CausalLM
+from diptych_engine.models.interface import CausalLM, Projection, share
 from diptych_engine.models.loader import interleave_pairs
-from diptych_engine.models.low_rank import AdapterRows, LowRank, Projection
+from diptych_engine.models.low_rank import AdapterRows, LowRank
 from diptych_engine.request import ScheduledRequest
 from diptych_protocol import InvalidRequestError
 
@@ -80,22 +80,21 @@ class LoraBank:
     def _fuse(
         self, fused: str, parts: Sequence[tuple[Projection, Tensor, Tensor]], scale: float
     ) -> LowRank:
-        """Put the parts of one fused projection together."""
-        ranks = sum(len(a) for _, a, _ in parts)
-        down = torch.cat([a.float() for _, a, _ in parts]).t()
-        up = torch.zeros(ranks, self._num_outputs(fused))
+        """Put the parts of one fused projection together, as far as this worker has them."""
+        downs = [share(a, 1, projection.slot.columns) for projection, a, _ in parts]
+        up = torch.zeros(sum(map(len, downs)), self._num_outputs(fused))
         row = 0
         for projection, a, b in parts:
-            columns = interleave_pairs(b.float(), projection.rotary_dim).t()
-            up[row : row + len(a)].narrow(1, projection.start, projection.num_outputs).copy_(
-                columns * scale
-            )
+            slot = projection.slot
+            own = interleave_pairs(share(b.float(), 0, slot.rows), slot.rotary_dim)
+            block = up[row : row + len(a), projection.start : projection.start + len(own)]
+            block.copy_(own.t() * scale)
             row += len(a)
-        return LowRank(self._place(down), self._place(up))
+        return LowRank(self._place(torch.cat(downs).float().t()), self._place(up))
 
     def _num_outputs(self, fused: str) -> int:
         projections = self._model.projections.values()
-        return max(p.start + p.num_outputs for p in projections if p.fused == fused)
+        return max(p.start + len(p.slot.target) for p in projections if p.fused == fused)
 
     def _place(self, values: Tensor) -> Tensor:
         return values.to(self._device, self._dtype).contiguous()
@@ -109,14 +108,16 @@ class LoraBank:
         if not any(ids):
             return ()
         if len(set(ids)) == 1:
-            return (AdapterRows(self._adapters[ids[0]], None),)
+            return (self.rows(ids[0], None),)
         of_token = np.repeat(ids, [share.num_tokens for share in shares])
         return tuple(
-            AdapterRows(
-                self._adapters[lora_int_id], self._tensor(np.flatnonzero(of_token == lora_int_id))
-            )
+            self.rows(lora_int_id, self._tensor(np.flatnonzero(of_token == lora_int_id)))
             for lora_int_id in sorted(set(ids) - {0})
         )
+
+    def rows(self, lora_int_id: int, rows: Tensor | None) -> AdapterRows:
+        """A loaded adapter for some tokens of a step, or for all of them (None)."""
+        return AdapterRows(lora_int_id, self._adapters[lora_int_id], rows)
 
     def _tensor(self, rows: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(rows).to(self._device)

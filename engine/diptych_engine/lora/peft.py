@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diptych_engine.models.low_rank import Projection
+from diptych_engine.models.interface import Projection
 from diptych_protocol import InvalidRequestError
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -88,7 +88,7 @@ def read_peft(
         config_bytes = _read(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
         config = msgspec.json.decode(config_bytes, type=PeftConfig)
         config.check(max_rank)
-        sizes = [p.num_inputs + p.num_outputs for p in projections.values()]
+        sizes = [sum(projection.slot.shape) for projection in projections.values()]
         most = num_layers * sum(sizes) * config.r * torch.float32.itemsize + MAX_HEADER_BYTES
         tensor_bytes = _read(folder / TENSOR_FILE, most)
         pairs = _pair(safetensors.torch.load(tensor_bytes), projections, num_layers, config.r)
@@ -117,8 +117,8 @@ def _pair(
         if match is None or match[2] not in projections or int(match[1]) >= num_layers:
             raise ValueError(f"tensor {name} has no place in this model")
         projection = projections[match[2]]
-        side_is_a = match[3] == "A"
-        shape = (rank, projection.num_inputs) if side_is_a else (projection.num_outputs, rank)
+        num_outputs, num_inputs = projection.slot.shape
+        shape = (rank, num_inputs) if match[3] == "A" else (num_outputs, rank)
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not floats {list(shape)}"

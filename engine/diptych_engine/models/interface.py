@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diptych_engine.models.low_rank import AdapterRows, Projection
+from diptych_engine.models.low_rank import AdapterRows
 from diptych_engine.models.shard import Span
 from diptych_kernels.paged_attention import AttentionMetadata
 
@@ -67,9 +67,25 @@ class WeightSlot:
     def share_of(self, published: Tensor) -> Tensor:
         """The part of a published tensor that belongs here."""
         for dim, span in enumerate((self.rows, self.columns)):
-            if span is not None:
-                published = published.narrow(dim, span.start, span.length)
+            published = share(published, dim, span)
         return published
+
+
+def share(published: Tensor, dim: int, span: Span | None) -> Tensor:
+    """A rank's share of a published tensor along one dimension; None: all of it."""
+    return published if span is None else published.narrow(dim, span.start, span.length)
+
+
+@dataclass(slots=True, frozen=True)
+class Projection:
+    """Where a published projection lies inside a fused one."""
+
+    fused: str
+    """Name of the fused projection: `qkv`, `output`, `gate_up` or `down`."""
+    start: int
+    """Its first column in the fused output."""
+    slot: WeightSlot
+    """Of the weight of some layer: they are alike."""
 
 
 class CausalLM(Protocol):

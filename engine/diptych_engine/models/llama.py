@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diptych_engine.models.interface import StepInputs, WeightSlot
-from diptych_engine.models.low_rank import Projection, add_low_rank
+from diptych_engine.models.interface import Projection, StepInputs, WeightSlot
+from diptych_engine.models.low_rank import AdapterRows, add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_source import ModelConfig
@@ -148,17 +148,21 @@ class LlamaModel:
 
     @property
     def projections(self) -> dict[str, Projection]:
+        slots = self._layer_slots(self._layers[0])
         config = self.config
-        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        query, key = self._num_query, config.num_key_value_heads * dim
+        key, value = self._num_query, self._num_rotated_heads * config.head_dim
+        places = {
+            "self_attn.q_proj": ("qkv", 0),
+            "self_attn.k_proj": ("qkv", key),
+            "self_attn.v_proj": ("qkv", value),
+            "self_attn.o_proj": ("output", 0),
+            "mlp.gate_proj": ("gate_up", 0),
+            "mlp.up_proj": ("gate_up", config.intermediate_size),
+            "mlp.down_proj": ("down", 0),
+        }
         return {
-            "self_attn.q_proj": Projection("qkv", hidden, 0, query, rotary_dim=dim),
-            "self_attn.k_proj": Projection("qkv", hidden, query, key, rotary_dim=dim),
-            "self_attn.v_proj": Projection("qkv", hidden, query + key, key),
-            "self_attn.o_proj": Projection("output", query, 0, hidden),
-            "mlp.gate_proj": Projection("gate_up", hidden, 0, inner),
-            "mlp.up_proj": Projection("gate_up", hidden, inner, inner),
-            "mlp.down_proj": Projection("down", inner, 0, hidden),
+            name: Projection(fused, start, slots[f"{name}.weight"])
+            for name, (fused, start) in places.items()
         }
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
@@ -173,25 +177,29 @@ class LlamaModel:
             if adapters:
                 add_low_rank(qkv, normed, adapters, index, "qkv")
             attended = self._attend(layer, qkv, rotations, inputs, kv_layer)
-            self._add_product(hidden, attended, layer.output)
-            if adapters:
-                add_low_rank(hidden, attended, adapters, index, "output")
+            self._add_product(hidden, attended, layer.output, adapters, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
             gate_up = normed.mm(layer.gate_up)
             if adapters:
                 add_low_rank(gate_up, normed, adapters, index, "gate_up")
             gated = silu_mul(gate_up)
-            self._add_product(hidden, gated, layer.down)
-            if adapters:
-                add_low_rank(hidden, gated, adapters, index, "down")
+            self._add_product(hidden, gated, layer.down, adapters, index, "down")
         return hidden
 
-    def _add_product(self, hidden: Tensor, x: Tensor, weight: Tensor) -> None:
+    def _add_product(
+        self,
+        hidden: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        adapters: Sequence[AdapterRows],
+        layer: int,
+        fused: str,
+    ) -> None:
         """hidden += x @ weight, where every rank has some of x's columns and of weight's rows."""
-        if self._reduce is None:
-            hidden.addmm_(x, weight)
-        else:
-            part = x.mm(weight)
+        part = hidden.addmm_(x, weight) if self._reduce is None else x.mm(weight)
+        if adapters:
+            add_low_rank(part, x, adapters, layer, fused)
+        if self._reduce is not None:
             self._reduce(part)
             hidden.add_(part)
 

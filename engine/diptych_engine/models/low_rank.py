@@ -13,20 +13,6 @@ from torch import Tensor
 
 
 @dataclass(slots=True, frozen=True)
-class Projection:
-    """Where a published projection lies inside a fused one."""
-
-    fused: str
-    """Name of the fused projection: `qkv`, `output`, `gate_up` or `down`."""
-    num_inputs: int
-    start: int
-    """Its first column in the fused output."""
-    num_outputs: int
-    rotary_dim: int = 0
-    """As `WeightSlot.rotary_dim`: how the columns are ordered."""
-
-
-@dataclass(slots=True, frozen=True)
 class LowRank:
     """Adds `x @ down @ up` to a fused projection.
 
@@ -44,6 +30,7 @@ class LowRank:
 class AdapterRows:
     """One adapter's share of a step."""
 
+    lora_int_id: int
     layers: Sequence[Mapping[str, LowRank]]
     """Per layer, by the name of the fused projection."""
     rows: Tensor | None

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs
 from diptych_engine.models.interface import GivenEmbeddings
 from diptych_engine.prompt_embeds import as_tensor
@@ -40,7 +41,7 @@ class Kind(enum.Enum):
 
 
 class StepMessage(msgspec.Struct, array_like=True, gc=False):
-    """`StepInputs` without adapters, and the blocks to clear before.
+    """`StepInputs`, and the blocks to clear before.
 
     Arrays are int64, but for the given embeddings.
     """
@@ -58,6 +59,8 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
     window: int | None
     given_rows: Array | None
     given_values: Array | None
+    adapters: list[tuple[int, Array | None]]
+    """Ids of adapters, and the tokens that want them; None: all."""
 
     @classmethod
     def of(cls, inputs: StepInputs, fresh_blocks: list[int]) -> StepMessage:
@@ -76,9 +79,13 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
             attention.window,
             None if inputs.given is None else _array(inputs.given.rows),
             None if inputs.given is None else _array(inputs.given.values),
+            [
+                (adapter.lora_int_id, None if adapter.rows is None else _array(adapter.rows))
+                for adapter in inputs.adapters
+            ],
         )
 
-    def inputs(self, device: torch.device) -> StepInputs:
+    def inputs(self, device: torch.device, loras: LoraBank) -> StepInputs:
         def tensor(array: Array) -> Tensor:
             return as_tensor(array).to(device)
 
@@ -99,6 +106,10 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
                 window=self.window,
                 device=device,
             ),
+            adapters=[
+                loras.rows(lora_int_id, None if rows is None else tensor(rows))
+                for lora_int_id, rows in self.adapters
+            ],
             given=given,
         )
 

@@ -79,7 +79,7 @@ class Worker:
             case Kind.STEP:
                 step = step_decoder.decode(payload)
                 with torch.inference_mode():
-                    runner.forward(step.inputs(self._device), step.fresh_blocks)
+                    runner.forward(step.inputs(self._device, runner.loras), step.fresh_blocks)
             case Kind.CALL:
                 self._answer(_call(runner, call_decoder.decode(payload)))
             case Kind.STOP:
