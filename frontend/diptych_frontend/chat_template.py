@@ -44,13 +44,19 @@ class ChatTemplate:
             ) from exc
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """Raises `InvalidRequestError` if the template refuses the conversation."""
         try:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 **self._tokens,
             )

@@ -50,7 +50,11 @@ class TextRenderer:
         return rendered
 
     def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
     ) -> TokensPrompt:
         """Apply the model's chat template. Raises `InvalidRequestError` if it refuses."""
         tokenizer = self._require_tokenizer("messages")
@@ -59,6 +63,7 @@ class TextRenderer:
         text = tokenizer.render_chat(
             [_plain_message(message, index) for index, message in enumerate(messages)],
             add_generation_prompt=add_generation_prompt,
+            tools=tools,
         )
         # The template writes BOS itself where the model wants one.
         return self._tokenize(text, add_special_tokens=False)

@@ -30,28 +30,29 @@ def parser_limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
-def check_structured_outputs(form: StructuredOutputsParams) -> None:
+def check_structured_outputs(
+    form: StructuredOutputsParams, field: str = "structured_outputs"
+) -> None:
     """Raise `InvalidRequestError`, naming the field, unless the form can be compiled.
 
     Takes up to some 100 ms for a large schema that was not seen lately; releases the GIL.
     """
     form.check()
-    reason = _verdict(encode_form(form))
+    reason = _verdict(encode_form(form, field))
     if reason:
-        raise InvalidRequestError(
-            f"structured_outputs: {reason[:MAX_REASON_CHARS]}", param="structured_outputs"
-        )
+        raise _refuse(reason[:MAX_REASON_CHARS], field)
 
 
-def encode_form(form: StructuredOutputsParams) -> bytes:
+def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs") -> bytes:
     """The form as bytes, by which equal forms are known. Raises `InvalidRequestError` if it is too
     large or too deep."""
     try:
         encoded = msgspec.msgpack.encode(form)
     except RecursionError:
-        raise _refuse("nested too deeply") from None
+        raise _refuse("nested too deeply", field) from None
     if len(encoded) > MAX_FORM_BYTES:
-        raise _refuse(f"{len(encoded)} bytes, of which at most {MAX_FORM_BYTES} are accepted")
+        reason = f"{len(encoded)} bytes, of which at most {MAX_FORM_BYTES} are accepted"
+        raise _refuse(reason, field)
     return encoded
 
 
@@ -84,5 +85,5 @@ def _verdict(encoded: bytes) -> str:
     return LLMatcher.validate_grammar(grammar, limits=parser_limits())
 
 
-def _refuse(reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs: {reason}", param="structured_outputs")
+def _refuse(reason: str, field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {reason}", param=field)

@@ -79,14 +79,20 @@ class Tokenizer:
         return text
 
     def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt of a conversation. Raises `InvalidRequestError` if the template refuses it."""
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
 
 
 def tokenizer_from_hf(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer | None:

@@ -67,9 +67,16 @@ class Renderer(Protocol):
         """
 
     def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
     ) -> TokensPrompt:
-        """Apply the model's chat template. Raises `InvalidRequestError` if it refuses."""
+        """Apply the model's chat template; `tools` are those that the answer may call.
+
+        Raises `InvalidRequestError` if the template refuses.
+        """
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a sequence of tokens."""

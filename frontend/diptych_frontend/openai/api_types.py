@@ -11,11 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from diptych_frontend.openai.response_format import ResponseFormat, form_of
+from diptych_frontend.openai.tools import MAX_TOOLS, Tool, ToolChoice, forced_call
 from diptych_protocol import (
     InvalidRequestError,
     KVTransferParams,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from diptych_protocol.sampling import MAX_LOGPROBS
 
@@ -43,15 +46,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """What both generation routes share."""
 
     NEUTRAL: ClassVar[Neutral] = {
-        "logit_bias": ({},),
-        "prompt_logprobs": (),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
         "use_beam_search": (False,),
         "length_penalty": (1.0,),
         "truncate_prompt_tokens": (),
         "allowed_token_ids": (),
-        "bad_words": ([],),
         "spaces_between_special_tokens": (True,),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
@@ -81,17 +79,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     cache_salt: CacheSalt | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
+    logit_bias: dict[Int64, float] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: AlternativesCount | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+
     user: str | None = None
 
-    logit_bias: Any = None
-    prompt_logprobs: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     truncate_prompt_tokens: Any = None
     allowed_token_ids: Any = None
-    bad_words: Any = None
     spaces_between_special_tokens: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
@@ -112,6 +111,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs come with whole answers only: leave out stream",
+                param="prompt_logprobs",
+            )
         if num_prompts * (self.n or 1) > MAX_SEQUENCES:
             raise InvalidRequestError(
                 f"{num_prompts} prompts with n={self.n or 1} ask for more than {MAX_SEQUENCES} "
@@ -124,9 +128,27 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
                 param="kv_transfer_params",
             )
 
+    def forms(self) -> dict[str, StructuredOutputsParams | None]:
+        """The forms that the answer must have, by the fields that ask for them."""
+        return {
+            "response_format": form_of(self.response_format),
+            "structured_outputs": self.structured_outputs,
+        }
+
+    def form(self) -> tuple[str, StructuredOutputsParams] | None:
+        """The only form that is asked for, and its field. Raises `InvalidRequestError` for two."""
+        asked = [(field, form) for field, form in self.forms().items() if form is not None]
+        if len(asked) > 1:
+            raise InvalidRequestError(
+                f"{asked[0][0]} and {asked[1][0]} both say what form the answer must have",
+                param=asked[1][0],
+            )
+        return asked[0] if asked else None
+
     def to_sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Range-checked parameters for the engine. Raises `InvalidRequestError`."""
         transfer = self.kv_transfer_params
+        form = self.form()
         params = SamplingParams(
             n=_or(self.n, 1),
             temperature=_or(self.temperature, 1.0),
@@ -144,6 +166,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             max_tokens=max_tokens,
             min_tokens=_or(self.min_tokens, 0),
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            logit_bias=self.logit_bias or None,
+            bad_words=_or(self.bad_words, []),
+            structured_outputs=None if form is None else form[1],
             skip_special_tokens=_or(self.skip_special_tokens, True),
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
             extra_args=None
@@ -180,28 +206,38 @@ class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn. The fields after `name` come along when a client sends an answer back to us."""
+class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+
+class CalledTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. The fields from `refusal` on come along when a client sends an answer back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    """None only beside calls of tools."""
     name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[CalledTool] | None = None
     refusal: None = None
     audio: None = None
     annotations: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "audio": (),
         "modalities": (["text"],),
         "prediction": (),
@@ -224,17 +260,18 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: AlternativesCount | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    """Without it a model may call tools if there are any."""
+    parallel_tool_calls: bool | None = None
 
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    parallel_tool_calls: Any = None
     audio: Any = None
     modalities: Any = None
     prediction: Any = None
@@ -250,3 +287,16 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     chat_template: Any = None
     chat_template_kwargs: Any = None
     documents: Any = None
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def parallel_calls(self) -> bool:
+        return self.parallel_tool_calls is not False
+
+    def forms(self) -> dict[str, StructuredOutputsParams | None]:
+        call = forced_call(self.tools or [], self.tool_choice, parallel=self.parallel_calls)
+        return {"tools": call, **super().forms()}

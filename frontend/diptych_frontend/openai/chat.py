@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from diptych_frontend.openai.api_types import ChatCompletionRequest, ChatMessage
+import msgspec
+
+from diptych_frontend.openai.api_types import CalledTool, ChatCompletionRequest, ChatMessage
 from diptych_frontend.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -16,18 +19,22 @@ from diptych_frontend.openai.responses import (
     ChunkUsage,
     Delta,
     Envelope,
+    FunctionCall,
     ResponseWriter,
     Tally,
     TokenLogprob,
+    ToolCall,
     TopLogprob,
     Usage,
     by_likelihood,
     encode,
     logprob_value,
+    prompt_logprobs,
     sse,
     token_text,
     transfer_params,
 )
+from diptych_frontend.openai.tool_calls import ToolCallParser
 from diptych_protocol import (
     CompletionOutput,
     InvalidRequestError,
@@ -41,15 +48,39 @@ from diptych_protocol import (
 ASSISTANT = "assistant"
 
 
-def plain_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates know it: one text, and no role newer than the templates."""
+def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
+    """A message as chat templates know it: one text, and no role newer than the templates.
+
+    Raises `InvalidRequestError` for a message that says nothing, or calls a tool in broken JSON.
+    """
     content = message.content
-    if not isinstance(content, str):
+    if content is None and not message.tool_calls:
+        raise InvalidRequestError(f"messages[{index}] has no content", param="messages")
+    if isinstance(content, list):
         content = "\n".join(part.text for part in content)
-    plain = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [plain_call(call, index) for call in message.tool_calls]
     return plain
+
+
+def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
+    """A call as chat templates know it: its arguments are an object, not JSON."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise InvalidRequestError(
+            f"messages[{index}].tool_calls: the arguments of {call.function.name[:64]!r} are not "
+            f"JSON: {exc}",
+            param="messages",
+        ) from exc
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class ChatApi:
@@ -71,8 +102,9 @@ class ChatApi:
 
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         prompt = renderer.render_chat(
-            [plain_message(message) for message in request.messages],
+            [plain_message(message, index) for index, message in enumerate(request.messages)],
             add_generation_prompt=request.add_generation_prompt is not False,
+            tools=msgspec.to_builtins(request.callable_tools) or None,
         )
         return [prompt]
 
@@ -82,13 +114,19 @@ class ChatApi:
         envelope = Envelope(
             f"chatcmpl-{request_id}", created, request.model, request.n or 1, request.stream_options
         )
-        return ChatWriter(envelope, request.top_logprobs or 0)
+        parallel = request.parallel_calls if request.callable_tools else None
+        return ChatWriter(envelope, request.top_logprobs or 0, parallel)
 
 
 class ChatWriter(ResponseWriter):
-    def __init__(self, envelope: Envelope, top_logprobs: int) -> None:
+    def __init__(
+        self, envelope: Envelope, top_logprobs: int, parallel_calls: bool | None = None
+    ) -> None:
+        """parallel_calls: whether one answer may call several tools; None if it may call none."""
         super().__init__(envelope)
         self._top_logprobs = top_logprobs
+        self._parallel_calls = parallel_calls
+        self._parsers: dict[int, ToolCallParser] = {}
         self._begun: set[int] = set()
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
@@ -101,17 +139,7 @@ class ChatWriter(ResponseWriter):
         return sse(self._chunk([], usage))
 
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
-        choices = [
-            ChatChoice(
-                index=choice.index,
-                message=AnswerMessage(ASSISTANT, choice.text),
-                logprobs=self._logprobs(choice),
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-            )
-            for output in outputs[0]
-            for choice in output.outputs
-        ]
+        choices = [self._choice(choice) for output in outputs[0] for choice in output.outputs]
         message = ChatCompletion(
             id=self._envelope.response_id,
             object="chat.completion",
@@ -120,8 +148,41 @@ class ChatWriter(ResponseWriter):
             choices=sorted(choices, key=lambda c: c.index),
             usage=tally.usage(),
             kv_transfer_params=transfer_params(outputs[0][-1]),
+            prompt_logprobs=prompt_logprobs(outputs[0][-1]),
         )
         return encode(message)
+
+    def _choice(self, output: CompletionOutput) -> ChatChoice:
+        text, calls, finish_reason = self._parse(output)
+        message = AnswerMessage(ASSISTANT, text)
+        if calls:
+            message.content = text.strip() or None
+            message.tool_calls = calls
+        return ChatChoice(
+            index=output.index,
+            message=message,
+            logprobs=self._logprobs(output),
+            finish_reason=finish_reason,
+            stop_reason=output.stop_reason,
+        )
+
+    def _parse(self, output: CompletionOutput) -> tuple[str, list[ToolCall], str | None]:
+        """The text of an output, the calls that it completes, and why it ended, if it did."""
+        finish_reason = output.finish_reason
+        if self._parallel_calls is None:
+            return output.text, [], finish_reason
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = ToolCallParser(parallel=self._parallel_calls)
+            self._parsers[output.index] = parser
+        text, parsed = parser.push(output.text, last=output.finished)
+        calls = [
+            ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(call.name, call.arguments))
+            for call in parsed
+        ]
+        if finish_reason == "stop" and parser.num_calls:
+            finish_reason = "tool_calls"
+        return text, calls, finish_reason
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> ChatChunk:
         head = self._envelope
@@ -130,7 +191,13 @@ class ChatWriter(ResponseWriter):
         )
 
     def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
-        delta = Delta(output.text)
+        text, calls, finish_reason = self._parse(output)
+        delta = Delta(text)
+        if calls:
+            first = self._parsers[output.index].num_calls - len(calls)
+            for index, call in enumerate(calls, first):
+                call.index = index
+            delta.tool_calls = calls
         if output.index not in self._begun:
             self._begun.add(output.index)
             delta.role = ASSISTANT
@@ -138,7 +205,7 @@ class ChatWriter(ResponseWriter):
             index=output.index,
             delta=delta,
             logprobs=self._logprobs(output),
-            finish_reason=output.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=output.stop_reason,
         )
 

@@ -17,6 +17,7 @@ from diptych_frontend.openai.responses import (
     by_likelihood,
     encode,
     logprob_value,
+    prompt_logprobs,
     sse,
     token_text,
     transfer_params,
@@ -81,7 +82,7 @@ class CompletionWriter(ResponseWriter):
 
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
         choices = [
-            self._choice(prompt_index, choice)
+            self._whole_choice(prompt_index, choice, output)
             for prompt_index, of_prompt in enumerate(outputs)
             for output in of_prompt
             for choice in output.outputs
@@ -96,6 +97,13 @@ class CompletionWriter(ResponseWriter):
         if output is not None:
             message.kv_transfer_params = transfer_params(output)
         return message
+
+    def _whole_choice(
+        self, prompt_index: int, choice: CompletionOutput, output: RequestOutput
+    ) -> CompletionChoice:
+        shaped = self._choice(prompt_index, choice)
+        shaped.prompt_logprobs = prompt_logprobs(output)
+        return shaped
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> CompletionChoice:
         index = prompt_index * self._envelope.n + output.index

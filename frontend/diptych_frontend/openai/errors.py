@@ -84,7 +84,7 @@ def _unavailable(message: str, code: str) -> ErrorAnswer:
     return ErrorAnswer(503, ErrorDetail(message, "server_error", None, code), headers)
 
 
-_AT_PATH = re.compile(r"^(?P<problem>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_AT_PATH = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _NAMED_FIELD = re.compile(
     r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL
 )

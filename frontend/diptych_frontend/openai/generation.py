@@ -23,6 +23,7 @@ from diptych_frontend.openai.api_types import GenerationRequest
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, send_bytes
 from diptych_frontend.openai.request_body import decode_body
 from diptych_frontend.openai.responses import ResponseWriter, Tally
+from diptych_frontend.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineClient,
     EngineGenerateError,
@@ -104,6 +105,7 @@ class GenerationRoute(Generic[R]):
         request = decode_body(scope, exchange.body, self._decoder)
         adapter = adapter_of(request.model, self._served_names, self._engine)
         params = self._api.params(request)
+        await _check_form(request)
         prompts = await self._render(request, len(exchange.body))
         job = Job(
             exchange.request_id,
@@ -179,6 +181,14 @@ class GenerationRoute(Generic[R]):
                 collected[prompt_index].append(output)
         headers = decision_headers(collected[0][-1].metrics)
         await send_bytes(send, 200, writer.answer(collected, tally), headers)
+
+
+async def _check_form(request: GenerationRequest) -> None:
+    """Refuse a form that no answer can have by the name of the field that asks for it."""
+    form = request.form()
+    if form is not None:
+        field, wanted = form
+        await asyncio.to_thread(check_structured_outputs, wanted, field)
 
 
 def _data_parallel_rank(headers: Headers) -> int | None:

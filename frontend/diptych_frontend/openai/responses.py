@@ -48,12 +48,23 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None] | UnsetType
+"""Per token of the prompt: its own, then the likeliest; null for the first."""
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -83,10 +94,25 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | UnsetType = UNSET
+    """Only in streams."""
+
+
 class AnswerMessage(msgspec.Struct):
     role: str
-    content: str
+    content: str | None
+    """None if the answer is nothing but calls."""
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -105,11 +131,13 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     kv_transfer_params: KVParams = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Delta(msgspec.Struct):
     content: str
     role: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -201,6 +229,19 @@ def sse(message: msgspec.Struct) -> bytes:
 
 def transfer_params(output: RequestOutput) -> KVParams:
     return UNSET if output.kv_transfer_params is None else output.kv_transfer_params
+
+
+def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
+    if output.prompt_logprobs is None:
+        return UNSET
+    return [
+        None if row is None else {token: _prompt_logprob(entry) for token, entry in row.items()}
+        for row in output.prompt_logprobs
+    ]
+
+
+def _prompt_logprob(entry: Logprob) -> PromptLogprob:
+    return PromptLogprob(logprob_value(entry), entry.rank, entry.decoded_token)
 
 
 def logprob_value(entry: Logprob) -> float:

@@ -39,7 +39,11 @@ class ByteRenderer:
         return {"prompt_token_ids": ids}
 
     def render_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
     ) -> TokensPrompt:
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         return self.render_prompt(text + ("assistant: " if add_generation_prompt else ""))

@@ -67,10 +67,26 @@ BOTH = [
     {"ignore_eos": 1},
     {"priority": "high"},
     {"cache_salt": ""},
-    {"logit_bias": {"5": 1}},
-    {"response_format": {"type": "json_object"}},
-    {"structured_outputs": {"regex": "a"}},
-    {"prompt_logprobs": 1},
+    {"logit_bias": {"5": 101}},
+    {"logit_bias": {"five": 1}},
+    {"logit_bias": [5]},
+    {"bad_words": [""]},
+    {"response_format": {"type": "json"}},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 1}}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "odd"}},
+        }
+    },
+    {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"regex": "("}},
+    {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    {"structured_outputs": {"shape": "round"}},
+    {"prompt_logprobs": 21},
+    {"prompt_logprobs": 1, "stream": True},
     {"echo": True},
     {"kv_transfer_params": []},
     {"kv_transfer_params": {"do_remote_decode": "yes"}},
@@ -79,6 +95,8 @@ BOTH = [
     {"no_such_field": 1},
     {"no\nsuch `field": 1},
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL_OF_NO_JSON = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
 ONLY = {
     CHAT: [
         {"messages": MISSING},
@@ -96,7 +114,19 @@ ONLY = {
         {"logprobs": 3},
         {"max_completion_tokens": 0},
         {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": "none"}}]},
+        {"tools": [TOOL] * 200},
+        {"tool_choice": "sometimes", "tools": [TOOL]},
+        {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
+        {"response_format": {"type": "json_object"}, "tools": [TOOL], "tool_choice": "required"},
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+            "tool_choice": "required",
+        },
         {"tool_choice": "required"},
+        messages({"role": "assistant", "content": None}),
+        messages({"role": "assistant", "tool_calls": [CALL_OF_NO_JSON]}),
         {"functions": [{"name": "f"}]},
         {"reasoning_effort": "high"},
         {"modalities": ["text", "audio"]},

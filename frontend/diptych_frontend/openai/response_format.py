@@ -1,0 +1,46 @@
+"""`response_format`: the form of an answer as the OpenAI API asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diptych_protocol import StructuredOutputsParams
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """No form at all."""
+
+
+class JsonObjectFormat(
+    msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True
+):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] = {}
+    strict: bool | None = None
+    """Ignored: every answer fits its schema."""
+
+
+class JsonSchemaFormat(
+    msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True
+):
+    json_schema: NamedSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+def form_of(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
+    match response_format:
+        case JsonObjectFormat():
+            return StructuredOutputsParams(json_object=True)
+        case JsonSchemaFormat(json_schema):
+            return StructuredOutputsParams(json=json_schema.schema)
+        case _:
+            return None
