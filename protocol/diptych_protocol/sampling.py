@@ -30,7 +30,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """In Lark's notation."""
+    """In the notation of Lark, or in GBNF."""
     json_object: bool = False
     """Any JSON object."""
 
