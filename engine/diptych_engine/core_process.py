@@ -18,7 +18,8 @@ import zmq
 from diptych_engine.build_core import build_core
 from diptych_engine.core_server import CoreServer
 from diptych_engine.lifeline import die_with_parent
-from diptych_engine.parallel.lockstep import LockstepServer, join_group
+from diptych_engine.parallel.group import join_group
+from diptych_engine.parallel.lockstep import LockstepServer
 from diptych_engine.parallel.membership import Membership
 from diptych_frontend.curve import read_keys
 from diptych_frontend.logs import setup_logging

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -40,6 +40,9 @@ from diptych_protocol import (
     SchedulerStats,
     UnsupportedFeatureError,
 )
+
+if TYPE_CHECKING:
+    from diptych_engine.parallel.company import Company
 
 MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
 """Environment: `1` gives every engine's core a process of its own."""
@@ -115,6 +118,7 @@ class LLMEngine(EngineControls):
         self.log_stats = log_stats
         self.engine_core = _make_core(vllm_config, multiprocess_mode)
         self._finalizer = weakref.finalize(self, self.engine_core.close)
+        self._company = _company_of(self.engine_core, vllm_config)
         self.description = self.engine_core.description
         self.input_processor.max_model_len = self.description.max_model_len
         self._open: dict[str, _Open] = {}
@@ -231,11 +235,17 @@ class LLMEngine(EngineControls):
         return self.output_processor.num_unfinished
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._open)
+        """Whether there is reason to `step`: in lock-step, work of any engine is one."""
+        return self.has_unfinished_requests_dp(bool(self._open))
 
     def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
-        """Whether some engine of the group has work; this engine's group is itself."""
-        return has_unfinished
+        """Whether some engine of the group has work; in lock-step, all of them have to ask.
+
+        An engine that has none steps along with the others.
+        """
+        if self._company is None:
+            return has_unfinished
+        return self._company.any_unfinished(has_unfinished)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Let the core take a step; what came of it, one output a request.
@@ -244,6 +254,8 @@ class LLMEngine(EngineControls):
         the message as its `stop_reason`. Raises `EngineDeadError` when the core has ended.
         """
         if not self._open:
+            if self._company is not None:
+                self._company.keep()
             return []
         made = self.engine_core.get_outputs()
         self.engine_core.abort(self.output_processor.process(made))
@@ -334,6 +346,15 @@ class LLMEngine(EngineControls):
     def shutdown(self) -> None:
         """End the core. Safe to call twice."""
         self._finalizer()
+
+
+def _company_of(core: SyncCore, config: EngineConfig) -> Company | None:
+    """The engines that step together with this one; None without lock-step."""
+    if not config.data_parallel_lockstep or config.data_parallel_size == 1:
+        return None
+    from diptych_engine.parallel.company import join_company
+
+    return join_company(core, config)
 
 
 def _make_core(config: EngineConfig, in_process_of_its_own: bool) -> SyncCore:

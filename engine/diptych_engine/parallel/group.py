@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
+
 SUM_TIMEOUT_S: Final = 60.0
 """Within this time all ranks come to a sum; the longest half of a layer must fit in."""
 JOIN_TIMEOUT_S: Final = 600.0
@@ -68,3 +70,26 @@ class SumGroup:
     def leave(self) -> None:
         """Sum no more; the others' next sum fails."""
         self._backend = None
+
+
+def join_group(config: EngineConfig) -> SumGroup:
+    """Wait for the other cores of a configuration in lock-step.
+
+    Raises `EngineDeadError` if one of them does not come, `InvalidRequestError` if the
+    configuration does not say where they meet.
+    """
+    if not config.data_parallel_store:
+        raise InvalidRequestError(
+            "cores in lock-step need a file to find each other in", param="data_parallel_store"
+        )
+    group = SumGroup(
+        config.data_parallel_rank,
+        config.data_parallel_size,
+        Path(config.data_parallel_store),
+        torch.device("cpu"),
+    )
+    try:
+        group.join()
+    except RuntimeError as exc:
+        raise EngineDeadError(f"the cores in lock-step do not find each other: {exc}") from exc
+    return group

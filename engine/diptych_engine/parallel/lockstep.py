@@ -8,7 +8,6 @@ others wait for it in there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -20,37 +19,16 @@ from diptych_engine.parallel.waves import WaveMember
 from diptych_engine.request import StepPlan, StepResult
 from diptych_protocol import (
     CurveKeys,
-    EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
     EngineDeadError,
-    InvalidRequestError,
     wire,
 )
 from diptych_protocol.arrays import Frame
 
 STEPS_BETWEEN_SUMS: Final = 16
 """After the last request of a wave, its cores make fewer steps than this for nobody."""
-
-
-def join_group(config: EngineConfig) -> SumGroup:
-    """Wait for the other cores. Raises `EngineDeadError` if one of them does not come."""
-    if not config.data_parallel_store:
-        raise InvalidRequestError(
-            "cores in lock-step need a file to find each other in", param="data_parallel_store"
-        )
-    group = SumGroup(
-        config.data_parallel_rank,
-        config.data_parallel_size,
-        Path(config.data_parallel_store),
-        torch.device("cpu"),
-    )
-    try:
-        group.join()
-    except RuntimeError as exc:
-        raise EngineDeadError(f"the cores in lock-step do not find each other: {exc}") from exc
-    return group
 
 
 class LockstepServer(CoreServer):
