@@ -9,6 +9,7 @@ an aborted request says nothing more.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -88,6 +89,8 @@ class CoreServer:
         self._shutdown = Shutdown()
         self._shutdown_timeout_s = shutdown_timeout_s
         self._stop_wanted = False
+        self._last_words = ""
+        """Why this core ends, if not because it was told to."""
         self._stats_due = 0.0
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
@@ -122,8 +125,9 @@ class CoreServer:
             self._receive(0)  # what came meanwhile has its answer, too
             self._core.abort(list(self._core.scheduler.requests))
             self._send_outputs()
-        except BaseException:
+        except BaseException as exc:
             log.exception("the engine core failed")
+            self._last_words = str(exc) or type(exc).__name__
             raise
         finally:
             self._say_goodbye()
@@ -311,13 +315,13 @@ class CoreServer:
             self._core.client_lost(client)
 
     def _say_goodbye(self) -> None:
+        last: list[list[Frame]] = [[wire.ENGINE_CORE_DEAD]]
+        if self._last_words:
+            last.insert(0, wire.encoder.encode(EngineCoreOutputs(last_words=self._last_words)))
         for client in self._clients:
-            try:
-                self._sockets[client[0]].send_multipart(
-                    (client[1:], wire.ENGINE_CORE_DEAD), zmq.NOBLOCK
-                )
-            except zmq.ZMQError:
-                continue  # it is gone already
+            with contextlib.suppress(zmq.ZMQError):  # it is gone already
+                for frames in last:
+                    self._sockets[client[0]].send_multipart((client[1:], *frames), zmq.NOBLOCK)
         for socket in self._sockets:
             socket.close(linger=SENTINEL_LINGER_MS)
         for gate in self._gates:

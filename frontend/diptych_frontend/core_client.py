@@ -108,6 +108,7 @@ class CoreClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._closed = False
+        self._last_words = ""
         self._connected = False
         self._handshake_failed = False
         """The newest attempt to connect ended in the handshake."""
@@ -232,17 +233,25 @@ class CoreClient:
 
     def _handle(self, frames: list[Frame]) -> None:
         if frames[0] == wire.ENGINE_CORE_DEAD:
-            self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended"))
+            why = f": {self._last_words}" if self._last_words else ""
+            self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended{why}"))
             return
         try:
             outputs = wire.outputs_decoder.decode(frames)
         except msgspec.MsgspecError as exc:
             log.error("%s sent a malformed message, dropped: %s", self.endpoint, exc)
             return
-        if outputs.utility_output is not None:
+        if outputs.last_words is not None:
+            self._last_words = outputs.last_words
+        elif outputs.utility_output is not None:
             self._answer(outputs.utility_output)
         else:
             self._on_outputs(outputs)
+
+    def hear_last_words(self) -> str:
+        """What the core said of its end, even if it is only now on its way to us; or nothing."""
+        self._drain()
+        return self._last_words
 
     def _answer(self, answer: UtilityOutput) -> None:
         future = self._calls.get(answer.call_id)

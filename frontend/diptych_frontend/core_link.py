@@ -152,6 +152,9 @@ class CoreLink:
 
     async def _watch(self) -> None:
         cause = await self.core.wait()
+        why = self.client.hear_last_words()
+        if why:
+            cause = EngineDeadError(f"{cause}: {why}")
         self._die(cause)
         self.client.lost(cause)
 

@@ -258,6 +258,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     journey_events: list[RequestJourneyEvent] | None = None
     wave_complete: int | None = None
     start_wave: int | None = None
+    # ours
+    last_words: str | None = None
+    """Why the core ends; the sentinel follows."""
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

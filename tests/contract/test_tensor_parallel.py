@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import select
@@ -18,6 +19,7 @@ import torch
 from diptych_engine.build_core import build_core
 from diptych_engine.core import EngineCore
 from diptych_engine.models import StepInputs
+from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
     Array,
     EngineConfig,
@@ -212,3 +214,17 @@ def test_every_field_of_a_step_travels() -> None:
         "given",
         "adapters",  # refused with several ranks
     }  # fmt: skip
+
+
+async def test_a_client_learns_which_rank_died() -> None:
+    engine = await AsyncLLM.start(changed(tensor_parallel_size=2))
+    try:
+        assert await engine.collective_rpc("rank") == [0, 1]
+        [victim] = psutil.Process(engine.description.pid).children()
+        victim.kill()
+        async with asyncio.timeout(10):
+            cause = await engine.died()
+        assert f"rank 1 (pid {victim.pid}) was killed by signal 9" in str(cause)
+        assert str(engine.dead_error) == str(cause)
+    finally:
+        engine.shutdown()
