@@ -48,7 +48,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     revision: str
     usable: bool
-    """Listed by discovery, not draining, and verified as far as the service asks for it."""
+    """Listed by discovery, neither draining nor paused, and verified as far as the service asks
+    for it."""
     listed: bool
     draining: bool
     verified: bool
@@ -66,6 +67,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     loads_failed: int
     leases_expired: int
     stale_reads_refused: int
+    paused: bool = False
+    """Somebody paused it or put it to sleep; it gets no new requests meanwhile."""
 
 
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):

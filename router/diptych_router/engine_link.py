@@ -58,8 +58,8 @@ class EngineLink:
     ) -> None:
         """Connect in the background.
 
-        `on_news`: the engine is up, or began to drain. `on_outputs`: what it computed
-        for others than `complete`. `on_lost`: every request on it is gone.
+        `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
+        computed for others than `complete`. `on_lost`: every request on it is gone.
         """
         self.role: Role = role
         self.endpoint = endpoint
@@ -104,8 +104,13 @@ class EngineLink:
 
     @property
     def open_to_work(self) -> bool:
-        """It is up, and neither discovery nor the engine itself says that it leaves."""
-        return self.listed and self.up and not self.stats.draining
+        """It is up, and neither discovery nor the engine itself says that it is not to be used."""
+        return self.listed and self.up and not self.withdrawn
+
+    @property
+    def withdrawn(self) -> bool:
+        """It says that it leaves, or that somebody has paused it: new requests would wait there."""
+        return self.stats.draining or self.stats.paused
 
     def close(self) -> None:
         self._task.cancel()
@@ -205,11 +210,12 @@ class EngineLink:
 
     def _take_stats(self, stats: SchedulerStats) -> None:
         # An answer may be older than what the engine said unasked. None ceases to drain.
-        began = stats.draining and not self.stats.draining
-        stats.draining |= self.stats.draining
-        self.stats = stats
-        if began and self.up:
-            log.info("%s engine %s drains", self.role, self.name)
+        former, self.stats = self.stats, stats
+        stats.draining |= former.draining
+        drains = stats.draining and not former.draining
+        if self.up and (drains or stats.paused != former.paused):
+            news = "drains" if drains else "is paused" if stats.paused else "goes on after a pause"
+            log.info("%s engine %s %s", self.role, self.name, news)
             self._tell_news()
 
     def _take_own(self, output: EngineCoreOutput) -> bool:

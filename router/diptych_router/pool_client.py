@@ -203,7 +203,7 @@ class PoolClient(AsyncEngine, WithoutControl):
                 why = output.error or "the engine gave no reason"
                 turns.append(partial(self._retry, routed, routed.setback_of(why), why))
             elif is_given_up(output):
-                setback = Setback.MOVE if link.stats.draining else Setback.LOSS
+                setback = Setback.MOVE if link.withdrawn else Setback.LOSS
                 why = f"engine {link.name} gave it up"
                 turns.append(partial(self._retry, routed, setback, why))
             else:
@@ -280,7 +280,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         self.output_processor.fail(routed.request_id, error)
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
-        setback = Setback.MOVE if link.stats.draining else Setback.LOSS
+        setback = Setback.MOVE if link.withdrawn else Setback.LOSS
         for routed in [r for r in self._placed.values() if r.engine == link.key]:
             self._retry(routed, setback, str(cause))
 

@@ -35,6 +35,7 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         usable=pools.usable(link),
         listed=link.listed,
         draining=stats.draining,
+        paused=stats.paused,
         verified=pools.verified(link),
         open_tokens=link.open_tokens,
         num_running=stats.num_running,
