@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from core_kit import CLIENT, DUMMY, core_request, make_core, run, step, tokens
 
+from diptych_engine import LLM
 from diptych_engine.core import EngineCore
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_source import resolve_model
@@ -325,3 +326,11 @@ def test_contract_C05_a_model_without_a_tokenizer_refuses() -> None:
         inputs_of(core).process("r", [1], SamplingParams(structured_outputs=form))
     [outputs] = run(core, core_request("r", [1], structured_outputs=form)).values()
     assert "no tokenizer" in (outputs[-1].error or "")
+
+
+def test_contract_C05_an_engine_without_a_loop_waits_for_its_grammars(smollm2: str) -> None:
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    with LLM(smollm2, num_blocks=64, num_threads=1) as llm:
+        params = SamplingParams(temperature=0.0, structured_outputs=form)
+        answers = llm.generate(["Is water wet?", "Is fire cold?"], params, use_tqdm=False)
+    assert {answer.outputs[0].text for answer in answers} <= {"yes", "no"}

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
 from service_kit import Pair, generate
 
-from diptych_protocol import InvalidRequestError, RequestOutputKind, SamplingParams
+from diptych_protocol import (
+    InvalidRequestError,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,6 +85,51 @@ async def test_n_answers_with_their_own_seeds(pair: Pair) -> None:
     assert [o.index for o in output.outputs] == [0, 1, 2]
     second = await generate(pair.pools, "Tell me", temperature=1.0, seed=6)
     assert output.outputs[1].token_ids == second.outputs[0].token_ids
+
+
+async def test_contract_C05_a_form_begun_by_prefill_is_finished_by_decode(pair: Pair) -> None:
+    """The decode engine finds its place in the grammar from the token that it is handed."""
+    form = StructuredOutputsParams(regex="[A-Z][a-z]{2,6} (is|has) [0-9]{2}")
+    options: dict[str, Any] = {"structured_outputs": form, "max_tokens": 30, "seed": 3}
+    for temperature in (0.0, 1.0):
+        through_pools = await generate(
+            pair.pools, PROMPTS[0], temperature=temperature, top_p=0.9, **options
+        )
+        [answer] = through_pools.outputs
+        assert re.fullmatch(form.regex or "", answer.text)
+        assert answer.finish_reason == "stop"
+        alone = await generate(
+            pair.decode, PROMPTS[0], temperature=temperature, top_p=0.9, **options
+        )
+        assert answer.token_ids == alone.outputs[0].token_ids
+
+
+async def test_contract_C05_bad_words_begun_by_prefill_are_kept_out_by_decode(pair: Pair) -> None:
+    plain = (await generate(pair.pools, PROMPTS[4], max_tokens=6)).outputs[0].token_ids
+    output = await generate(pair.pools, PROMPTS[4], max_tokens=6, bad_words_token_ids=[plain[:2]])
+    made = output.outputs[0].token_ids
+    assert made[0] == plain[0]
+    assert made[1] != plain[1]
+
+
+async def test_contract_B06_prompt_logprobs_come_from_prefill(pair: Pair) -> None:
+    """Computed there, cached or not, and told once; decode computes nothing of the prompt."""
+    prompt = PROMPTS[2]
+    await generate(pair.pools, prompt)
+    before = await pair.decode.refresh_stats()
+    output = await generate(pair.pools, prompt, max_tokens=4, prompt_logprobs=1)
+    after = await pair.decode.refresh_stats()
+    assert after.prompt_tokens_computed == before.prompt_tokens_computed
+    alone = await generate(pair.decode, prompt, max_tokens=4, prompt_logprobs=1)
+    assert output.prompt_logprobs is not None
+    assert alone.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for ours, theirs in zip(output.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert {t: e.logprob for t, e in ours.items()} == pytest.approx(
+            {t: e.logprob for t, e in theirs.items()}, abs=1e-3
+        )
 
 
 async def test_a_stop_string_ends_the_request_on_both_sides(pair: Pair, eventually: Any) -> None:
