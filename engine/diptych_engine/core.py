@@ -233,6 +233,7 @@ class EngineCore:
         output.finish_reason = reason
         output.error = made.error
         output.stop_reason = request.stop_reason
+        output.trace_headers = request.trace_headers
         if request.resumable and reason is not FinishReason.ERROR:
             output.finish_reason, output.piece_finish_reason = None, reason
             surplus = self.scheduler.suspend(request)

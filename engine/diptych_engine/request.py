@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llguidance import LLMatcher
@@ -92,6 +93,8 @@ class Request:
     """False: every token has to be computed, because the answer needs more of it than its KV."""
     resumable: bool = False
     """More pieces of its prompt may come: see `sessions`."""
+    trace_headers: Mapping[str, str] | None = None
+    """Its caller's trace context, to be told with its last output."""
     kv_transfer: KVTransferParams | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0

@@ -12,7 +12,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_config import ModelConfig
@@ -41,6 +41,9 @@ from diptych_protocol import (
     StreamingInput,
 )
 from diptych_protocol.lora import numbered
+
+if TYPE_CHECKING:
+    from diptych_frontend.request_tracer import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class AsyncEngine(EngineClient):
             config.streaming_input_timeout_s if isinstance(config, EngineConfig) else None
         )
         """None: no prompts in pieces."""
+        self._tracer: RequestTracer | None = None
         self._dead: EngineDeadError | None = None
         self._closed = False
         self._facts: dict[str, dict[str, Any]] = {}
@@ -95,7 +99,10 @@ class AsyncEngine(EngineClient):
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
         """Hand a step's outputs to those who wait for them."""
-        self._withdraw(self.output_processor.process(outputs))
+        ended_here = self.output_processor.process(outputs)
+        if ended_here and self._tracer is not None:
+            self._tracer.stopped(ended_here)
+        self._withdraw(ended_here)
 
     # --- EngineClient -------------------------------------------------------------------------
 
@@ -299,6 +306,8 @@ class AsyncEngine(EngineClient):
         """Register a request, or one of the children of a parent, and send it to an engine."""
         self.output_processor.add(request, prompt, queue, parent_req, index)
         self._submit(request)
+        if self._tracer is not None:
+            self._tracer.begin(request)
 
     @contextlib.contextmanager
     def _until_finished(self, collector: Collector[Any]) -> Iterator[None]:
@@ -320,7 +329,7 @@ class AsyncEngine(EngineClient):
         self._withdraw(self.output_processor.abort(ids))
 
     async def is_tracing_enabled(self) -> bool:
-        return False
+        return self._tracer is not None
 
     async def do_log_stats(self) -> None:
         log_stats(self.stats_by_engine())

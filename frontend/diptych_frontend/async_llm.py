@@ -23,6 +23,7 @@ from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.output_processor import OutputProcessor
 from diptych_frontend.stat_loggers import LoggingStatLogger, StatLogger, StatLoggerFactory
 from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.tracing import start_tracer
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,
@@ -121,6 +122,7 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         self._draining = False
         if core is None and client_addresses is not None:
             core = adopted(client_addresses, keys_dir)
+        self._tracer = start_tracer(vllm_config)
         self._cores = CoreGroup(
             vllm_config,
             public_endpoint,
@@ -230,6 +232,8 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         return super().errored
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        if self._tracer is not None:
+            self._tracer.take(message)
         self._deliver(message.outputs)
 
     def _submit(self, request: EngineCoreRequest) -> None:
@@ -386,6 +390,8 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         self._cores.disconnect()
         self.output_processor.fail_all(EngineDeadError("the engine was shut down"))
         self._cores.stop(TERMINATE_GRACE_S if timeout is None else timeout)
+        if self._tracer is not None:
+            self._tracer.close()
 
 
 def _most_open(config: EngineConfig, num_cores: int) -> int:

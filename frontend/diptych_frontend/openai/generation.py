@@ -24,6 +24,7 @@ from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of,
 from diptych_frontend.openai.request_body import decode_body
 from diptych_frontend.openai.responses import ResponseWriter, Tally
 from diptych_frontend.structured_outputs import check_structured_outputs
+from diptych_frontend.tracing import trace_context
 from diptych_protocol import (
     EngineClient,
     EngineGenerateError,
@@ -74,6 +75,7 @@ class Job:
     priority: int
     data_parallel_rank: int | None = None
     lora_request: LoRARequest | None = None
+    trace_headers: dict[str, str] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -114,6 +116,7 @@ class GenerationRoute(Generic[R]):
             request.priority or 0,
             _data_parallel_rank(Headers(scope=scope)),
             adapter,
+            trace_context(Headers(scope=scope)),
         )
         writer = self._api.writer(request, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
@@ -256,6 +259,7 @@ async def _run_prompt(
         lora_request=job.lora_request,
         priority=job.priority,
         data_parallel_rank=job.data_parallel_rank,
+        trace_headers=job.trace_headers,
     )
     with metrics.track(len(prompt["prompt_token_ids"])) as progress:
         try:

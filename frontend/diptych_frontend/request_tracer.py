@@ -1,0 +1,140 @@
+"""One OpenTelemetry span for each request, from its arrival to its last output.
+
+The times within it are those of the core, which tells the stations of its requests
+(`RequestJourneyEvent`); names of attributes follow the semantic conventions for generative AI where
+there are any. Importing this needs the extra `tracing`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    RequestJourneyEvent,
+)
+from diptych_protocol import RequestJourneyEventType as Station
+
+EXPORT_TIMEOUT_S = 3.0
+SPAN_NAME = "llm_request"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request whose span has not ended."""
+
+    request: EngineCoreRequest
+    num_output_tokens: int = 0
+    stopped: bool = False
+    """A stop string ended it on this side."""
+    reached: dict[Station, RequestJourneyEvent] = field(default_factory=dict)
+    """The first event of each kind."""
+    num_preemptions: int = 0
+
+
+class RequestTracer:
+    """Follows the requests of one front-end. Belongs to one thread; exports on another."""
+
+    def __init__(self, exporter: SpanExporter, *, model_name: str) -> None:
+        resource = Resource.create({"service.name": "diptych"})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("diptych")
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name = model_name
+        self._open: dict[str, _Open] = {}
+
+    def begin(self, request: EngineCoreRequest) -> None:
+        """A request was sent."""
+        self._open[request.request_id] = _Open(request)
+
+    def take(self, message: EngineCoreOutputs) -> None:
+        """What the core has to tell; ends the spans of the requests that end with it."""
+        for event in message.journey_events or ():
+            traced = self._open.get(event.request_id)
+            if traced is not None:
+                traced.reached.setdefault(event.event_type, event)
+                traced.num_preemptions = event.num_preemptions_so_far
+        for output in message.outputs:
+            traced = self._open.get(output.request_id)
+            if traced is None:
+                continue
+            traced.num_output_tokens += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                del self._open[output.request_id]
+                self._end(traced, output, output.finish_reason)
+
+    def stopped(self, request_ids: Iterable[str]) -> None:
+        """Requests that ended by a stop string, which their core takes for an abort."""
+        for request_id in request_ids:
+            if request_id in self._open:
+                self._open[request_id].stopped = True
+
+    def close(self) -> None:
+        """Send what is left, within a few seconds."""
+        self._open.clear()
+        self._provider.shutdown()
+
+    def _end(self, traced: _Open, output: EngineCoreOutput, reason: FinishReason) -> None:
+        request = traced.request
+        headers = output.trace_headers or request.trace_headers or {}
+        span = self._tracer.start_span(
+            SPAN_NAME,
+            context=self._propagator.extract(carrier=headers),
+            kind=SpanKind.SERVER,
+            attributes=self._attributes(traced, output, reason),
+            start_time=int(request.arrival_time * 1e9),
+        )
+        if reason is FinishReason.ERROR:
+            span.set_status(StatusCode.ERROR, output.error)
+        span.end(time.time_ns())
+
+    def _attributes(
+        self, traced: _Open, output: EngineCoreOutput, reason: FinishReason
+    ) -> Mapping[str, AttributeValue]:
+        request, last = traced.request, traced.reached.get(Station.FINISHED)
+        prompt_tokens = len(request.prompt_token_ids or ())
+        ended = FinishReason.STOP if traced.stopped else reason
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.request.id": request.external_req_id or request.request_id,
+            "gen_ai.response.finish_reasons": [str(ended)],
+            "gen_ai.usage.input_tokens": last.prefill_total_tokens if last else prompt_tokens,
+            "gen_ai.usage.output_tokens": traced.num_output_tokens,
+            "diptych.cached_tokens": output.num_cached_tokens,
+            "diptych.preemptions": traced.num_preemptions,
+            **_times(traced.reached),
+        }
+        params = request.sampling_params
+        if params is not None:
+            attributes["gen_ai.request.temperature"] = params.temperature
+            attributes["gen_ai.request.top_p"] = params.top_p
+            attributes["gen_ai.request.max_tokens"] = params.max_tokens or 0
+        return attributes
+
+
+def _times(reached: Mapping[Station, RequestJourneyEvent]) -> dict[str, AttributeValue]:
+    """Seconds between the stations of a request; of those that it came by."""
+    times: dict[str, AttributeValue] = {}
+    for name, begin, end in (
+        ("gen_ai.latency.time_in_queue", Station.QUEUED, Station.SCHEDULED),
+        ("gen_ai.latency.time_in_model_prefill", Station.SCHEDULED, Station.FIRST_TOKEN),
+        ("gen_ai.latency.time_in_model_decode", Station.FIRST_TOKEN, Station.FINISHED),
+        ("gen_ai.latency.time_to_first_token", Station.QUEUED, Station.FIRST_TOKEN),
+        ("gen_ai.latency.e2e", Station.QUEUED, Station.DEPARTED),
+    ):
+        if begin in reached and end in reached:
+            times[name] = reached[end].ts_monotonic - reached[begin].ts_monotonic
+    return times
