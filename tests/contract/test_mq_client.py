@@ -426,6 +426,28 @@ async def test_contract_Q15_questions_are_answered_while_others_generate(
     assert await task == [1, 2]
 
 
+async def test_contract_Q16_commands_reach_the_engine_as_they_were_given(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    """V0 did not wait for an answer; here each is acknowledged, so that a failure is known."""
+    commands: list[tuple[Awaitable[Any], str, list[Any]]] = [
+        (client.start_profile(), "start_profile", []),
+        (client.stop_profile(), "stop_profile", []),
+        (client.reset_mm_cache(), "reset_mm_cache", []),
+        (client.reset_prefix_cache(), "reset_prefix_cache", [False, False]),
+        (client.sleep(2), "sleep", [2, "abort"]),
+        (client.wake_up(["weights"]), "wake_up", [["weights"]]),
+    ]
+    for command, method, args in commands:
+        fake.answers[method] = None
+        await command
+        _, kind, call = fake.heard[-1]
+        assert (kind, call.method, call.args) == (EngineCoreRequestType.UTILITY, method, args)
+        fake.answers[method] = RuntimeError("the engine cannot")
+    with pytest.raises(UtilityError, match="the engine cannot"):
+        await client.sleep(1)
+
+
 # --- the rest ---------------------------------------------------------------------------------
 
 
