@@ -1,0 +1,97 @@
+"""Adapters across the hinge: prefill and decode use the same one, or nothing crosses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from checkpoint_kit import merged, random_tensors, save_adapter, save_model
+from core_kit import generate as generate_alone
+from core_kit import make_core
+from service_kit import engine_config, healthy, make_router, start_engine
+
+from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.curve import read_keys
+from diptych_protocol import DiptychError, RequestOutput, SamplingParams
+from diptych_router.pool_client import PoolClient
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [1 + token % 60 for token in range(100)]
+LENGTH = 12
+
+
+@dataclass
+class Service:
+    prefill: AsyncLLM
+    decode: AsyncLLM
+    pools: PoolClient
+    folder: Path
+
+    async def answer(self, adapter: str | None, prompt: list[int] = PROMPT) -> RequestOutput:
+        params = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+        request = None if adapter is None else self.pools.adapters[adapter]
+        outputs = self.pools.generate(prompt, params, "r", lora_request=request)
+        return [output async for output in outputs][-1]
+
+    async def received(self) -> int:
+        """Prompt tokens that crossed the hinge, up to now."""
+        await self.decode.refresh_stats()
+        [stats] = self.decode.stats_by_engine().values()
+        return stats.remote_kv_tokens
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(
+    tmp_path_factory: pytest.TempPathFactory, keys_dir: Path
+) -> AsyncIterator[Service]:
+    """A model with the adapters `one` and `two`, in a prefill and a decode engine."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = save_model(folder / "base", random_tensors(0))
+    adapters = {name: save_adapter(folder / name, i) for i, name in enumerate(("one", "two"), 1)}
+    config = engine_config("", model, lora_modules=adapters)
+    (prefill, at_p), (decode, at_d) = await asyncio.gather(
+        start_engine(config, keys_dir), start_engine(config, keys_dir)
+    )
+    keys = read_keys(keys_dir)
+    pools = make_router(model, at_p, at_d, lambda: [keys], lora_modules=adapters)
+    pools.start()
+    try:
+        await healthy(pools)
+        yield Service(prefill, decode, pools, folder)
+    finally:
+        pools.shutdown()
+        prefill.shutdown()
+        decode.shutdown()
+
+
+async def test_contract_B10_adapters_cross_the_hinge_and_do_not_mix(service: Service) -> None:
+    """The same prompt with each adapter: its KV comes from prefill, under the adapter's name."""
+    for name in ("one", None, "two"):
+        tensors = random_tensors(0)
+        if name is not None:
+            tensors = merged(tensors, str(service.folder / name))
+        alone = make_core(save_model(service.folder / f"alone-{name}", tensors))
+        before = await service.received()
+        answer = await service.answer(name)
+        made = list(answer.outputs[0].token_ids)
+        assert made == generate_alone(alone, PROMPT, max_tokens=LENGTH), name
+        assert await service.received() - before >= len(PROMPT) - 16, name
+
+
+async def test_contract_B10_other_files_under_one_name_exchange_no_kv(service: Service) -> None:
+    """Prefill has loaded the adapter before its files changed; decode reads the new ones."""
+    await service.prefill.remove_lora(1)
+    await service.decode.remove_lora(1)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    one = service.pools.adapters["one"]
+    assert [o async for o in service.prefill.generate([1], params, "warm", lora_request=one)]
+    save_adapter(service.folder / "one", 3)
+    before = await service.received()
+    with pytest.raises(DiptychError, match="hand-off failed"):
+        await service.answer("one", PROMPT[::-1])
+    assert await service.received() == before
