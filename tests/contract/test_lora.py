@@ -13,9 +13,17 @@ from checkpoint_kit import MODULES, merged, random_tensors, save_adapter, save_m
 from core_kit import CLIENT, core_request, generate, make_core, run, step, tokens
 from safetensors.torch import load_file, save_file
 
+from diptych_engine import LLMEngine
 from diptych_engine.core import EngineCore
 from diptych_engine.lora.adapter import Adapter, cache_identity
-from diptych_protocol import InvalidRequestError, LoRARequest
+from diptych_protocol import (
+    EngineConfig,
+    InvalidRequestError,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    UtilityError,
+)
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 NUM_ADAPTERS = 4
@@ -380,3 +388,38 @@ def test_contract_C19_the_configuration_as_peft_writes_it(
     }  # fmt: skip
     file.write_text(json.dumps(fields))
     assert ask(engine(), LoRARequest("a", 1, path)) == expected[1]
+
+
+# --- without an event loop ------------------------------------------------------------------------
+
+
+def test_contract_L10_the_synchronous_engine_has_the_same_adapters(
+    folder: Path, adapter: Any, expected: list[list[int]]
+) -> None:
+    config = EngineConfig(str(folder / "base"), num_blocks=64, num_threads=1, max_loras=2)
+    engine = LLMEngine(config)
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+    assert engine.add_lora(adapter(1)) is True
+    assert engine.pin_lora(1) is True
+    for number in (2, 3, 0):
+        engine.add_request(str(number), PROMPT, params, lora_request=adapter(number))
+    made = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            made[int(output.request_id)] = list(output.outputs[0].token_ids)
+    assert made == {number: expected[number] for number in (0, 2, 3)}
+    assert 1 in engine.list_loras()
+    assert engine.remove_lora(1) is True
+    assert engine.remove_lora(1) is False
+    with pytest.raises(UtilityError, match="No such file"):
+        engine.add_lora(LoRARequest("a", 9, "/nowhere"))
+    engine.shutdown()
+
+
+def test_contract_L11_a_function_sees_the_model(folder: Path) -> None:
+    engine = LLMEngine(EngineConfig(str(folder / "base"), num_blocks=64, num_threads=1))
+    count = sum(tensor.numel() for tensor in random_tensors(0).values())
+    assert engine.apply_model(lambda model: sum(p.numel() for p in model.parameters())) == [count]
+    assert engine.collective_rpc("rank") == [0]
+    engine.shutdown()
