@@ -85,7 +85,7 @@ class ControlRoutes:
         )  # fmt: skip
         return [
             *(Route(f"/admin/{ask.__name__}", ask) for ask in asks),
-            *(Route(f"/admin/{act.__name__}", _refusable(act), methods=["POST"]) for act in acts),
+            *(Route(f"/admin/{act.__name__}", refusable(act), methods=["POST"]) for act in acts),
         ]
 
     # --- pause and sleep ----------------------------------------------------------------------
@@ -160,7 +160,7 @@ class ControlRoutes:
         return report(Done())
 
 
-def _refusable(act: Handler) -> Handler:
+def refusable(act: Handler) -> Handler:
     """What the engine refuses now it may do in another state: a conflict, not a defect."""
 
     async def handler(request: Request) -> Response:

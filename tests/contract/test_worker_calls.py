@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 import torch
@@ -18,7 +20,10 @@ from checkpoint_kit import random_tensors, save_model
 from core_kit import DUMMY, generate, make_core
 from service_kit import free_port
 
-from diptych_engine.weights.trainer import describe
+from diptych_engine.admin_control import ControlRoutes
+from diptych_engine.admin_weights import WeightRoutes
+from diptych_engine.weights.trainer import WeightSender, describe
+from diptych_frontend.admin import build_admin_app
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
     Array,
@@ -153,10 +158,52 @@ async def test_contract_C26_a_trainers_process_pushes_weights(
     assert await generated(engine) == generate(fresh, PROMPT, max_tokens=8) != before
 
 
-async def test_contract_C26_weights_may_come_inside_messages(
-    engine: AsyncLLM, folder: Path
+async def test_contract_C26_a_trainer_elsewhere_does_it_by_http(
+    engine: AsyncLLM, folder: Path, tmp_path: Path
 ) -> None:
-    tensors = random_tensors(0)
+    (tmp_path / "admin-token").write_text("secret")
+    routes = [*ControlRoutes(engine).routes(), *WeightRoutes(engine).routes()]
+    transport = httpx.ASGITransport(build_admin_app(tmp_path, routes))
+    sender = WeightSender("127.0.0.1", num_workers=1, timeout_s=20.0)
+    tensors = random_tensors(2)
+    http = httpx.AsyncClient(
+        transport=transport, timeout=30.0, headers={"authorization": "Bearer secret"}
+    )
+
+    async def post(route: str, body: object = None) -> tuple[int, str]:
+        content = b"" if body is None else msgspec.json.encode(body)
+        answer = await http.post(f"http://admin/admin/{route}", content=content)
+        return answer.status_code, answer.text
+
+    async with http:
+        status, text = await post("start_weight_update")
+        assert (status, "pause generation first" in text) == (409, True)
+        joining = asyncio.create_task(asyncio.to_thread(sender.join))
+        assert (await post("init_weight_transfer_engine", sender.address()))[0] == 200
+        await joining
+        assert (await post("pause", {"mode": "wait"}))[0] == 200
+        assert (await post("start_weight_update"))[0] == 200
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, tensors))
+        announced = describe(tensors)
+        body = {"names": announced.names, "update_info": announced.update_info}
+        assert (await post("update_weights", body))[0] == 200
+        await sending
+        assert (await post("finish_weight_update"))[0] == 200
+        assert (await post("resume"))[0] == 200
+        fresh = make_core(save_model(tmp_path / "2", tensors))
+        assert await generated(engine) == generate(fresh, PROMPT, max_tokens=8)
+        assert (await post("update_weights", {"names": "all"}))[0] == 400
+        assert (await post("pause"))[0] == 200
+        assert (await post("reload_weights"))[0] == 200
+        assert (await post("resume"))[0] == 200
+    fresh = make_core(str(folder / "0"))
+    assert await generated(engine) == generate(fresh, PROMPT, max_tokens=8)
+
+
+async def test_contract_C26_weights_may_come_inside_messages(
+    engine: AsyncLLM, tmp_path: Path
+) -> None:
+    tensors = random_tensors(3)
     arrays = [
         Array("float32", tuple(t.shape), t.reshape(-1).view(torch.uint8).numpy().tobytes())
         for t in tensors.values()
@@ -171,5 +218,5 @@ async def test_contract_C26_weights_may_come_inside_messages(
     await engine.update_weights(WeightTransferUpdateRequest(list(tensors), arrays))
     await engine.finish_weight_update()
     await engine.resume_generation()
-    fresh = make_core(str(folder / "0"))
+    fresh = make_core(save_model(tmp_path, tensors))
     assert await generated(engine) == generate(fresh, PROMPT, max_tokens=8)
