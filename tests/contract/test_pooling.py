@@ -183,6 +183,21 @@ def test_contract_C06_a_preempted_prompt_accumulates_anew(core: EngineCore) -> N
     assert victims == {"a", "b"}
 
 
+def test_contract_C06_what_is_preempted_while_a_step_runs_is_pooled_later(
+    core: EngineCore,
+) -> None:
+    """Even if that step completed its prompt."""
+    prompt = [4, *PROMPT[:4]]
+    core.add(pooling_request("late", prompt, cache_salt="late"), CLIENT)
+    plan, result = core.start_step()
+    core.scheduler.preempt_all()
+    core.finish_step(plan, result)
+    assert core.take_outputs() == {}
+    [output] = step(core)
+    expected = F.normalize(embedding(core, prompt), dim=0)
+    torch.testing.assert_close(tensor(output.pooling_output), expected)
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
