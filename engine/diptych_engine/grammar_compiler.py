@@ -18,7 +18,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from diptych_engine.request import Request
 from diptych_frontend.model_source import ModelSource
-from diptych_frontend.structured_outputs import encode_form, grammar_of, parser_limits
+from diptych_frontend.structured_outputs import (
+    MAX_REASON_CHARS,
+    encode_form,
+    grammar_of,
+    parser_limits,
+)
 from diptych_protocol import DiptychError, InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -103,8 +108,13 @@ class GrammarCompiler:
         try:
             if form is not None:
                 vocabulary = self._vocabulary.result()
-                grammar = LLMatcher(vocabulary, grammar_of(form), limits=parser_limits())
-                reason = grammar.get_error()
+                grammar = LLMatcher(
+                    vocabulary, grammar_of(form), log_level=0, limits=parser_limits()
+                )
+                if not grammar.is_error():
+                    # The first mask is the dearest, and shows what the limits do not allow.
+                    grammar.compute_bitmask()
+                reason = grammar.get_error()[:MAX_REASON_CHARS]
         except Exception as exc:
             # Whatever is wrong with a request's grammar is for the request to hear.
             reason = str(exc) or type(exc).__name__

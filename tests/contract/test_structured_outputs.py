@@ -303,6 +303,17 @@ def test_contract_C05_a_malformed_form_is_refused_on_both_sides(
     assert reason in (outputs[-1].error or "")
 
 
+def test_contract_C05_a_form_beyond_the_limits_fails_before_its_first_step(
+    core: EngineCore, prompt: list[int]
+) -> None:
+    """What only shows with the vocabulary: a million ways to read the first token."""
+    computed = core.scheduler.stats.prompt_tokens_computed
+    [outputs] = run(core, ask("r", prompt, {"regex": "(.{1,1000}){1,1000}"})).values()
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert "too many" in (outputs[-1].error or "")
+    assert core.scheduler.stats.prompt_tokens_computed == computed
+
+
 def inputs_of(core: EngineCore) -> InputProcessor:
     source = resolve_model(core.description.compat["model"])
     return InputProcessor(
