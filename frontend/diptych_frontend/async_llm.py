@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from diptych_frontend.async_engine import AsyncEngine
 from diptych_frontend.core_control import CoreControl
 from diptych_frontend.core_group import CoreGroup
+from diptych_frontend.core_health import STALL_LIMIT_S, CoreHealth
 from diptych_frontend.core_launcher import TERMINATE_GRACE_S, Core, adopted
 from diptych_frontend.core_weights import CoreWeights
 from diptych_frontend.elastic import Resizer
@@ -30,25 +27,18 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDeadError,
     EngineDescription,
-    EngineOverloadedError,
     InvalidRequestError,
     KVTransferParams,
-    SchedulerStats,
     WithoutControl,
 )
-from diptych_protocol.admin import DrainReport
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 NOTIFY_TIMEOUT_S = 5.0
-STALL_LIMIT_S = 60.0
-"""A core that has work and makes no step for so long will not come round. The longest step of the
-slowest machine must fit in."""
-DRAIN_POLL_S = 0.1
 
 
-class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
+class AsyncLLM(CoreHealth, CoreControl, CoreWeights, WithoutControl):
     """One engine. Its core starts with it; the first request waits until the core can serve.
 
     Where an early answer is wanted, create it with `await AsyncLLM.start(config)`. End it with
@@ -117,9 +107,6 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
             factories = (LoggingStatLogger, *(stat_loggers or ()))
             self._stat_loggers = [make(vllm_config, client_index) for make in factories]
         self._stall_limit_s = stall_limit_s
-        self._long_calls = 0
-        """Calls under way that keep the core too busy to answer."""
-        self._draining = False
         if core is None and client_addresses is not None:
             core = adopted(client_addresses, keys_dir)
         self._tracer = start_tracer(vllm_config)
@@ -261,38 +248,7 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         await self._connect()
         return self.description.tasks
 
-    # --- statistics ---------------------------------------------------------------------------
-
-    def stats_by_engine(self) -> dict[str, SchedulerStats]:
-        return self._cores.stats_by_engine()
-
-    async def refresh_stats(self) -> SchedulerStats:
-        """Ask every core for its statistics now; returns the first one's."""
-        await self._cores.refresh_stats()
-        return self._cores.members[0].stats
-
-    async def do_log_stats(self) -> None:
-        for logger in self._stat_loggers:
-            for member in self._cores.members:
-                logger.record(member.stats, member.rank)
-            logger.log()
-
-    # --- is it well? --------------------------------------------------------------------------
-
-    async def check_health(self) -> None:
-        """Raise if the engine is dead, stalled or draining."""
-        self._check_usable()
-        if self._draining or self._cores.draining:
-            raise EngineOverloadedError("draining")
-        await self.check_live()
-
-    async def check_live(self) -> None:
-        """Raise if the core is dead, or stalled: it has work, or does not even say that it has
-        none, and made no step within the limit."""
-        self._check_usable()
-        doubtful = await self._cores.doubtful_s()
-        if doubtful > self._stall_limit_s and not self._long_calls:
-            raise EngineDeadError(f"stalled: the engine core made no step for {doubtful:.0f} s")
+    # --- the cores ----------------------------------------------------------------------------
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
         await self._connect()
@@ -301,42 +257,6 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
     async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         await self._connect()
         return await self._cores.call_each(method, *args, timeout_s=timeout_s)
-
-    @contextlib.contextmanager
-    def silence_expected(self) -> Iterator[None]:
-        self._long_calls += 1
-        try:
-            yield
-        finally:
-            self._long_calls -= 1
-            self._cores.excuse_silence()
-
-    # --- leaving ------------------------------------------------------------------------------
-
-    async def drain(self, timeout_s: float) -> DrainReport:
-        """Let all clients of the core know that it is about to leave, and wait until it may.
-
-        Nothing is refused meanwhile: a router may have sent a request before it knew. What still
-        holds the engine after `timeout_s` is in the report.
-
-        Raises:
-            EngineOverloadedError: the core did not answer in time.
-            EngineDeadError: it died.
-        """
-        self._draining = True
-        deadline = time.monotonic() + timeout_s
-        report = await self._cores.ask_to_drain("drain", self._stall_limit_s)
-        drained_before = False
-        # Twice: what was sent before its sender knew has arrived by the second time.
-        while not (report.drained and drained_before) and time.monotonic() < deadline:
-            drained_before = report.drained
-            await asyncio.sleep(DRAIN_POLL_S)
-            report = await self._cores.ask_to_drain("drain_report", self._stall_limit_s)
-        return report
-
-    async def drain_report(self) -> DrainReport:
-        """What holds the engine; changes nothing. Raises as `drain` does."""
-        return await self._cores.ask_to_drain("drain_report", self._stall_limit_s)
 
     async def notify_kv_transfer_request_rejected(
         self,
@@ -364,21 +284,6 @@ class AsyncLLM(CoreControl, CoreWeights, AsyncEngine, WithoutControl):
         await self._connect()
         await self._resizer.resize(new_data_parallel_size, drain_timeout)
         self._max_open_requests = _most_open(self.vllm_config, new_data_parallel_size)
-
-    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
-        """Wait until the core has no request left, whoever sent it; refuses none meanwhile.
-
-        Raises `TimeoutError` if that takes longer than `drain_timeout` seconds.
-        """
-        await self._connect()
-        deadline = time.monotonic() + drain_timeout
-        while (report := await self.drain_report()).num_running + report.num_waiting:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{report.num_running} requests run and {report.num_waiting} wait still "
-                    f"after {drain_timeout:g} s"
-                )
-            await asyncio.sleep(DRAIN_POLL_S)
 
     def shutdown(self, timeout: float | None = None) -> None:
         if self._closed:
