@@ -36,7 +36,6 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.admin import DrainReport
-from diptych_protocol.wire import OVERLOADED
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class EngineCore:
         try:
             self.weights.require_whole()
             if not self.scheduler.can_add():
-                raise DiptychError(f"{OVERLOADED}: too many requests wait already")
+                raise DiptychError("overloaded: too many requests wait already")
             request, first_tokens = admit(
                 message,
                 client,

@@ -112,3 +112,14 @@ def test_a_model_that_is_put_aside_leaves_nothing_of_its_weights() -> None:
     assert not owner.core.runner.kv_cache.any()  # type: ignore[attr-defined]
     owner.call("wake_up")
     assert all(storage.nbytes() > 0 for storage in storages)
+
+
+def test_contract_C16_every_tensor_parallel_rank_sleeps_and_wakes(expected: list[int]) -> None:
+    owner = Owner(tensor_parallel_size=2)
+    try:
+        for level in (1, 2):
+            owner.call("sleep", level)
+            owner.call("wake_up")
+            assert generate(owner.core, [3, 1, 4, 1, 5], **LONG) == expected
+    finally:
+        owner.core.close()
