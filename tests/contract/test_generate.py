@@ -91,11 +91,11 @@ async def all_blocks_free(engine: AsyncLLM) -> bool:
 async def test_contract_C05_every_kind_of_prompt_gives_the_same(engine: AsyncLLM) -> None:
     rendered = engine.renderer.render_prompt(PROMPT)
     token_ids = rendered["prompt_token_ids"]
-    params = SamplingParams(temperature=0.0, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = SamplingParams(temperature=0.0, max_tokens=3, output_kind=RequestOutputKind.FINAL_ONLY)
     made_elsewhere = engine.input_processor.process("x", PROMPT, params)
     made_elsewhere.external_req_id = None
     answers = [
-        await text(engine, prompt)
+        await text(engine, prompt, max_tokens=3)
         for prompt in (PROMPT, token_ids, {"prompt": PROMPT}, rendered, made_elsewhere)
     ]
     assert len(set(answers)) == 1
@@ -127,7 +127,7 @@ async def test_contract_C05_it_yields_until_one_is_finished(engine: AsyncLLM) ->
 
 async def test_contract_B02_children_have_seeds_of_their_own(engine: AsyncLLM) -> None:
     """Answer i of a seeded request is the answer to seed + i; all come together, in order."""
-    options: dict[str, Any] = {**RANDOM, "max_tokens": 12, "ignore_eos": True}
+    options: dict[str, Any] = {**RANDOM, "max_tokens": 5, "ignore_eos": True}
     [together] = await generate(engine, PROMPT, n=4, seed=40, **options)
     assert [answer.index for answer in together.outputs] == [0, 1, 2, 3]
     texts = [answer.text for answer in together.outputs]
@@ -165,7 +165,7 @@ async def test_contract_B05_a_stop_string_across_tokens_ends_the_text(
 ) -> None:
     """It begins and ends inside tokens; the surplus goes, and the core is told."""
     whole = await text(engine, PROMPT, max_tokens=16)
-    for start in (3, 10, 17, 24):
+    for start in (3, 17):
         stop = whole[start : start + 5]
         at = whole.find(stop)
         [output] = await generate(engine, PROMPT, max_tokens=400, stop=[stop])

@@ -30,9 +30,9 @@ EOS = 2
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 12},
+        "name": {"type": "string", "maxLength": 5},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
     },
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
@@ -47,7 +47,6 @@ REGEX = r"[A-Z][a-z]{2,8} \d{2}:\d{2}"
 CHOICE = ["maybe", 'so "they" say', "ünlikely\n"]
 GRAMMAR = 'start: NUMBER (("+" | "-") NUMBER){2}\nNUMBER: /[0-9]{1,3}/'
 EVERY_FORM: list[dict[str, Any]] = [
-    {"json": PERSON},
     {"json": json.dumps(PERSON)},
     {"regex": REGEX},
     {"choice": CHOICE},

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_frontend.chat_template import ChatTemplate
@@ -40,6 +40,7 @@ TOOLS: Any = [
     ],
 )
 @given(data=st.data())
+@settings(max_examples=30)
 def test_contract_C05_calls_are_found_however_an_answer_is_cut(
     answer: str, text: str, calls: list[ParsedCall], data: st.DataObject
 ) -> None:
