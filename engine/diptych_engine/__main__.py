@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from diptych_engine.admin_control import ControlRoutes
 from diptych_engine.admin_lora import LoraRoutes
+from diptych_engine.admin_scale import ScaleRoutes
 from diptych_engine.admin_weights import WeightRoutes
 from diptych_frontend.admin import build_admin_app, report, seconds_of
 from diptych_frontend.async_llm import AsyncLLM
@@ -98,6 +99,7 @@ async def run(args: argparse.Namespace) -> None:
             *ControlRoutes(engine).routes(),
             *LoraRoutes(engine).routes(),
             *WeightRoutes(engine).routes(),
+            *ScaleRoutes(engine).routes(),
         ]
         sites.append(Site(build_admin_app(args.keys, routes), admin_listener))
 

@@ -36,6 +36,7 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.admin import DrainReport
+from diptych_protocol.wire import OVERLOADED
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class EngineCore:
         try:
             self.weights.require_whole()
             if not self.scheduler.can_add():
-                raise DiptychError("overloaded: too many requests wait already")
+                raise DiptychError(f"{OVERLOADED}: too many requests wait already")
             request, first_tokens = admit(
                 message,
                 client,

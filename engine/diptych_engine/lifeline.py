@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import select
 import signal
-
-PR_SET_PDEATHSIG = 1
+import threading
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel (Linux) to end this process with its parent, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+    """End this process as soon as its parent has ended.
+
+    Linux has a signal for that (PR_SET_PDEATHSIG), but sends it when the *thread* ends that started
+    the child; and an engine may be made in a thread that does not live as long as it.
+    """
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        raise SystemExit(0) from None
+    if os.getppid() != parent_pid:  # the id is another process's by now
         raise SystemExit(0)
+    threading.Thread(target=_end_after, args=(parent,), name="lifeline", daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    """Wait for the parent's end. Nobody is left who could be told, so nothing is tidied up."""
+    poll = select.poll()
+    poll.register(parent, select.POLLIN)
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -349,9 +349,17 @@ class LLMEngine(EngineControls):
 
 
 def _company_of(core: SyncCore, config: EngineConfig) -> Company | None:
-    """The engines that step together with this one; None without lock-step."""
-    if not config.data_parallel_lockstep or config.data_parallel_size == 1:
+    """The engines that step together with this one; None for an engine of its own.
+
+    Raises `UnsupportedFeatureError` for cores that share requests: an `AsyncLLM` has those.
+    """
+    if config.data_parallel_size == 1:
         return None
+    if not config.data_parallel_lockstep:
+        raise UnsupportedFeatureError(
+            "an LLMEngine has one core; for data_parallel_size > 1 use AsyncLLM, or "
+            "data_parallel_lockstep with an engine in each program"
+        )
     from diptych_engine.parallel.company import join_company
 
     return join_company(core, config)

@@ -23,11 +23,13 @@ from diptych_frontend.streamed_prompt import StreamedPrompt, next_piece
 from diptych_frontend.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     ClientClosedError,
+    DiptychError,
     EngineClient,
     EngineConfig,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineDeadError,
+    EngineGenerateError,
     EngineOverloadedError,
     InvalidRequestError,
     LoRARequest,
@@ -70,10 +72,10 @@ class AsyncEngine(EngineClient):
         self.output_processor = outputs
         self._max_open_requests = max_open_requests
         self._adapters = {a.lora_name: a for a in numbered(config.lora_modules)}
-        self._piece_timeout_s = (
-            config.streaming_input_timeout_s if isinstance(config, EngineConfig) else None
-        )
+        own = config if isinstance(config, EngineConfig) else None
+        self._piece_timeout_s = None if own is None else own.streaming_input_timeout_s
         """None: no prompts in pieces."""
+        self._max_waiting_tokens = None if own is None else own.max_waiting_tokens
         self._tracer: RequestTracer | None = None
         self._dead: EngineDeadError | None = None
         self._closed = False
@@ -174,7 +176,7 @@ class AsyncEngine(EngineClient):
             data_parallel_rank=data_parallel_rank,
             prompt_text=prompt_text,
         )
-        with self._until_finished(collector):
+        with self._until_finished(collector), _unexpected_is_failure():
             while not collector.finished:
                 output = await collector.get()
                 output.metrics = self._facts.get(collector.request_ids[0], output.metrics)
@@ -283,17 +285,30 @@ class AsyncEngine(EngineClient):
             data_parallel_rank=data_parallel_rank,
         )
         parent, parts = fan_out(request)
-        open_now = self.output_processor.num_unfinished
-        if open_now + len(parts) > self._max_open_requests:
-            raise EngineOverloadedError(f"{open_now} requests are open already; retry later")
+        self._check_room(len(parts), len(parts) * len(request.prompt_token_ids or ()))
         collector = Collector[Any]([part.request_id for part in parts])
         try:
-            for index, part in enumerate(parts):
-                self._add_request(part, prompt_text or text_of(prompt), parent, index, collector)
+            with _unexpected_is_failure():
+                for index, part in enumerate(parts):
+                    text = prompt_text or text_of(prompt)
+                    self._add_request(part, text, parent, index, collector)
         except BaseException:
             self._end(collector)
             raise
         return collector
+
+    async def check_admission(self, num_requests: int = 1, num_tokens: int = 0) -> None:
+        self._check_usable()
+        self._check_room(num_requests, num_tokens)
+
+    def _check_room(self, num_requests: int, num_tokens: int) -> None:
+        open_now = self.output_processor.num_unfinished
+        if open_now + num_requests > self._max_open_requests:
+            raise EngineOverloadedError(f"{open_now} requests are open already; retry later")
+        if self._max_waiting_tokens is not None:
+            waiting = self.output_processor.num_waiting_tokens
+            if waiting and waiting + num_tokens > self._max_waiting_tokens:
+                raise EngineOverloadedError(f"{waiting} prompt tokens wait already; retry later")
 
     def _add_request(
         self,
@@ -348,3 +363,14 @@ class AsyncEngine(EngineClient):
             self._dead = cause
             log.error("%s", cause)
         self.output_processor.fail_all(self._dead)
+
+
+@contextlib.contextmanager
+def _unexpected_is_failure() -> Iterator[None]:
+    """Errors that nobody raised on purpose fail the request, and name themselves as the cause."""
+    try:
+        yield
+    except DiptychError:
+        raise
+    except Exception as exc:
+        raise EngineGenerateError(f"unexpected: {exc!r}") from exc

@@ -18,11 +18,13 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineGenerateError,
+    EngineOverloadedError,
     FinishReason,
     Logprob,
     RequestOutput,
     RequestOutputKind,
 )
+from diptych_protocol.wire import OVERLOADED
 
 __all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
 
@@ -82,6 +84,8 @@ class OutputProcessor:
         """Without a tokenizer, answers are token ids and their text stays empty."""
         self._tokenizer = tokenizer
         self._answers: dict[str, _Answer | PoolingAnswer] = {}
+        self._waiting: dict[str, int] = {}
+        """Prompt tokens of those that had no output yet."""
         self._by_external_id: dict[str, set[str]] = {}
         self._parents: dict[str, ParentRequest] = {}
 
@@ -94,6 +98,11 @@ class OutputProcessor:
     def open_ids(self) -> Collection[str]:
         """The users' ids of the requests that have not ended."""
         return self._by_external_id.keys()
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the sequences that had no output yet."""
+        return sum(self._waiting.values())
 
     def add(
         self,
@@ -115,6 +124,7 @@ class OutputProcessor:
         else:
             answer = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
         self._answers[request_id] = answer
+        self._waiting[request_id] = len(request.prompt_token_ids or ())
         self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
         if parent is not None:
             self._parents[parent.request.request_id] = parent
@@ -139,9 +149,12 @@ class OutputProcessor:
             answer = self._answers.get(output.request_id)
             if answer is None:
                 continue
+            self._waiting.pop(output.request_id, None)
             if output.finish_reason is FinishReason.ERROR:
                 reason = output.error or "the engine gave no reason"
-                self.fail(output.request_id, EngineGenerateError(reason))
+                refused = reason.startswith(OVERLOADED)
+                failure = EngineOverloadedError if refused else EngineGenerateError
+                self.fail(output.request_id, failure(reason))
                 continue
             try:
                 ended = answer.advance(output)
@@ -198,6 +211,7 @@ class OutputProcessor:
 
     def _forget(self, answer: _Answer | PoolingAnswer) -> None:
         del self._answers[answer.request_id]
+        self._waiting.pop(answer.request_id, None)
         same_user_id = self._by_external_id[answer.external_id]
         same_user_id.discard(answer.request_id)
         if not same_user_id:

@@ -6,8 +6,8 @@ The admin port wants a bearer token (`ADMIN_TOKEN_FILE` of the service's Secret)
     engine   GET  /admin/state    DrainReport
     engine   POST /admin/drain    DrainReport, once drained or after `?timeout_s=`
 
-Engines take control calls there, too (`diptych_engine.admin_control`, `admin_lora`), which no
-operator makes: docs/admin-api.md lists them.
+Engines take control calls there, too (`diptych_engine.admin_control`, `admin_lora`, `admin_scale`),
+which no operator makes: docs/admin-api.md lists them.
 """
 
 from __future__ import annotations

@@ -56,6 +56,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Token budget of one step; longer prompts are prefilled in chunks."""
     max_num_waiting: int = 1024
     """More waiting requests than this are refused as overload."""
+    max_waiting_tokens: int | None = None
+    """A front-end with more prompt tokens than this that had no answer yet refuses further ones as
+    overload; a single prompt may be longer. None: only requests are counted."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`fcfs`: first come, first served. `priority`: requests with a lower `priority` go first, and
     are the last to lose their blocks; other policies refuse a request that has one."""
@@ -129,6 +132,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("scheduling_policy", self.scheduling_policy in ("fcfs", "priority"),
              "fcfs or priority"),
             ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
+            ("max_waiting_tokens", self.max_waiting_tokens is None or self.max_waiting_tokens >= 1,
+             "at least 1"),
             ("otlp_traces_endpoint", _is_http(self.otlp_traces_endpoint), "an http(s) URL"),
             ("max_idle_sessions", 0 <= self.max_idle_sessions <= 4096, "between 0 and 4096"),
             ("streaming_input_timeout_s", 0 < self.streaming_input_timeout_s <= 86400,

@@ -203,6 +203,15 @@ class EngineClient(ABC):
         request that somebody else aborts has no vectors, which is an `EngineGenerateError`.
         """
 
+    async def check_admission(self, num_requests: int = 1, num_tokens: int = 0) -> None:
+        """Ask before an answer begins: is there room for requests with so many prompt tokens?
+
+        Raises `EngineOverloadedError` if there is none now. Room is not reserved: `generate` may
+        still refuse.
+        """
+        if self.errored:
+            raise self.dead_error
+
     @abstractmethod
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End every request with these (external) ids; unknown ids are ignored."""

@@ -36,6 +36,9 @@ ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 MAX_MESSAGE_BYTES = 64 << 20
 """A peer that sends a larger message is cut off by ZMQ."""
 
+OVERLOADED = "overloaded"
+"""An error that begins so is a refusal for want of room: try another engine, or later."""
+
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
 
 

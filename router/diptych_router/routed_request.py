@@ -24,6 +24,7 @@ from diptych_protocol import (
     KVTransferParams,
     SamplingParams,
 )
+from diptych_protocol.wire import OVERLOADED
 
 MAX_ERRORS = 3
 """So often may engines report that they failed with a request."""
@@ -33,8 +34,6 @@ MAX_LOSSES = 8
 More than `MAX_ERRORS`, because it is seldom the request's fault: engines whose pods are deleted
 without warning, one after the other, must not end a stream. But bounded, because a request that
 does kill engines must not kill them all for ever."""
-OVERLOADED = "overloaded"
-"""An engine that takes no more requests for now answers with an error that begins so."""
 
 
 class Stage(enum.Enum):

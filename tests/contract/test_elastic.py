@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import pytest_asyncio
 
+from diptych_engine.admin_scale import ScaleRoutes
+from diptych_frontend.admin import build_admin_app
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
     EngineConfig,
@@ -19,6 +24,7 @@ from diptych_protocol import (
     SamplingParams,
     UtilityError,
 )
+from diptych_protocol.admin import ADMIN_TOKEN_FILE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -121,3 +127,26 @@ async def test_an_engine_with_a_hinge_keeps_its_core() -> None:
         AsyncLLM(
             msgspec.structs.replace(CONFIG, data_parallel_size=2, kv_transfer=KVTransferConfig())
         )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "answer"),
+    [
+        ({"new_data_parallel_size": 1}, 200, '{"data_parallel_size":1}'),
+        ({"new_data_parallel_size": 0}, 400, "between 1 and 64"),
+        ({"new_data_parallel_size": 2, "drain_timeout": -1}, 400, "drain_timeout"),
+        ({}, 400, "new_data_parallel_size"),
+    ],
+)
+async def test_contract_C23_the_number_of_cores_can_be_set_on_the_admin_port(
+    engine: AsyncLLM, tmp_path: Path, body: dict[str, Any], status: int, answer: str
+) -> None:
+    (tmp_path / ADMIN_TOKEN_FILE).write_text("secret")
+    app = build_admin_app(tmp_path, ScaleRoutes(engine).routes())
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as http:
+        response = await http.post(
+            "/admin/scale_elastic_ep", json=body, headers={"authorization": "Bearer secret"}
+        )
+    assert response.status_code == status
+    assert answer in response.text

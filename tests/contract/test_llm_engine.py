@@ -114,6 +114,11 @@ def test_contract_L01_an_option_without_a_meaning_here_is_refused(option: str) -
         LLMEngine(CONFIG, **{option: object()})  # type: ignore[arg-type]
 
 
+def test_contract_L01_one_engine_has_one_core() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="AsyncLLM"):
+        LLMEngine(msgspec.structs.replace(CONFIG, data_parallel_size=2))
+
+
 def test_contract_L02_the_environment_decides_where_an_engine_lives_and_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

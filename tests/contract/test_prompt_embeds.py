@@ -92,6 +92,26 @@ def test_contract_B10_one_prompt_s_embeddings_never_hit_another_s(core: EngineCo
     assert output.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_contract_B10_no_salt_reaches_the_prefix_of_embeddings(
+    core: EngineCore, salt: str | None
+) -> None:
+    """Not even one that is spelt as the engine itself names that prefix: nobody can read it, or
+    put other KV in its place."""
+    core.add(embeds_request(core, "e", OTHER, cache_salt=salt), CLIENT)
+    name = core.scheduler.requests["e"].cache_salt
+    assert name is not None
+    run_to_end(core)
+    forged = core_request("f", [0] * len(OTHER), cache_salt=name)
+    [outputs] = run(core, forged).values()
+    assert outputs[0].num_cached_tokens == 0
+
+
+def run_to_end(core: EngineCore) -> None:
+    while core.has_work:
+        step(core)
+
+
 def test_contract_B10_embeddings_and_tokens_share_steps(core: EngineCore) -> None:
     first, second = generate(core, PROMPT, max_tokens=9), generate(core, OTHER, max_tokens=9)
     outputs = run(

@@ -118,6 +118,9 @@ class GenerationRoute(Generic[R]):
             adapter,
             trace_context(Headers(scope=scope)),
         )
+        await self._engine.check_admission(
+            len(prompts) * params.n, job.num_prompt_tokens * params.n
+        )
         writer = self._api.writer(request, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
         async with UntilDisconnect(receive, exchange) as client:

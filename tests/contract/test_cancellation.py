@@ -1,0 +1,157 @@
+"""However a consumer leaves, and whatever goes wrong, nothing is left behind: row B3."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from core_kit import DUMMY
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diptych_frontend.async_llm import AsyncLLM
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreRequest,
+    EngineDeadError,
+    EngineGenerateError,
+    InvalidRequestError,
+    RequestOutputKind,
+    SamplingParams,
+    StreamingInput,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG = EngineConfig(DUMMY, num_blocks=32, num_threads=1, max_num_seqs=3)
+Eventually = Callable[..., Awaitable[Any]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[AsyncLLM]:
+    engine = await AsyncLLM.start(CONFIG)
+    yield engine
+    engine.shutdown()
+
+
+def sampling(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **changes})
+
+
+async def nothing_left(engine: AsyncLLM) -> bool:
+    stats = await engine.refresh_stats()
+    open_here = engine.output_processor.num_unfinished or engine._facts
+    busy = stats.num_running or stats.num_waiting or stats.num_waiting_for_input
+    return stats.blocks_free == stats.blocks_total and not (open_here or busy)
+
+
+async def consume(engine: AsyncLLM, kind: str, leave_after: int) -> None:
+    """Read a request of some kind, and leave after so many outputs."""
+
+    async def pieces() -> AsyncIterator[StreamingInput]:
+        for token in range(1, 5):
+            yield StreamingInput([token] * 3)
+
+    prompt: Any = [1, 2, 3]
+    params = sampling()
+    match kind:
+        case "several":
+            params = sampling(n=3, temperature=1.0, output_kind=RequestOutputKind.DELTA)
+        case "final":
+            params = sampling(n=2, temperature=1.0, output_kind=RequestOutputKind.FINAL_ONLY)
+        case "pieces":
+            prompt, params = pieces(), sampling(max_tokens=2)
+    async with aclosing(engine.generate(prompt, params, "same-name")) as outputs:
+        seen = 0
+        async for _ in outputs:
+            seen += 1
+            if seen == leave_after:
+                break
+
+
+KINDS = st.sampled_from(["one", "several", "final", "pieces"])
+TURNS = st.integers(0, 30)
+"""Of the event loop, until a request is cancelled."""
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.tuples(KINDS, st.integers(1, 12), TURNS | st.none()), min_size=1, max_size=6))
+async def test_contract_B03_blocks_return_wherever_a_request_is_cancelled(
+    engine: AsyncLLM, eventually: Eventually, readers: list[tuple[str, int, int | None]]
+) -> None:
+    tasks = []
+    for kind, leave_after, turns in readers:
+        task = asyncio.create_task(consume(engine, kind, leave_after))
+        tasks.append(task)
+        for _ in range(turns or 0):
+            await asyncio.sleep(0)
+        if turns is not None:
+            task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result, (_, _, turns) in zip(results, readers, strict=True):
+        assert result is None or (
+            turns is not None and isinstance(result, asyncio.CancelledError)
+        ), result
+    await eventually(lambda: nothing_left(engine))
+
+
+async def test_contract_B03_a_cancelled_consumer_stays_cancelled(
+    engine: AsyncLLM, eventually: Eventually
+) -> None:
+    task = asyncio.create_task(consume(engine, "one", 1000))
+    await eventually(lambda: engine.output_processor.num_unfinished)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: nothing_left(engine))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"), [([], sampling()), ([1], sampling(temperature=-1)), ([64], sampling())]
+)
+async def test_contract_B03_a_validation_error_comes_unchanged(
+    engine: AsyncLLM, prompt: list[int], params: SamplingParams
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        async for _ in engine.generate(prompt, params, "r"):
+            pass
+    assert refused.value.__cause__ is None
+    assert await nothing_left(engine)
+
+
+async def test_contract_B03_an_unexpected_error_aborts_and_names_its_cause(
+    engine: AsyncLLM, eventually: Eventually
+) -> None:
+    """The request can be made, but not encoded."""
+    beyond_msgpack = 1 << 80
+    with pytest.raises(EngineGenerateError, match="OverflowError") as failed:
+        async for _ in engine.generate([1], sampling(extra_args={"anything": beyond_msgpack}), "r"):
+            pass
+    assert isinstance(failed.value.__cause__, OverflowError)
+    await eventually(lambda: nothing_left(engine))
+
+
+async def test_contract_B03_a_dead_engine_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = await AsyncLLM.start(CONFIG)
+    told: list[EngineCoreRequest] = []
+    try:
+        readers = [asyncio.create_task(consume(engine, "one", 1000)) for _ in range(3)]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(engine._cores, "abort", told.append)
+        os.kill(engine.description.pid, signal.SIGKILL)
+        results = await asyncio.gather(*readers, return_exceptions=True)
+        assert {type(result) for result in results} == {EngineDeadError}
+        assert told == []
+        assert engine.output_processor.num_unfinished == 0
+    finally:
+        engine.shutdown()
