@@ -29,7 +29,6 @@ from diptych_protocol import (
     EngineDescription,
     InvalidRequestError,
     KVTransferParams,
-    WithoutControl,
 )
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ START_TIMEOUT_S = 600.0
 NOTIFY_TIMEOUT_S = 5.0
 
 
-class AsyncLLM(CoreHealth, CoreControl, CoreWeights, WithoutControl):
+class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
     """One engine. Its core starts with it; the first request waits until the core can serve.
 
     Where an early answer is wanted, create it with `await AsyncLLM.start(config)`. End it with

@@ -1,43 +1,36 @@
-"""LLMEngine and LLM as the contract has them: rows L1 to L13."""
+"""LLMEngine as the contract has it: rows L1 to L6 and L9 to L12."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import weakref
 from collections import Counter as Counting
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
 import msgspec
 import psutil
 import pytest
-from core_kit import DUMMY
+from llm_engine_kit import ARGS, CONFIG, params, run, stats
 
-from diptych_engine import LLM, EngineArgs, LLMEngine
-from diptych_engine.llm_engine import LOG_INTERVAL, MULTIPROCESSING
-from diptych_frontend.input_processor import InputProcessor
+from diptych_engine import LLMEngine
+from diptych_engine.llm_engine import MULTIPROCESSING
 from diptych_frontend.metric_snapshot import Counter, Gauge, Histogram
 from diptych_protocol import (
     ClientClosedError,
-    EngineConfig,
     EngineCoreOutput,
     EngineDeadError,
     FinishReason,
     InvalidRequestError,
-    PoolingParams,
     RequestOutput,
     RequestOutputKind,
-    SamplingParams,
-    SchedulerStats,
     UnsupportedFeatureError,
     UtilityError,
 )
 
-ARGS = EngineArgs(DUMMY, num_gpu_blocks_override=256, num_threads=1, max_num_seqs=16)
-CONFIG = ARGS.create_engine_config()
+
+def child_pids() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
 
 
 @pytest.fixture(scope="module")
@@ -60,28 +53,6 @@ def engine(request: pytest.FixtureRequest) -> LLMEngine:
     """Each mode in turn."""
     engine: LLMEngine = request.getfixturevalue(request.param)
     return engine
-
-
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **fields})
-
-
-def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    """All outputs until nothing is left, by the users' ids."""
-    outputs: dict[str, list[RequestOutput]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    assert engine.get_num_unfinished_requests() == 0
-    return outputs
-
-
-def child_pids() -> set[int]:
-    return {child.pid for child in psutil.Process().children()}
-
-
-def stats(engine: LLMEngine) -> SchedulerStats:
-    return msgspec.convert(engine.call_core("stats"), SchedulerStats)
 
 
 def test_contract_L01_both_modes_give_the_same_answers(
@@ -193,21 +164,6 @@ def test_contract_L04_steps_tell_as_much_as_was_asked_for(
     assert engine.step() == []
 
 
-@pytest.fixture(scope="module")
-def real(smollm2: str) -> Iterator[LLM]:
-    with LLM(smollm2, num_blocks=16, num_threads=1) as llm:
-        yield llm
-
-
-def test_contract_L04_stop_strings_end_a_request_in_the_core_too(real: LLM) -> None:
-    engine = real.llm_engine
-    engine.add_request("r", "The capital of France is", params(max_tokens=60, stop=["Paris"]))
-    output = run(engine)["r"][-1]
-    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "Paris")
-    assert "Paris" not in output.outputs[0].text
-    assert stats(engine).num_running == 0
-
-
 def test_contract_L04_a_failed_request_ends_with_its_reason_and_others_go_on(
     in_process: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,52 +229,6 @@ def test_contract_L07_counters_equal_what_was_made(engine: LLMEngine) -> None:
     assert isinstance(e2e, Histogram)
     assert e2e.count == list(e2e.buckets.values())[-1] >= 3
     assert e2e.labels == {"model_name": engine.vllm_config.name}
-
-
-class CountingLogger:
-    made: ClassVar[list[CountingLogger]] = []
-
-    def __init__(self, config: EngineConfig, index: int) -> None:
-        self.recorded: list[SchedulerStats] = []
-        self.logged = 0
-        self.made.append(self)
-
-    def record(self, stats: SchedulerStats, engine_index: int = 0) -> None:
-        self.recorded.append(stats)
-
-    def log(self) -> None:
-        self.logged += 1
-
-
-def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(LOG_INTERVAL, "5")
-    now = [100.0]
-    engine = LLMEngine(CONFIG, stat_loggers=[CountingLogger], clock=lambda: now[0])
-    logger = CountingLogger.made[-1]
-    for seconds, expected in ((4.9, 0), (5.0, 1), (9.0, 1), (10.1, 2)):
-        now[0] = 100.0 + seconds
-        engine.do_log_stats_with_interval()
-        assert logger.logged == expected
-    now[0] = 120.0
-    engine.add_request("r", [1], params(max_tokens=1))
-    run(engine)
-    assert logger.logged == 3, "a step looks at the clock"
-    assert logger.recorded[-1].steps >= 1
-    engine.do_log_stats()
-    assert logger.logged == 4
-    engine.shutdown()
-
-
-def test_contract_L07_without_statistics_there_are_no_metrics() -> None:
-    engine = LLMEngine(CONFIG, log_stats=False, stat_loggers=[CountingLogger])
-    with pytest.raises(UnsupportedFeatureError, match="log_stats"):
-        engine.get_metrics()
-    logged = [logger.logged for logger in CountingLogger.made]
-    engine.do_log_stats()
-    assert [logger.logged for logger in CountingLogger.made] == logged
-    engine.shutdown()
 
 
 def test_contract_L09_the_prefix_cache_is_reset_unless_it_is_in_use(engine: LLMEngine) -> None:
@@ -437,87 +347,6 @@ def test_contract_L12_tasks_and_tokenizer_are_known_without_asking(
     assert engine.tokenizer is None
     with pytest.raises(InvalidRequestError, match="token ids"):
         engine.get_tokenizer()
-
-
-def test_contract_A09_without_its_tokenizer_a_model_takes_token_ids_only(smollm2: str) -> None:
-    inputs = InputProcessor.of(EngineConfig(smollm2, skip_tokenizer_init=True))
-    assert inputs.renderer.tokenizer is None
-    assert inputs.process("r", [504, 3575], params()).prompt_token_ids == [504, 3575]
-    for ask in (
-        lambda: inputs.renderer.render_prompt("The capital of France is"),
-        lambda: inputs.renderer.render_chat([{"role": "user", "content": "Hello"}]),
-        inputs.renderer.get_tokenizer,
-    ):
-        with pytest.raises(InvalidRequestError, match="token ids"):
-            ask()
-
-
-def test_contract_L13_a_dropped_engine_takes_its_model_with_it() -> None:
-    engine = LLMEngine(CONFIG)
-    engine.add_request("r", [1], params())
-    engine.step()
-    model = weakref.ref(engine.model_executor.model)
-    client = weakref.ref(engine)
-    gc.disable()
-    try:
-        del engine
-        assert client() is None
-        assert model() is None
-    finally:
-        gc.enable()
-
-
-def test_contract_L13_engine_after_engine_needs_no_more_memory() -> None:
-    config = EngineConfig(f"{DUMMY}&intermediate_size=20000", num_blocks=64, num_threads=1)
-
-    def one() -> int:
-        engine = LLMEngine(config)
-        engine.add_request("r", [1, 2], params())
-        run(engine)
-        del engine
-        return int(psutil.Process().memory_info().rss)
-
-    for _ in range(2):
-        settled = one()
-    for _ in range(4):
-        after = one()
-    weights = 2 * 3 * 32 * 20000 * 4
-    assert after - settled < weights, "less than the weights of one of four engines"
-
-
-def test_a_batch_larger_than_the_engine_is_answered_in_its_order() -> None:
-    with LLM(DUMMY, num_blocks=64, num_threads=1, max_num_seqs=4, max_num_waiting=2) as llm:
-        prompts = [[1 + i % 60, 2] for i in range(20)]
-        answers = llm.generate(prompts, params(n=2), use_tqdm=False)
-        assert [answer.prompt_token_ids for answer in answers] == prompts
-        assert all(len(answer.outputs) == 2 for answer in answers)
-        with pytest.raises(InvalidRequestError, match="2 sets of parameters for 1"):
-            llm.generate([[1]], [params(), params()])
-        with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
-            llm.generate([[1], [99999]])
-        assert not llm.llm_engine.has_unfinished_requests()
-
-
-def test_a_conversation_is_answered_in_words(real: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    question = {"role": "user", "content": "Answer with one word: what colour is the sky?"}
-    [answer] = real.chat([question], params(max_tokens=4), use_tqdm=True)
-    assert answer.outputs[0].text
-    assert answer.prompt is not None
-    assert question["content"] in answer.prompt
-    assert "1/1" in capsys.readouterr().err
-
-
-def test_similar_texts_have_similar_vectors(real: LLM) -> None:
-    outputs = real.embed(["a small dog", "a little dog", "stock market index"])
-    first, second, third = ([*output.outputs.data.tolist()] for output in outputs)
-
-    def product(one: list[float], other: list[float]) -> float:
-        return sum(x * y for x, y in zip(one, other, strict=True))
-
-    assert product(first, first) == pytest.approx(1.0, abs=1e-4)
-    assert product(first, second) > product(first, third)
-    with pytest.raises(InvalidRequestError, match="dimensions"):
-        real.embed("a dog", PoolingParams(dimensions=10**6))
 
 
 def test_contract_L03_options_of_the_tokenizer_are_refused(engine: LLMEngine) -> None:
