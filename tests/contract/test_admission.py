@@ -1,4 +1,4 @@
-"""No room is said before an answer begins: row B18."""
+"""No room is said before an answer begins: row B18. And Q19: no priority without its policy."""
 
 from __future__ import annotations
 
@@ -108,6 +108,16 @@ async def test_contract_B18_waiting_prompt_tokens_are_bounded(engine: AsyncLLM) 
             await engine.check_admission(1, 6)
         await engine.check_admission(1, 5)
     assert (await post(engine, [4] * 30)).status_code == 200, "alone, it may be longer"
+
+
+async def test_contract_Q19_a_priority_is_refused_by_name_where_nobody_looks_at_it(
+    engine: AsyncLLM,
+) -> None:
+    refused = await post(engine, [1], priority=3)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "priority"
+    assert "scheduling_policy" in refused.json()["error"]["message"]
+    assert (await post(engine, [1], priority=0)).status_code == 200
 
 
 async def test_contract_B18_a_core_without_room_says_so_before_it_begins() -> None:

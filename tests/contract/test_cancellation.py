@@ -1,4 +1,7 @@
-"""However a consumer leaves, and whatever goes wrong, nothing is left behind: row B3."""
+"""However a consumer leaves, and whatever goes wrong, nothing is left behind: row B3.
+
+And a consumer that lags misses nothing: row B4.
+"""
 
 from __future__ import annotations
 
@@ -137,6 +140,33 @@ async def test_contract_B03_an_unexpected_error_aborts_and_names_its_cause(
             pass
     assert isinstance(failed.value.__cause__, OverflowError)
     await eventually(lambda: nothing_left(engine))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_contract_B04_a_slow_consumer_gets_every_token_in_fewer_messages(
+    engine: AsyncLLM, eventually: Eventually, n: int
+) -> None:
+    async def tokens_of(kind: RequestOutputKind, *, slow: bool) -> tuple[list[list[int]], int]:
+        tokens: list[list[int]] = [[] for _ in range(n)]
+        messages = 0
+        params = sampling(n=n, seed=7, temperature=1.0, output_kind=kind)
+        async for output in engine.generate([1, 2, 3], params, "r"):
+            messages += 1
+            for answer in output.outputs:
+                if kind is RequestOutputKind.DELTA:
+                    tokens[answer.index] += answer.token_ids
+                else:
+                    tokens[answer.index] = answer.token_ids
+            if slow:  # until there is nothing more to come
+                await eventually(lambda: engine.output_processor.num_unfinished == 0)
+        return tokens, messages
+
+    expected, one_by_one = await tokens_of(RequestOutputKind.DELTA, slow=False)
+    assert [len(tokens) for tokens in expected] == [40] * n
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+        tokens, messages = await tokens_of(kind, slow=True)
+        assert tokens == expected
+        assert messages == 2 < one_by_one, "the first one, and one with all the others"
 
 
 async def test_contract_B03_a_dead_engine_is_told_nothing(

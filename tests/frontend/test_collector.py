@@ -34,7 +34,7 @@ def delta(index: int, number: int, *, last: bool = False) -> CompletionOutput:
     order=st.lists(st.integers(0, 2), min_size=1, max_size=25),
     reads=st.lists(st.booleans(), min_size=25, max_size=25),
 )
-def test_merged_deltas_add_up_to_what_was_sent(order: list[int], reads: list[bool]) -> None:
+def test_contract_B04_merged_deltas_add_up_to_all_sent(order: list[int], reads: list[bool]) -> None:
     collector = Collector()
     sent = [delta(index, number) for number, index in enumerate(order)]
     received: list[RequestOutput] = []
@@ -63,7 +63,7 @@ def joined(answers: list[CompletionOutput], index: int) -> tuple[Any, ...]:
     )
 
 
-def test_the_end_survives_a_merge() -> None:
+def test_contract_B04_the_end_survives_a_merge() -> None:
     collector = Collector()
     collector.put(output(delta(0, 1)), delta=True)
     end = output(delta(0, 2, last=True), finished=True)
@@ -77,7 +77,7 @@ def test_the_end_survives_a_merge() -> None:
     assert collector.take() is None
 
 
-def test_cumulative_outputs_replace_each_other_index_by_index() -> None:
+def test_contract_B04_cumulative_outputs_replace_each_other_index_by_index() -> None:
     collector = Collector()
     for index, number in ((0, 1), (1, 2), (0, 3)):
         collector.put(output(delta(index, number)), delta=False)

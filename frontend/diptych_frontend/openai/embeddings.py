@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.metrics import ServerMetrics
@@ -19,6 +20,7 @@ from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of,
 from diptych_frontend.openai.generation import INLINE_RENDER_BYTES, adapter_of
 from diptych_frontend.openai.request_body import decode_body, split_prompts
 from diptych_frontend.openai.responses import encode
+from diptych_frontend.tracing import trace_context
 from diptych_protocol import (
     Array,
     EngineClient,
@@ -96,6 +98,7 @@ class Job:
     request: EmbeddingRequest
     prompts: list[TokensPrompt]
     adapter: LoRARequest | None
+    trace_headers: dict[str, str] | None
     exchange: Exchange
 
 
@@ -116,7 +119,9 @@ class EmbeddingRoute:
         adapter = adapter_of(request.model, self._served_names, self._engine)
         prompts = await self._render(request, len(exchange.body))
         async with UntilDisconnect(receive, exchange) as client:
-            embeddings = await self._embed(Job(request, prompts, adapter, exchange))
+            trace_headers = trace_context(Headers(scope=scope))
+            job = Job(request, prompts, adapter, trace_headers, exchange)
+            embeddings = await self._embed(job)
             num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
             usage = EmbeddingUsage(num_tokens, num_tokens)
             await send_bytes(send, 200, encode(EmbeddingList(request.model, embeddings, usage)), [])
@@ -170,6 +175,7 @@ class EmbeddingRoute:
             PoolingParams(dimensions=job.request.dimensions),
             f"{job.exchange.request_id}-{index}",
             lora_request=job.adapter,
+            trace_headers=job.trace_headers,
             priority=job.request.priority or 0,
         )
         with self._metrics.track(len(prompt["prompt_token_ids"])) as progress:
