@@ -19,6 +19,7 @@ from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app
 from diptych_protocol import (
     EngineConfig,
+    EngineOverloadedError,
     InvalidRequestError,
     RequestOutput,
     RequestOutputKind,
@@ -154,6 +155,25 @@ async def test_contract_B02_an_abort_of_the_parent_frees_all(
     await engine.abort("request")
     [output] = await running
     assert {answer.finish_reason for answer in output.outputs} == {"abort"}
+    await eventually(lambda: all_blocks_free(engine))
+
+
+async def test_contract_B02_a_child_that_cannot_be_sent_takes_the_others_along(
+    engine: AsyncLLM, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, sent = engine._submit, []
+
+    def fail_at_the_third(request: Any) -> None:
+        if len(sent) == 2:
+            raise EngineOverloadedError("no room for the third")
+        sent.append(request.request_id)
+        submit(request)
+
+    monkeypatch.setattr(engine, "_submit", fail_at_the_third)
+    with pytest.raises(EngineOverloadedError, match="third"):
+        await generate(engine, PROMPT, n=4, max_tokens=400, ignore_eos=True)
+    assert len(sent) == 2
+    assert engine.output_processor.num_unfinished == 0
     await eventually(lambda: all_blocks_free(engine))
 
 

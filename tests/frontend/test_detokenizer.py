@@ -131,7 +131,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
 
 @settings(max_examples=500)
 @given(pieces=st.lists(st.text("abc", max_size=5), max_size=8), stops=STOPS, include=st.booleans())
-def test_any_split_of_any_text_stops_where_a_search_over_the_whole_does(
+def test_contract_B05_any_split_of_any_text_stops_where_a_search_over_the_whole_does(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
     matcher = StopMatcher(stops, include_in_output=include)
@@ -147,7 +147,7 @@ def test_any_split_of_any_text_stops_where_a_search_over_the_whole_does(
 
 
 @given(pieces=st.lists(st.text("abc", max_size=5), max_size=8), stops=STOPS)
-def test_nothing_is_emitted_that_could_still_begin_a_stop_string_and_no_more_is_held(
+def test_contract_B05_nothing_is_emitted_that_could_still_begin_a_stop_string_and_no_more_is_held(
     pieces: list[str], stops: list[str]
 ) -> None:
     matcher = StopMatcher(stops, include_in_output=False)
@@ -181,7 +181,7 @@ ENGLISH = "One, two. three\n\nfour END five END. 12 stop stopping <|im_end|> las
     steps=st.lists(st.integers(1, 5), min_size=1, max_size=40),
 )
 @example(text="stop END", stops=["END"], include=False, min_tokens=0, steps=[9])
-def test_tokens_in_any_steps_stop_where_a_search_over_the_whole_does(
+def test_contract_B05_tokens_in_any_steps_stop_where_a_search_over_the_whole_does(
     tokenizer: Tokenizer,
     text: str,
     stops: list[str],
@@ -232,7 +232,9 @@ def test_a_stop_token_of_plain_text_leaves_no_trace_in_the_text(tokenizer: Token
     assert detokenizer.push(ids, finished=True, stop_token=True) == ("one", 2, None)
 
 
-def test_a_stop_string_before_the_stop_token_of_one_step_wins(tokenizer: Tokenizer) -> None:
+def test_contract_B05_a_stop_string_before_the_stop_token_of_one_step_wins(
+    tokenizer: Tokenizer,
+) -> None:
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=["two"]), [])
     ids = [*tokenizer.encode("one two three"), 2]
     assert detokenizer.push(ids, finished=True, stop_token=True) == ("one ", 2, "two")
