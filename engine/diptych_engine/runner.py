@@ -99,11 +99,12 @@ class ModelRunner:
         self._embeds = PromptEmbeds(self._dtype, self._device)
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
+        worker_rank = config.data_parallel_rank * shard.size + shard.rank
         self.worker_methods: dict[str, Callable[..., Any]] = {
             **extension_methods(config.worker_extension, self),
             "_reload_weights": self._load,
             **self.loras.methods(),
-            **WeightReceiver(self.model, shard.rank).methods(),
+            **WeightReceiver(self.model, worker_rank).methods(),
             **WorkerMemory(self.model.slots, self._load, memory).methods(),
             **self._profiler.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,

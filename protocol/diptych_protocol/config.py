@@ -152,6 +152,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
                 raise InvalidRequestError(
                     f"{field} must be {wanted}, not {getattr(self, field)!r}", param=field
                 )
+        if self.name in self.lora_modules:
+            raise InvalidRequestError(
+                f"lora_modules: {self.name!r} is the model's own name", param="lora_modules"
+            )
         for field in ("tensor_parallel_size", "data_parallel_size"):
             if self.kv_transfer is not None and getattr(self, field) > 1:
                 raise InvalidRequestError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from torch import Tensor
 
 from diptych_engine.core import EngineCore
 from diptych_engine.weights.trainer import WeightSender, describe
-from diptych_frontend.weight_messages import split_update
 from diptych_protocol import (
     Array,
     DiptychError,
@@ -24,7 +25,6 @@ from diptych_protocol import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
-from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 LENGTH = 12
@@ -324,6 +324,33 @@ def test_contract_C26_a_group_carries_what_messages_cannot(
     assert generate(core, PROMPT, max_tokens=LENGTH) == expected[NEW]
 
 
+def test_contract_C26_replicas_have_ranks_of_their_own(
+    engine: MakeCore, expected: list[list[int]]
+) -> None:
+    """One trainer for both replicas of an engine, which get the same call."""
+    replicas = [engine(data_parallel_size=2, data_parallel_rank=rank) for rank in (0, 1)]
+    sender = WeightSender("127.0.0.1", num_workers=2, timeout_s=10.0)
+    tensors = random_tensors(NEW)
+
+    def at_once(*calls: Callable[[], object]) -> None:
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for done in [pool.submit(call) for call in calls]:
+                done.result()
+
+    def call(method: str, *args: object) -> list[Callable[[], object]]:
+        return [partial(core.call, method, list(args)) for core in replicas]
+
+    at_once(sender.join, *call("init_weight_transfer_engine", sender.address()))
+    for core in replicas:
+        pause(core)
+        core.call("start_weight_update", [])
+    at_once(partial(sender.send, tensors), *call("update_weights", describe(tensors)))
+    for core in replicas:
+        core.call("finish_weight_update", [])
+        core.call("resume_generation", [])
+        assert generate(core, PROMPT, max_tokens=LENGTH) == expected[NEW]
+
+
 def test_contract_C26_a_trainer_that_says_nothing_fails_the_update(
     engine: MakeCore, expected: list[list[int]]
 ) -> None:
@@ -362,22 +389,3 @@ def test_contract_C26_a_trainer_that_is_not_there_is_an_error(
     with pytest.raises(error, match=message):
         core.call("init_weight_transfer_engine", [WeightTransferInitRequest(info | changes)])
     assert generate(core, PROMPT, max_tokens=1)
-
-
-# --- messages -------------------------------------------------------------------------------------
-
-
-def test_contract_C26_large_updates_travel_in_several_messages() -> None:
-    def zeros(count: int, size: int) -> WeightTransferUpdateRequest:
-        array = Array("uint8", (size,), bytes(size))
-        return WeightTransferUpdateRequest([f"t{i}" for i in range(count)], [array] * count)
-
-    large = zeros(20, MAX_MESSAGE_BYTES // 3)
-    parts = list(split_update(large))
-    assert [name for part in parts for name in part.names] == large.names
-    assert [len(part.arrays) for part in parts] == [12, 8]
-    assert [len(part.arrays) for part in split_update(zeros(130, 100))] == [63, 63, 4]
-    with pytest.raises(InvalidRequestError, match="process group"):
-        list(split_update(zeros(1, MAX_MESSAGE_BYTES + 1)))
-    with pytest.raises(InvalidRequestError, match="names for"):
-        list(split_update(WeightTransferUpdateRequest(["t"], large.arrays)))

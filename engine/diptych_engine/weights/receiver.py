@@ -20,7 +20,7 @@ class WeightReceiver:
     """Replaces the weights of one worker's model."""
 
     def __init__(self, model: CausalLM, rank: int) -> None:
-        """`rank`: the worker's, among those of its engine."""
+        """`rank`: the worker's, among those of all replicas of its engine."""
         self._model = model
         self._rank = rank
         self._group: WeightGroup | None = None
