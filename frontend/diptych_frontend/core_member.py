@@ -48,7 +48,7 @@ class CoreMember:
         self.link = CoreLink(core, on_outputs=self._take_outputs, on_dead=self._die)
         self.stats = SchedulerStats()
         self.open: dict[str, EngineCoreRequest] = {}
-        """Its requests (internal ids) that have not ended."""
+        """Its requests (internal ids) that have not ended, as they were first sent."""
         self.leaving = False
         """It gets no more requests."""
         self.dismissed = False
@@ -81,7 +81,7 @@ class CoreMember:
 
     def add(self, request: EngineCoreRequest) -> None:
         self.client.add(request)
-        self.open[request.request_id] = request
+        self.open.setdefault(request.request_id, request)  # a later piece is no request
 
     def _take_outputs(self, message: EngineCoreOutputs) -> None:
         if message.scheduler_stats is not None:

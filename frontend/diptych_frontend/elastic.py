@@ -63,8 +63,14 @@ class Resizer:
         if any(member.stats.paused for member in members):
             raise InvalidRequestError("a paused or sleeping engine does not grow: resume it first")
         new = [self._group.start_member(rank, size) for rank in range(len(members), size)]
+        for member in new:
+            member.dismissed = True  # until it belongs to the group, its end is only our failure
         try:
             await asyncio.gather(*(member.connect(START_TIMEOUT_S) for member in new))
+            for member in new:
+                member.dismissed = False
+                if (cause := member.process.ended()) is not None:
+                    raise cause
         except BaseException:
             await asyncio.gather(*(_end(member) for member in new))
             raise

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-EVERYBODY = -1
-
 
 @dataclass(slots=True)
 class WaveCoordinator:

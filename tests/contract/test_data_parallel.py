@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 import pytest
@@ -11,7 +11,13 @@ import pytest_asyncio
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app
-from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams, SchedulerStats
+from diptych_protocol import (
+    EngineConfig,
+    InvalidRequestError,
+    SamplingParams,
+    SchedulerStats,
+    StreamingInput,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -93,6 +99,26 @@ async def test_contract_B11_an_abort_goes_to_the_rank_that_has_the_request(
         while any(s.num_running for s in await stats(engine)):
             await asyncio.sleep(0)
     assert all(s.blocks_free == s.blocks_total for s in await stats(engine))
+
+
+async def test_the_pieces_of_a_prompt_go_to_the_same_core(engine: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+
+    async def pieces() -> AsyncGenerator[StreamingInput, None]:
+        for piece in ([1, 2, 3], [4, 5], [6]):
+            yield StreamingInput(piece)
+            # Now the other core has less to do.
+            others.append(asyncio.create_task(read(engine, f"other-{len(others)}", rank=0)))
+
+    others: list[asyncio.Task[list[int]]] = []
+    before = await tokens_made(engine)
+    told = engine.generate(pieces(), params, "pieces", data_parallel_rank=1)
+    async for output in told:
+        assert output.outputs[0].finish_reason != "error"
+    await asyncio.gather(*others)
+    assert [now - then for now, then in zip(await tokens_made(engine), before, strict=True)] == [
+        900, 9,
+    ]  # fmt: skip
 
 
 async def test_what_one_core_is_asked_all_are(engine: AsyncLLM) -> None:

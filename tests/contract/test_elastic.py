@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from diptych_frontend.admin import build_admin_app
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
     EngineConfig,
+    EngineDeadError,
     InvalidRequestError,
     KVTransferConfig,
     ReconfigureDistributedRequest,
     ReconfigureRankType,
     SamplingParams,
+    StreamingInput,
     UtilityError,
 )
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
@@ -95,6 +97,24 @@ async def test_requests_may_end_where_they_are_before_a_core_leaves(engine: Asyn
     assert not engine.errored
 
 
+async def test_a_prompt_in_pieces_ends_when_its_core_leaves(engine: AsyncLLM) -> None:
+    await engine.scale_elastic_ep(2)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    left = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[StreamingInput, None]:
+        yield StreamingInput([1, 2, 3])
+        await left.wait()
+
+    stream = engine.generate(pieces(), params, "pieces", data_parallel_rank=1)
+    await anext(stream)
+    await engine.scale_elastic_ep(1, drain_timeout=0)
+    left.set()
+    reasons = [output.outputs[0].finish_reason async for output in stream]
+    assert reasons[-1] == "abort"
+    assert len(await read(engine, "others go on", 3)) == 3
+
+
 async def test_contract_M09_a_reconfiguration_makes_the_round_trip(engine: AsyncLLM) -> None:
     request = ReconfigureDistributedRequest(1, ReconfigureRankType.KEEP_CURRENT_RANK, -1, "", 0)
     raw = msgspec.to_builtins(request)
@@ -105,6 +125,18 @@ async def test_contract_M09_a_reconfiguration_makes_the_round_trip(engine: Async
         with pytest.raises(UtilityError, match="reinitialize_distributed"):
             await member.client.call("reinitialize_distributed", bad)
     assert len(await read(engine, "still here", 3)) == 3
+
+
+async def test_a_core_that_does_not_start_changes_nothing(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = msgspec.structs.replace(CONFIG, model="/no/such/model.gguf")
+    monkeypatch.setattr(engine._cores, "_config", broken)
+    with pytest.raises(EngineDeadError, match="exited with code 2"):
+        await engine.scale_elastic_ep(2)
+    assert not engine.errored
+    assert len(engine.stats_by_engine()) == 1
+    assert len(await read(engine, "as before", 3)) == 3
 
 
 @pytest.mark.parametrize("size", [0, -1, 65])
