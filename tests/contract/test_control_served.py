@@ -337,3 +337,23 @@ async def test_contract_C22_a_shutdown_with_nothing_to_do_does_not_wait() -> Non
     started = time.monotonic()
     engine.shutdown(timeout=30)
     assert time.monotonic() - started < 5
+
+
+async def test_contract_B17_a_killed_core_ends_every_wait() -> None:
+    engine = await AsyncLLM.start(EngineConfig(model=MODEL, num_threads=1, num_blocks=64))
+    try:
+        reading = Reading(engine, max_tokens=900)
+        await reading.begun.wait()
+        pause = asyncio.create_task(engine.pause_generation(mode="wait"))
+        while not await engine.is_paused():
+            assert not pause.done()
+        os.kill(engine.description.pid, signal.SIGKILL)
+        for waiting in (pause, reading.task):
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(waiting, 5)
+        assert engine.errored
+        assert "signal 9" in str(engine.dead_error)
+        with pytest.raises(EngineDeadError):
+            await engine.is_sleeping()
+    finally:
+        engine.shutdown()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_kit import random_tensors, save_model
 from control_kit import LONG, Owner, undisturbed
 from core_kit import DUMMY, generate
 
@@ -112,6 +114,25 @@ def test_a_model_that_is_put_aside_leaves_nothing_of_its_weights() -> None:
     assert not owner.core.runner.kv_cache.any()  # type: ignore[attr-defined]
     owner.call("wake_up")
     assert all(storage.nbytes() > 0 for storage in storages)
+
+
+def test_contract_C17_a_wake_up_that_fails_leaves_the_engine_asleep_and_can_be_repeated(
+    tmp_path: Path,
+) -> None:
+    owner = Owner(model=save_model(tmp_path / "model", random_tensors(1)))
+    before = generate(owner.core, [3, 1, 4], **LONG)
+    owner.call("sleep", 2)
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(InvalidRequestError, match="model"):
+        owner.call("wake_up")
+    assert owner.core.stats().sleep_level == 2
+    owner.add("queued", [3, 1, 4])
+    owner.turn(3)
+    assert owner.outputs["queued"] == []
+    (tmp_path / "elsewhere").rename(tmp_path / "model")
+    owner.call("wake_up")
+    owner.finish("queued")
+    assert owner.tokens("queued") == before
 
 
 def test_contract_C16_every_tensor_parallel_rank_sleeps_and_wakes(expected: list[int]) -> None:

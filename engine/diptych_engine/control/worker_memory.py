@@ -58,9 +58,20 @@ class WorkerMemory:
         self._release_weights()
 
     def restore_weights(self) -> None:
-        """Have the weights again: what was put aside, or else what the model's source says."""
+        """Have the weights again: what was put aside, or else what the model's source says.
+
+        If that fails they are away as before, and it may be tried again.
+        """
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
+        try:
+            self._fill()
+        except BaseException:
+            self._release_weights()
+            raise
+        self._aside = None
+
+    def _fill(self) -> None:
         match self._aside:
             case None:
                 self._reload()
@@ -69,7 +80,6 @@ class WorkerMemory:
                     _tensor_of(storage).copy_(copy)
             case file:
                 self._from_file(file)
-        self._aside = None
 
     def drop_kv_cache(self) -> None:
         self._kv_memory.give_back()
@@ -86,6 +96,7 @@ class WorkerMemory:
             return mmap.mmap(file.fileno(), sum(self._sizes), access=mmap.ACCESS_READ)
 
     def _from_file(self, file: mmap.mmap) -> None:
+        file.seek(0)
         for storage in self._storages:
             _memory_of(storage)[:] = file.read(storage.nbytes())
 
