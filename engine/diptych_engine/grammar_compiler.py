@@ -24,14 +24,14 @@ from diptych_frontend.structured_outputs import (
     grammar_of,
     parser_limits,
 )
-from diptych_protocol import DiptychError, InvalidRequestError
+from diptych_protocol import DiptychError, InvalidRequestError, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 
 REMEMBERED_GRAMMARS: Final = 64
 
-Compiled = tuple[Request, LLMatcher | None, str]
-"""A request, its grammar, and why there is none."""
+Compiled = tuple[bytes, LLMatcher | None, str]
+"""An encoded form, its grammar, and why there is none."""
 
 
 class GrammarCompiler:
@@ -42,6 +42,8 @@ class GrammarCompiler:
         self._executor = ThreadPoolExecutor(1, "grammar compiler")
         self._vocabulary: Future[LLTokenizer] = self._executor.submit(_vocabulary, source)
         self._finished: SimpleQueue[Compiled] = SimpleQueue()
+        self._waiting: dict[bytes, list[Request]] = {}
+        """Encoded forms that are being compiled, and who wants them."""
         self._known: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when `finished` has something to tell."""
@@ -68,7 +70,10 @@ class GrammarCompiler:
         key = encode_form(form)
         grammar = self._known.get(key)
         if grammar is None:
-            self._executor.submit(self._compile, request)
+            if key not in self._waiting:
+                self._waiting[key] = []
+                self._executor.submit(self._compile, key, form)
+            self._waiting[key].append(request)
             return False
         self._known.move_to_end(key)
         request.grammar = grammar
@@ -84,41 +89,38 @@ class GrammarCompiler:
             os.eventfd_read(self.wake_fd)
         told = []
         while self.has_finished:
-            request, grammar, reason = self._finished.get()
-            request.grammar = grammar
-            self._remember(request)
-            told.append((request, reason and f"structured_outputs: {reason}"))
+            key, grammar, reason = self._finished.get()
+            if grammar is not None:
+                self._remember(key, grammar)
+            for request in self._waiting.pop(key):
+                request.grammar = grammar
+                told.append((request, reason and f"structured_outputs: {reason}"))
         return told
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
         os.close(self.wake_fd)
 
-    def _remember(self, request: Request) -> None:
-        form = request.params.structured_outputs
-        if request.grammar is not None and form is not None:
-            self._known[encode_form(form)] = request.grammar
-            if len(self._known) > REMEMBERED_GRAMMARS:
-                self._known.popitem(last=False)
+    def _remember(self, key: bytes, grammar: LLMatcher) -> None:
+        self._known[key] = grammar
+        if len(self._known) > REMEMBERED_GRAMMARS:
+            self._known.popitem(last=False)
 
-    def _compile(self, request: Request) -> None:
+    def _compile(self, key: bytes, form: StructuredOutputsParams) -> None:
         """In the compiler's thread."""
-        form = request.params.structured_outputs
-        grammar, reason = None, ""
+        grammar = None
         try:
-            if form is not None:
-                vocabulary = self._vocabulary.result()
-                grammar = LLMatcher(
-                    vocabulary, grammar_of(form), log_level=0, limits=parser_limits()
-                )
-                if not grammar.is_error():
-                    # The first mask is the dearest, and shows what the limits do not allow.
-                    grammar.compute_bitmask()
-                reason = grammar.get_error()[:MAX_REASON_CHARS]
+            grammar = LLMatcher(
+                self._vocabulary.result(), grammar_of(form), log_level=0, limits=parser_limits()
+            )
+            if not grammar.is_error():
+                # The first mask is the dearest, and shows what the limits do not allow.
+                grammar.compute_bitmask()
+            reason = grammar.get_error()[:MAX_REASON_CHARS]
         except Exception as exc:
-            # Whatever is wrong with a request's grammar is for the request to hear.
+            # Whatever is wrong with a form is for those to hear who want it.
             reason = str(exc) or type(exc).__name__
-        self._finished.put((request, None if reason else grammar, reason))
+        self._finished.put((key, None if reason else grammar, reason))
         os.eventfd_write(self.wake_fd, 1)
 
 

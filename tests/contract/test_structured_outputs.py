@@ -259,6 +259,20 @@ def test_contract_C05_an_abort_while_compiling_is_the_end(
     assert not core.scheduler.requests
 
 
+def test_contract_C05_answers_of_one_new_form_wait_for_one_grammar(
+    core: EngineCore, prompt: list[int]
+) -> None:
+    """As the n answers to a prompt do."""
+    for name in ("a", "b", "c"):
+        core.add(ask(name, prompt, {"json": slow_schema(4)}, max_tokens=1), CLIENT)
+    core.abort(["b"])
+    assert select.select([core.grammars.wake_fd], [], [], 20.0)[0]
+    core.take_grammars()
+    assert not core.scheduler.held
+    outputs = step(core)
+    assert [output.request_id for output in outputs if output.new_token_ids] == ["a", "c"]
+
+
 def test_contract_C05_a_known_grammar_is_not_compiled_again(
     core: EngineCore, prompt: list[int]
 ) -> None:
