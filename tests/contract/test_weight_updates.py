@@ -70,7 +70,8 @@ def update(tensors: dict[str, Tensor]) -> WeightTransferUpdateRequest:
 
 
 def pause(core: EngineCore, mode: str = "wait") -> None:
-    answer = core.call("pause_generation", [mode])
+    """The caches are left as they are: to forget them is part of an update."""
+    answer = core.call("pause_generation", [mode, False])
     core.deferred.settle()
     assert answer.done()
 
@@ -351,12 +352,15 @@ def test_contract_C26_replicas_have_ranks_of_their_own(
         assert generate(core, PROMPT, max_tokens=LENGTH) == expected[NEW]
 
 
+@pytest.mark.parametrize("gone", [False, True])
 def test_contract_C26_a_trainer_that_says_nothing_fails_the_update(
-    engine: MakeCore, expected: list[list[int]]
+    engine: MakeCore, expected: list[list[int]], gone: bool
 ) -> None:
     core = engine()
-    sender = WeightSender("127.0.0.1", num_workers=1, timeout_s=1.0)
+    sender = WeightSender("127.0.0.1", num_workers=1, timeout_s=30.0 if gone else 1.0)
     joined(core, sender)
+    if gone:
+        del sender  # which ends its connections
     pause(core)
     core.call("start_weight_update", [])
     with pytest.raises(DiptychError, match="did not arrive"):
