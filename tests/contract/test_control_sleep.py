@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_contract_C17_a_wake_up_that_fails_leaves_the_engine_asleep_and_can_be_r
     owner.call("wake_up")
     owner.finish("queued")
     assert owner.tokens("queued") == before
+
+
+def test_contract_C16_without_room_for_the_weights_the_engine_stays_awake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[int]
+) -> None:
+    owner = Owner()
+    with monkeypatch.context() as nowhere:
+        nowhere.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        with pytest.raises(OSError, match="nowhere"):
+            owner.call("sleep", 1)
+    assert owner.core.stats().sleep_level == 0
+    owner.call("resume_generation")
+    assert generate(owner.core, [3, 1, 4, 1, 5], **LONG) == expected
 
 
 def test_contract_C16_every_tensor_parallel_rank_sleeps_and_wakes(expected: list[int]) -> None:

@@ -254,6 +254,7 @@ async def test_an_operator_drains_over_the_admin_port(
     for path in ("/admin/state", "/admin/drain"):
         assert (await pod.admin.request("POST", path, headers=wrong)).status_code == 401
     assert (await pod.http.get("/admin/state")).status_code == 404, "not on the public port"
+    assert (await pod.admin.get("/admin/is_paused")).json()["is_paused"] is False
     previous.write_text("previous")
     assert (await pod.admin.get("/admin/state", headers=wrong)).status_code == 200
     previous.unlink()

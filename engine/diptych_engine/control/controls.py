@@ -105,13 +105,22 @@ class Controls:
             runner.collective_rpc("_drop_weights")
             residency.weights = Weights.DROPPED
         elif residency.weights is Weights.LOADED:
-            runner.collective_rpc("_put_weights_aside")
+            self._put_weights_aside()
             residency.weights = Weights.ASIDE
         if residency.kv_cache:
             self.forget_everything()
             runner.collective_rpc("_drop_kv_cache")
             residency.kv_cache = False
         log.info("asleep at level %d", residency.level)
+
+    def _put_weights_aside(self) -> None:
+        """On all workers, or on none."""
+        runner = self._core.runner
+        try:
+            runner.collective_rpc("_put_weights_aside")
+        except BaseException:
+            runner.collective_rpc("_restore_weights")
+            raise
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take back what the tags name. Requests are served again when everything is back."""

@@ -43,6 +43,10 @@ class WorkerMemory:
         )  # fmt: skip
         return {f"_{call.__name__}": call for call in calls}
 
+    @property
+    def _away(self) -> bool:
+        return self._storages[0].nbytes() == 0
+
     def put_weights_aside(self) -> None:
         """Give the weights' memory back, and keep their bytes elsewhere.
 
@@ -60,8 +64,10 @@ class WorkerMemory:
     def restore_weights(self) -> None:
         """Have the weights again: what was put aside, or else what the model's source says.
 
-        If that fails they are away as before, and it may be tried again.
+        Harmless if they are here. If it fails they are away as before, and it may be tried again.
         """
+        if not self._away:
+            return
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
         try:
