@@ -38,6 +38,7 @@ CONFIG = EngineConfig(
     max_num_batched_tokens=64,
 )
 LENGTH = 400
+SHORT = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -54,6 +55,11 @@ async def read(engine: AsyncLLM, name: str, length: int = LENGTH) -> list[int]:
         if output.finished:
             return output.outputs[0].token_ids
     raise AssertionError("a stream without an end")
+
+
+async def pieces_until(asked: asyncio.Event) -> AsyncGenerator[StreamingInput, None]:
+    yield StreamingInput([1, 2, 3])
+    await asked.wait()
 
 
 async def test_contract_C23_growing_and_shrinking_under_traffic_loses_no_request(
@@ -73,6 +79,9 @@ async def test_contract_C23_growing_and_shrinking_under_traffic_loses_no_request
     [stays, leaves] = engine._cores.members
     while not leaves.open:  # the new core has its share
         await asyncio.sleep(0)
+    asked = asyncio.Event()
+    in_pieces = engine.generate(pieces_until(asked), SHORT, "in pieces", data_parallel_rank=1)
+    await anext(in_pieces)
     await engine.scale_elastic_ep(1, drain_timeout=0)
     assert leaves.process.ended() is not None
     assert leaves.process.process.returncode == 0, "contract M10: the removed rank exits 0"
@@ -82,6 +91,9 @@ async def test_contract_C23_growing_and_shrinking_under_traffic_loses_no_request
     assert len(results) >= len(callers)
     assert all(results), "moved requests say what they would have said"
     assert leaves.open == {}
+    asked.set()
+    reasons = [output.outputs[0].finish_reason async for output in in_pieces]
+    assert reasons[-1] == "abort", "its earlier pieces were nowhere else"
 
 
 async def test_requests_may_end_where_they_are_before_a_core_leaves(engine: AsyncLLM) -> None:
@@ -95,24 +107,6 @@ async def test_requests_may_end_where_they_are_before_a_core_leaves(engine: Asyn
     assert [len(answer) for answer in await asyncio.gather(*answers)] == [LENGTH] * 4
     assert leaves.stats.tokens_generated == 2 * LENGTH, "nothing was computed twice"
     assert not engine.errored
-
-
-async def test_a_prompt_in_pieces_ends_when_its_core_leaves(engine: AsyncLLM) -> None:
-    await engine.scale_elastic_ep(2)
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    left = asyncio.Event()
-
-    async def pieces() -> AsyncGenerator[StreamingInput, None]:
-        yield StreamingInput([1, 2, 3])
-        await left.wait()
-
-    stream = engine.generate(pieces(), params, "pieces", data_parallel_rank=1)
-    await anext(stream)
-    await engine.scale_elastic_ep(1, drain_timeout=0)
-    left.set()
-    reasons = [output.outputs[0].finish_reason async for output in stream]
-    assert reasons[-1] == "abort"
-    assert len(await read(engine, "others go on", 3)) == 3
 
 
 async def test_contract_M09_a_reconfiguration_makes_the_round_trip(engine: AsyncLLM) -> None:

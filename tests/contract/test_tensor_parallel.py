@@ -108,14 +108,23 @@ def test_tensor_parallel_gives_the_tokens_of_one_rank(alone: EngineCore, pair: E
     assert pair.scheduler.pool.forget_all(), "no block is held"
 
 
+def workers() -> set[int]:
+    """The process ids of all ranks but the first."""
+    children = psutil.Process().children()
+    return {child.pid for child in children if "diptych_engine.parallel.worker" in child.cmdline()}
+
+
 def test_key_value_heads_fewer_than_ranks_are_held_by_several() -> None:
+    others = workers()
     one_head = changed(model="dummy://?num_hidden_layers=2&num_key_value_heads=1")
     alone = build_core(one_head)
     pair = build_core(msgspec.structs.replace(one_head, tensor_parallel_size=2))
     try:
         assert answers(pair) == answers(alone)
+        assert len(workers() - others) == 1
     finally:
         pair.close()
+    assert workers() == others, "a core that is closed ends its workers, and nobody else's"
 
 
 def test_contract_C24_a_call_reaches_every_rank_in_order(pair: EngineCore) -> None:
@@ -155,12 +164,6 @@ def test_given_embeddings_reach_every_rank(alone: EngineCore, pair: EngineCore) 
     assert answer(pair) == answer(alone)
 
 
-def workers() -> set[int]:
-    """The process ids of all ranks but the first."""
-    children = psutil.Process().children()
-    return {child.pid for child in children if "diptych_engine.parallel.worker" in child.cmdline()}
-
-
 def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
     others = workers()
     core = build_core(changed(tensor_parallel_size=2))
@@ -178,15 +181,6 @@ def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
     finally:
         core.close()
     assert workers() == others
-
-
-def test_closing_a_core_ends_its_workers(pair: EngineCore) -> None:
-    others = workers()
-    core = build_core(changed(tensor_parallel_size=2))
-    assert len(workers() - others) == 1
-    core.close()
-    assert workers() == others
-    assert answers(pair), "another engine of the same process is not touched"
 
 
 @pytest.mark.parametrize(

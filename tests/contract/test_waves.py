@@ -208,7 +208,6 @@ def is_at_rest(state: State) -> bool:
         (3, (0, 1, 1), ()),
         (3, (2, 1, 0), ()),
         (3, (1,), (PAUSE,)),
-        (3, (), (PAUSE, RESUME)),
         (2, (0, 1), (PAUSE, RESUME)),
         (2, (), (PAUSE, RESUME, PAUSE)),
     ],
