@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import secrets
 from typing import Any
 
 from diptych_engine.lora.adapter import Adapter, cache_identity
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import Request
-from diptych_engine.sessions import check_piece
+from diptych_engine.sessions import check_arrival, check_piece
 from diptych_frontend.prompt_embeds import check_embeds
 from diptych_protocol import (
     EngineCoreRequest,
@@ -37,8 +36,7 @@ def admit(
     Returns the request and the tokens that its client is to be told at once. Raises
     `InvalidRequestError` for a message that cannot be served.
     """
-    if not math.isfinite(message.arrival_time):
-        raise InvalidRequestError("arrival_time must be finite: requests are ordered by it")
+    check_arrival(message)
     if message.resumable:
         check_piece(message, limits)
     if message.pooling_params is not None:
@@ -175,6 +173,8 @@ def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
         if not all(0 <= token < limits.vocab_size for token in first):
             raise InvalidRequestError("kv_transfer_params: first_token_ids are out of range")
         request.token_ids = request.token_ids + first
+        if request.num_tokens >= limits.max_model_len:
+            raise InvalidRequestError("kv_transfer_params: too many first_token_ids")
     remote, known = params.remote_num_tokens or 0, request.num_tokens
     blocks = (params.remote_block_ids or [[]])[0]
     wanted = -(-remote // limits.block_size)

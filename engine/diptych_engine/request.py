@@ -152,9 +152,13 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class ScheduledRequest:
-    """A request's share of a step: compute `num_tokens` from position `start` on."""
+    """A request's share of a step: compute `num_tokens` from position `start` on.
+
+    Nobody changes it; it is not frozen because every step makes one for each request, and a frozen
+    one takes three times as long.
+    """
 
     request: Request
     start: int
@@ -226,9 +230,9 @@ class LoadOrder:
         )
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class TokenOutput:
-    """What a step produced for one request."""
+    """What a step produced for one request. As with `ScheduledRequest`, nobody changes it."""
 
     request: Request
     new_token_ids: list[int]

@@ -46,7 +46,7 @@ class Sampler:
         params = request.params
         greedy = params.greedy
         self._temperature[row] = 0.0 if greedy else params.temperature
-        self._top_k[row] = max(params.top_k, 0)
+        self._top_k[row] = min(max(params.top_k, 0), self._vocab_size)
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._filtered[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0

@@ -294,11 +294,11 @@ class Scheduler:
             self.running.append(request)
 
     def _reclaim_from_waiting(self) -> bool:
-        """Take the blocks of the youngest waiting request that holds some; it will recompute.
+        """Take the blocks of the youngest request that waits with some; it will recompute.
 
         Without this, received requests could hold all blocks between them, each one block short.
         """
-        for request in reversed(self.waiting):
+        for request in (*reversed(self.gate.parked), *reversed(self.waiting)):
             if request.block_ids and request is not self.waiting.peek():
                 self._take_blocks(request)
                 return True

@@ -12,6 +12,7 @@ one before it was answered.
 from __future__ import annotations
 
 import logging
+import math
 
 from diptych_engine.request import Request, RequestStatus
 from diptych_engine.scheduler import Scheduler
@@ -38,6 +39,7 @@ def check_piece(message: EngineCoreRequest, limits: EngineDescription) -> Sampli
         raise InvalidRequestError("a prompt in pieces is for generation only")
     params.check()
     params.check_vocabulary(limits.vocab_size)
+    check_arrival(message)
     for name, given in (
         ("prompt_embeds", message.prompt_embeds),
         ("generated_token_ids", message.generated_token_ids),
@@ -48,6 +50,12 @@ def check_piece(message: EngineCoreRequest, limits: EngineDescription) -> Sampli
         if given is not None:
             raise InvalidRequestError(f"a prompt in pieces cannot have {name}")
     return params
+
+
+def check_arrival(message: EngineCoreRequest) -> None:
+    """Raises `InvalidRequestError` for a time that has no place in an order."""
+    if not math.isfinite(message.arrival_time):
+        raise InvalidRequestError("arrival_time must be finite: requests are ordered by it")
 
 
 def go_on(

@@ -123,7 +123,10 @@ class FrameDecoder(Generic[T]):
         if not 0 < len(frames) <= MAX_FRAMES:
             raise msgspec.ValidationError(f"a message of {len(frames)} frames")
         self._frames = frames
-        return self._decoder.decode(frames[0])
+        try:
+            return self._decoder.decode(frames[0])
+        except RecursionError:
+            raise msgspec.ValidationError("a message that is nested too deeply") from None
 
     def convert(self, value: Any, kind: type[C]) -> C:
         """A part of the newest message that its type left open, made a `kind`.

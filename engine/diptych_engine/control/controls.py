@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from diptych_engine.control.pause import is_under_way
 from diptych_engine.control.sleep import Weights, check_level, check_tags
 from diptych_protocol import DiptychError, InvalidRequestError, PauseMode
 
@@ -53,19 +54,26 @@ class Controls:
     def resume_generation(self) -> None:
         """End the pause; harmless without one. Raises `InvalidRequestError` while asleep, or while
         weights are being replaced."""
-        obstacle = self._core.weights.obstacle
-        if obstacle is not None:
-            raise InvalidRequestError(obstacle, status=409)
-        if not self._core.residency.complete:
-            raise InvalidRequestError("the engine is asleep; wake it up first")
+        self._require_model()
         scheduler = self._core.scheduler
         scheduler.gate.open(scheduler.waiting)
 
     def is_paused(self) -> bool:
         return self._core.scheduler.gate.paused
 
+    def _require_model(self) -> None:
+        """Raises `InvalidRequestError` while no step can be computed."""
+        obstacle = self._core.weights.obstacle
+        if obstacle is not None:
+            raise InvalidRequestError(obstacle, status=409)
+        if not self._core.residency.complete:
+            raise InvalidRequestError("the engine is asleep; wake it up first")
+
     def _close_gate(self, mode: PauseMode) -> None:
+        """Raises `InvalidRequestError` if requests are to end for which there is no model now."""
         scheduler = self._core.scheduler
+        if mode == "wait" and (scheduler.running or any(map(is_under_way, scheduler.waiting))):
+            self._require_model()
         scheduler.gate.close(mode, scheduler.waiting)
         if mode == "abort":
             self._core.abort(list(scheduler.requests))

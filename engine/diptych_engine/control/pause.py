@@ -65,7 +65,7 @@ class PauseGate:
         wait for the end of the pause."""
         self.state = STATE_OF_MODE[mode]
         if not self.frozen:
-            fresh = [request for request in waiting if not _is_under_way(request)]
+            fresh = [request for request in waiting if not is_under_way(request)]
             for request in fresh:
                 waiting.remove(request)
             self.parked.extendleft(reversed(fresh))  # they came before the pause did
@@ -77,5 +77,6 @@ class PauseGate:
             waiting.push(self.parked.popleft())
 
 
-def _is_under_way(request: Request) -> bool:
+def is_under_way(request: Request) -> bool:
+    """It has told its client something already, or holds KV."""
     return request.status is RequestStatus.PREEMPTED or bool(request.block_ids)

@@ -27,7 +27,9 @@ class LoraBank:
     def __init__(
         self, model: CausalLM, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._model = model
+        self._num_layers = model.num_layers
+        self._projections = model.projections
+        """Taken now: while the weights are asleep there is nothing to make views of."""
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
@@ -63,14 +65,13 @@ class LoraBank:
         self._adapters.pop(lora_int_id, None)
 
     def _read(self, path: str) -> PeftAdapter:
-        model = self._model
-        return read_peft(path, model.projections, model.num_layers, self._max_rank)
+        return read_peft(path, self._projections, self._num_layers, self._max_rank)
 
     def _lay_out(self, adapter: PeftAdapter) -> Layers:
         parts: list[dict[str, list[tuple[Projection, Tensor, Tensor]]]]
-        parts = [defaultdict(list) for _ in range(self._model.num_layers)]
+        parts = [defaultdict(list) for _ in range(self._num_layers)]
         for (layer, module), (a, b) in adapter.pairs.items():
-            projection = self._model.projections[module]
+            projection = self._projections[module]
             parts[layer][projection.fused].append((projection, a, b))
         return [
             {fused: self._fuse(fused, own, adapter.scale) for fused, own in layer.items()}
@@ -93,7 +94,7 @@ class LoraBank:
         return LowRank(self._place(torch.cat(downs).float().t()), self._place(up))
 
     def _num_outputs(self, fused: str) -> int:
-        projections = self._model.projections.values()
+        projections = self._projections.values()
         return max(p.start + len(p.slot.target) for p in projections if p.fused == fused)
 
     def _place(self, values: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.request import Request
@@ -26,10 +24,9 @@ class LoraCalls:
         calls = (self.add_lora, self.remove_lora, self.list_loras, self.pin_lora)
         return {call.__name__: call for call in calls}
 
-    def add_lora(self, lora_request: Any) -> bool:
+    def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Raises `InvalidRequestError` if that is not possible."""
-        request = msgspec.convert(lora_request, LoRARequest)
-        self._table.add(request, busy_adapters(self._running()))
+        self._table.add(lora_request, busy_adapters(self._running()))
         return True
 
     def remove_lora(self, lora_int_id: int) -> bool:

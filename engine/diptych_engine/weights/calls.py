@@ -87,6 +87,8 @@ class WeightCalls:
         Raises `InvalidRequestError` outside an update, or if tensors of a failed one remain.
         """
         update = self._core.weights
+        update.require_open()
+        self._require_rest()
         form = update.is_checkpoint_format
         names = self._core.runner.collective_rpc("_weight_names", (form,))[0]
         count = len(update.updated)
