@@ -10,7 +10,7 @@ two waves they sleep.
 
 A running core without work runs dummy batches. Every few steps all cores add up what they know:
 that is a barrier, and the only place where a wave ends, so it ends for all of them at once. So does
-a pause: a core that is to pause goes on with dummy batches until all cores are, by the same call.
+a pause: the wave that ends while all cores are to pause, by the same call, leaves them paused.
 
 What may go wrong is that a core sleeps while others wait for it at the barrier. Hence: whoever
 starts to run without having been told announces it, unless the front-end has done so with the
@@ -112,12 +112,11 @@ class WaveMember:
         """
         self.steps = 0
         num_working, num_pausing, turns, squares = total
-        # Equal numbers have no variance: all speak of the same pause, none of the one before.
-        agreed = num_pausing == self.size and self.size * squares == turns**2
-        if num_working or (num_pausing and not agreed):
+        if num_working:
             return None
         complete = self.wave
         self.wave += 1
         self.running = False
-        self.paused = agreed
+        # Equal numbers have no variance: all speak of the same pause, none of the one before.
+        self.paused = num_pausing == self.size and self.size * squares == turns**2
         return complete if self.rank == 0 else None
