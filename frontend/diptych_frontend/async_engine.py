@@ -339,9 +339,11 @@ class AsyncEngine(EngineClient):
         for part_id in collector.request_ids:
             self._facts.pop(part_id, None)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """As `EngineClient.abort`; with `internal`, the ids are those of a collector or of the
+        parent of n answers."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._withdraw(self.output_processor.abort(ids))
+        self._withdraw(self.output_processor.abort(ids, internal))
 
     async def is_tracing_enabled(self) -> bool:
         return self._tracer is not None

@@ -122,10 +122,10 @@ class MQLLMEngineClient(AsyncLLM):
         finally:
             self._arriving.discard(request_id)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Quiet after `close`: whoever closes aborts what he leaves behind."""
         with contextlib.suppress(MQClientClosedError):
-            await super().abort(request_id)
+            await super().abort(request_id, internal)
 
     # --- health -------------------------------------------------------------------------------
 

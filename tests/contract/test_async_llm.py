@@ -159,8 +159,20 @@ async def test_contract_A04_each_of_n_answers_is_a_request_of_the_core(engine: A
     assert [part.split("_")[0] for part in collector.request_ids] == ["0", "1", "2"]
     assert engine.output_processor.num_unfinished == 3
     parent = collector.request_ids[0].removeprefix("0_")
-    engine._withdraw(engine.output_processor.abort([parent], internal=True))
+    await engine.abort(parent, internal=True)
     assert engine.output_processor.num_unfinished == 0
+
+
+async def test_contract_A06_an_internal_id_names_one_of_several(engine: AsyncLLM) -> None:
+    collectors = [await engine.add_request("same", [1, 2], params()) for _ in range(2)]
+    await engine.abort(collectors[0].request_ids, internal=True)
+    await engine.abort("same", internal=True)
+    ends = []
+    for collector in collectors:
+        while not collector.finished:
+            output = await collector.get()
+        ends.append(output.outputs[0].finish_reason)
+    assert ends == ["abort", "length"]
 
 
 async def test_contract_A05_a_large_step_lets_others_run_between_its_pieces() -> None:
