@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from contract_page import PAGE, Row, page, read_rows, resolve, tests_by_row
+from contract_page import PAGE, Row, page, proofs_by_row, read_rows, resolve
 
 ROWS = {row.name: row for row in read_rows()}
 SECTIONS = {"C": 27, "M": 10, "A": 11, "L": 13, "Q": 20, "B": 18}
@@ -25,7 +25,7 @@ def test_a_row_has_a_test_and_the_places_it_names_exist(row: Row) -> None:
 
 
 def test_no_test_is_named_for_a_row_that_is_none() -> None:
-    assert tests_by_row().keys() <= ROWS.keys()
+    assert proofs_by_row().keys() <= ROWS.keys()
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -46,7 +46,7 @@ class Row:
 
 def read_rows() -> list[Row]:
     """All rows, in the order of the file."""
-    tests = tests_by_row()
+    tests = proofs_by_row()
     table: dict[str, dict[str, Any]] = tomllib.loads(ROWS.read_text())
     return [
         Row(name, row["says"], tuple(row["where"]), tuple(sorted(tests.get(name, ()))))
@@ -54,7 +54,7 @@ def read_rows() -> list[Row]:
     ]
 
 
-def tests_by_row() -> dict[str, set[str]]:
+def proofs_by_row() -> dict[str, set[str]]:
     """Row -> files with a test named for it."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
