@@ -112,6 +112,44 @@ async def test_contract_C05_bad_words_begun_by_prefill_are_kept_out_by_decode(pa
     assert made[1] != plain[1]
 
 
+LIST = "A list of colours: red, green, blue, red, green, blue, red,"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {28: -100.0, 2654: -5.0}},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"min_tokens": 6, "stop_token_ids": [28, 260]},
+        {"logprobs": 3},
+        {"n": 2, "structured_outputs": StructuredOutputsParams(regex="[a-z]{3,8}, [a-z]{3,8}")},
+        {
+            "structured_outputs": StructuredOutputsParams(choice=["crimson", "cobalt", "cyan"]),
+            "logit_bias": {28: 5.0},
+            "frequency_penalty": 1.0,
+        },
+    ],
+    ids=["bias", "penalties", "min_tokens", "logprobs", "n answers of a form", "form and bias"],
+)
+async def test_contract_B06_options_hold_across_a_hand_off(
+    pair: Pair, params: dict[str, Any]
+) -> None:
+    """Decode finds penalties and grammars where they stand, and computes nothing twice."""
+    before = await pair.decode.refresh_stats()
+    through_pools = await generate(pair.pools, LIST, max_tokens=10, **params)
+    after = await pair.decode.refresh_stats()
+    assert after.prompt_tokens_computed == before.prompt_tokens_computed
+    alone = await generate(pair.decode, LIST, max_tokens=10, **params)
+    plain = await generate(pair.decode, LIST, max_tokens=10)
+    for ours, theirs in zip(through_pools.outputs, alone.outputs, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.finish_reason == theirs.finish_reason
+        assert ours.stop_reason == theirs.stop_reason
+        assert len(ours.logprobs or ()) == len(theirs.logprobs or ())
+    if "logprobs" not in params:
+        assert through_pools.outputs[0].token_ids != plain.outputs[0].token_ids
+
+
 async def test_contract_B06_prompt_logprobs_come_from_prefill(pair: Pair) -> None:
     """Computed there, cached or not, and told once; decode computes nothing of the prompt."""
     prompt = PROMPTS[2]
