@@ -23,9 +23,12 @@ class GivenEmbeddings:
     """[given, hidden]."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StepInputs:
-    """The new tokens of one step, sequence after sequence, decodes first."""
+    """The new tokens of one step, sequence after sequence, decodes first.
+
+    Nobody changes it; not frozen, because every step makes one and that takes three times as long.
+    """
 
     token_ids: Tensor
     """[tokens] int64."""

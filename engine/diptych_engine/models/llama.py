@@ -171,19 +171,26 @@ class LlamaModel:
             hidden.index_copy_(0, inputs.given.rows, inputs.given.values)
         rotations = self._rotations.index_select(0, inputs.positions)
         adapters = inputs.adapters
+        plain = not adapters and self._reduce is None
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             normed = rms_norm(hidden, layer.attention_norm, self._eps)
             qkv = normed.mm(layer.qkv)
             if adapters:
                 add_low_rank(qkv, normed, adapters, index, "qkv")
             attended = self._attend(layer, qkv, rotations, inputs, kv_layer)
-            self._add_product(hidden, attended, layer.output, adapters, index, "output")
+            if plain:
+                hidden.addmm_(attended, layer.output)
+            else:
+                self._add_product(hidden, attended, layer.output, adapters, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
             gate_up = normed.mm(layer.gate_up)
             if adapters:
                 add_low_rank(gate_up, normed, adapters, index, "gate_up")
             gated = silu_mul(gate_up)
-            self._add_product(hidden, gated, layer.down, adapters, index, "down")
+            if plain:
+                hidden.addmm_(gated, layer.down)
+            else:
+                self._add_product(hidden, gated, layer.down, adapters, index, "down")
         return hidden
 
     def _add_product(
