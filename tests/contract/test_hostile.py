@@ -110,7 +110,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", REFUSED.values(), ids=REFUSED.keys())
-def test_contract_M3_what_cannot_be_served_is_answered_with_an_error(
+def test_contract_M03_what_cannot_be_served_is_answered_with_an_error(
     core: EngineCore, usual: list[int], fields: dict[str, Any]
 ) -> None:
     outputs = run(core, as_received(core_request("bad", PROMPT, **fields)))["bad"]
@@ -122,7 +122,7 @@ def test_contract_M3_what_cannot_be_served_is_answered_with_an_error(
 @pytest.mark.parametrize(
     "fields", [{"task": "classify"}, {"dimensions": 0}, {"dimensions": BEYOND}], ids=str
 )
-def test_contract_C4_pooling_that_cannot_be_is_answered_with_an_error(
+def test_contract_C04_pooling_that_cannot_be_is_answered_with_an_error(
     core: EngineCore, usual: list[int], fields: dict[str, Any]
 ) -> None:
     outputs = run(core, as_received(pooling(**fields)))["bad"]
@@ -189,7 +189,7 @@ def test_malformed_bytes_are_errors_of_the_kind_that_a_core_drops(
 ODD: list[Any] = [None, -1, BEYOND, "x", b"\0", [1], {"a": 1}, True, 1.5, [[]], [None] * 9]
 
 
-def test_contract_M8_calls_with_any_arguments_fail_alone(
+def test_contract_M08_calls_with_any_arguments_fail_alone(
     core: EngineCore, usual: list[int]
 ) -> None:
     safe = set(core.utilities) - {"drain"}  # which cannot be taken back
@@ -207,7 +207,7 @@ def test_contract_M8_calls_with_any_arguments_fail_alone(
     assert generate(core, PROMPT, max_tokens=4) == usual
 
 
-def test_contract_B9_a_piece_that_cannot_be_ends_its_session_alone(
+def test_contract_B09_a_piece_that_cannot_be_ends_its_session_alone(
     core: EngineCore, usual: list[int]
 ) -> None:
     bad: list[dict[str, Any]] = [
