@@ -123,6 +123,8 @@ class EngineCore:
             self.weights.require_whole()
             if not self.scheduler.can_add():
                 raise DiptychError(f"{OVERLOADED}: too many requests wait already")
+            if message.request_id in self.scheduler.loading:
+                raise DiptychError("the KV of an earlier request of this id is still on its way")
             request, first_tokens = admit(
                 message,
                 client,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from control_kit import LONG, Owner
-from core_kit import generate
+from core_kit import CLIENT, generate
 
 from diptych_protocol import FinishReason, KVTransferConfig, KVTransferParams
 
@@ -208,3 +208,20 @@ def test_the_address_of_the_cache_outlives_a_sleep(pair: Pair) -> None:
     assert runner.kv_memory().ctypes.data == before
     assert not runner.kv_cache.any(), "its pages went, and came back as zeros"
     assert KVTransferParams.parse(pair.lend()).do_remote_prefill
+
+
+def test_contract_C08_an_id_comes_back_only_when_nobody_writes_to_its_blocks(pair: Pair) -> None:
+    """Else the end of the first load would be taken for that of the second."""
+    lent = pair.lend()
+    pair.fetch("again", lent)
+    pair.decode.turn()  # tells P's token, and begins to load
+    assert pair.decode.core.scheduler.loading
+    pair.decode.core.abort(["again"])
+    pair.fetch("again", lent)
+    [aborted, refused] = pair.decode.core.take_outputs()[CLIENT]
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert refused.finish_reason is FinishReason.ERROR
+    pair.until(lambda: pair.decode.all_blocks_free and pair.prefill.all_blocks_free)
+    pair.fetch("again", pair.lend())
+    pair.until(lambda: pair.decode.ended("again"))
+    assert pair.decode.ended("again") is FinishReason.LENGTH
