@@ -71,19 +71,26 @@ class TrialBook:
         }
 
     def due(self, candidates: Sequence[Candidate], now: float) -> list[Trial]:
-        """Trials to begin now; each must be reported to `ended`."""
+        """Trials to begin now; each must be reported to `ended`.
+
+        The pairs that failed least come first, whoever of the two asks: otherwise broken engines
+        could take a sound one as their partner again and again, before it finds one of its own.
+        """
+        free = {e.epoch for e in candidates if not self._record(e.epoch).on_trial}
+        pairs = [
+            (self._preference(engine, partner), engine.epoch, partner.epoch, _pair(engine, partner))
+            for engine in candidates
+            if self._wants_proof(engine.epoch, now)
+            for partner in candidates
+            if partner.role != engine.role and partner.fingerprint == engine.fingerprint
+        ]
         trials = []
-        for engine in candidates:
-            record = self._records.setdefault(engine.epoch, _Record())
-            if record.verified or record.on_trial or now < record.retry_at:
-                continue
-            partner = self._partner(engine, candidates)
-            if partner is None:
-                continue
-            trial = _pair(engine, partner)
-            trials.append(trial)
-            for unproven in self._unproven(trial):
-                unproven.on_trial = True
+        for _, engine_epoch, partner_epoch, trial in sorted(pairs, key=lambda pair: pair[0]):
+            if engine_epoch in free and partner_epoch in free:
+                trials.append(trial)
+                for record in self._unproven(trial):
+                    record.on_trial = True
+                free -= {e for e in (engine_epoch, partner_epoch) if not self.verified(e)}
         return trials
 
     def ended(self, trial: Trial, *, ok: bool, now: float) -> None:
@@ -98,24 +105,20 @@ class TrialBook:
                 record.retry_at = now + back_off_s(record.failures)
 
     def _unproven(self, trial: Trial) -> list[_Record]:
-        both = (self._records.setdefault(e, _Record()) for e in (trial.prefill, trial.decode))
+        both = (self._record(epoch) for epoch in (trial.prefill, trial.decode))
         return [record for record in both if not record.verified]
 
-    def _partner(self, engine: Candidate, candidates: Sequence[Candidate]) -> Candidate | None:
+    def _record(self, epoch: str) -> _Record:
+        return self._records.setdefault(epoch, _Record())
+
+    def _wants_proof(self, epoch: str, now: float) -> bool:
+        record = self._record(epoch)
+        return not (record.verified or record.on_trial) and now >= record.retry_at
+
+    def _preference(self, engine: Candidate, partner: Candidate) -> tuple[int, bool, int]:
         """Somebody else than last time, if it failed; then one that needs the proof too."""
-
-        def preference(partner: Candidate) -> tuple[int, bool, int]:
-            failed = self._failed_pairs.get(_pair(engine, partner), 0)
-            return failed, self.verified(partner.epoch), partner.load
-
-        fitting = [
-            partner
-            for partner in candidates
-            if partner.role != engine.role
-            and partner.fingerprint == engine.fingerprint
-            and not self._records.setdefault(partner.epoch, _Record()).on_trial
-        ]
-        return min(fitting, key=preference, default=None)
+        failed = self._failed_pairs.get(_pair(engine, partner), 0)
+        return failed, self.verified(partner.epoch), partner.load
 
 
 def back_off_s(failures: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diptych_protocol import EngineCoreOutput, FinishReason
@@ -91,6 +91,16 @@ def test_the_back_off_grows_to_a_limit() -> None:
         max_size=7,
     ),
     st.integers(1, 3),
+)
+@example(  # two broken engines kept a sound one busy for ever
+    [
+        ("prefill", "x", True),
+        ("decode", "x", False),
+        ("decode", "x", False),
+        ("prefill", "x", True),
+        ("decode", "x", True),
+    ],
+    1,
 )
 def test_whoever_can_be_proven_is_proven_in_the_end_and_nobody_else(specs, duration) -> None:
     """Engines are sound or broken; a trial takes some ticks, and works if both are sound."""
