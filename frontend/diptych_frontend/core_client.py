@@ -272,11 +272,14 @@ class CoreClient:
             event = parse_monitor_message(frames)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._handshake_failed = True, False
+                self._last_words = ""
             elif event & HANDSHAKE_FAILURES:
                 self._handshake_failed = True
             elif self._connected:  # what never was cannot be lost
                 self._connected = False
-                reason = f"the connection to the core at {self.endpoint} was lost"
+                words = self.hear_last_words()  # said before the end, and maybe not read yet
+                why = f": {words}" if words else ""
+                reason = f"the connection to the core at {self.endpoint} was lost{why}"
                 self.lost(EngineDeadError(reason))
 
     def lost(self, cause: EngineDeadError) -> None:

@@ -20,7 +20,7 @@ from diptych_protocol import (
 
 log = logging.getLogger(__name__)
 
-CAUSE_GRACE_S = 0.2
+CAUSE_GRACE_S = 1.0
 """How long after the end of a connection the process may take to end too."""
 MAX_OUTPUTS_AT_ONCE = 128
 """A larger step is handled in pieces, between which the event loop gets to its other work."""

@@ -109,8 +109,14 @@ async def test_contract_B03_blocks_return_wherever_a_request_is_cancelled(
 async def test_contract_B03_a_cancelled_consumer_stays_cancelled(
     engine: AsyncLLM, eventually: Eventually
 ) -> None:
-    task = asyncio.create_task(consume(engine, "one", 1000))
-    await eventually(lambda: engine.output_processor.num_unfinished)
+    answered = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in engine.generate([1, 2, 3], sampling(max_tokens=400), "r"):
+            answered.set()
+
+    task = asyncio.create_task(read())
+    await asyncio.wait_for(answered.wait(), 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
