@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,9 @@ def test_somebody_without_rights_is_told_so(
 def test_watch_goes_on_until_it_is_interrupted(cluster: Cluster) -> None:
     where = ["--kubeconfig", str(KUBECONFIG), "-n", cluster.namespace]
     command = [sys.executable, "-u", "-m", "diptych.kubectl.main", "status", "--watch", *where]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+    # Whoever starts the tests in the background has them ignore SIGINT, and so their children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as watch:
         assert watch.stdout is not None
         heads = 0
         try:
