@@ -24,7 +24,7 @@ from service_kit import free_port
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 LONG = "Write a long story about a lighthouse keeper and the sea."
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 
 
 @dataclass
