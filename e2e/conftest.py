@@ -55,7 +55,7 @@ def kubectl(request: pytest.FixtureRequest) -> Iterator[Kubectl]:
     yield kubectl
     del request.config.stash[IN_USE]
     # A namespace waits for its pods, longer than they take: let none be left.
-    kubectl.run("delete", "pods", "--all", "--grace-period=1", "--timeout=60s", timeout_s=70)
+    kubectl.run("delete", "pods", "--all", "--grace-period=1", "--timeout=180s", timeout_s=190)
     kubectl.delete("namespace", kubectl.namespace)
     kubectl.gone("namespace", [kubectl.namespace])
 

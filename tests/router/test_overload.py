@@ -92,6 +92,8 @@ async def test_another_engine_is_tried_before(
         await healthy(client, 60)
         await eventually(lambda: len(client.pools.of("prefill")) == 2)
         links = {link.name: link for link in client.pools.of("prefill")}
+        # A canary under way would take the decode engine's only place.
+        await eventually(lambda: all(map(client.pools.verified, client.pools.links.values())))
         async with full(busy):
             links["prefill-1"].open_tokens += 1000  # so that the busy one is asked first
             output = await generate(client, PROMPT)

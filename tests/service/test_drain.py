@@ -40,6 +40,8 @@ HEAVY = (
     "&max_position_embeddings=4096"
 )
 """More than half a second for a step of 1500 tokens."""
+NUM_TOKENS = 96
+"""Of a request that moves: so many that it does not end before anybody has looked."""
 STALL_LIMIT_S = 4.5
 """Longer than a step on a busy machine; shorter than the silence after which ZMQ drops a peer."""
 TOKEN = "the operator's token"
@@ -134,7 +136,8 @@ class Core:
     ) -> None:
         extra = None if lease is None else {"kv_transfer_params": lease}
         sampling = SamplingParams(
-            **{"temperature": 0.0, "max_tokens": 32, "ignore_eos": True, **params}, extra_args=extra
+            **{"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **params},
+            extra_args=extra,
         )
         self.client.add(
             EngineCoreRequest(
@@ -381,7 +384,7 @@ async def test_a_request_that_moves_generates_what_it_would_have(
     cores[0].add(f"undisturbed {name}", PROMPT, [], None, **params)
     await cores[0].end_of(f"undisturbed {name}", eventually)
     expected = cores[0].tokens[f"undisturbed {name}"]
-    assert len(expected) == 32
+    assert len(expected) == NUM_TOKENS
 
     tokens: list[int] = []
     lease = None
