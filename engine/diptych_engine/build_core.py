@@ -17,7 +17,7 @@ from diptych_engine.scheduler import Scheduler
 from diptych_engine.weights.calls import WeightCalls
 from diptych_engine.worker_calls import WorkerCalls
 from diptych_frontend.model_source import resolve_model
-from diptych_kv_transfer import KVConnector
+from diptych_kv_transfer import open_connector
 from diptych_protocol import EngineConfig, EngineDescription
 from diptych_protocol.lora import numbered
 from diptych_protocol.pooling import POOLING_TASKS
@@ -83,7 +83,7 @@ def build_core(config: EngineConfig) -> EngineCore:
     )
     connector = None
     if config.kv_transfer is not None:
-        connector = KVConnector(
+        connector = open_connector(
             config.kv_transfer,
             engine_id=description.engine_id,
             epoch=description.epoch,

@@ -1,6 +1,6 @@
 """The hinge: KV blocks of finished prefills, lent to decode engines over UCX."""
 
 from diptych_kv_transfer.actions import LeaseEnded, LoadEnded
-from diptych_kv_transfer.connector import KVConnector
+from diptych_kv_transfer.connector import KVConnector, open_connector
 
-__all__ = ["KVConnector", "LeaseEnded", "LoadEnded"]
+__all__ = ["KVConnector", "LeaseEnded", "LoadEnded", "open_connector"]

@@ -6,56 +6,16 @@ One thread owns a transport and calls everything but `wake`. Nothing here waits,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diptych_kv_transfer.actions import Address, Peer
+from diptych_kv_transfer.events import Event
 
 Buffer = NDArray[np.uint8]
 """One run of bytes in the KV memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A connection exists: to `address` if we asked for it, else from somebody (None)."""
-
-    peer: Peer
-    address: Address | None
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectFailed:
-    address: Address
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A control message."""
-
-    peer: Peer
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnded:
-    """A `send_blocks` or `receive_blocks` has ended, and touches its buffers no more."""
-
-    key: str
-    ok: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """A connection ended; every transfer on it has ended before."""
-
-    peer: Peer
-
-
-Event = Connected | ConnectFailed | Received | TransferEnded | PeerLost
 
 
 class Transport(Protocol):

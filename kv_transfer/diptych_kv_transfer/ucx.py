@@ -31,9 +31,7 @@ from ucxx._lib import libucxx  # noqa: E402  (it needs the library and the setti
 from ucxx._lib.arr import Array  # noqa: E402
 
 from diptych_kv_transfer.actions import Address, Peer  # noqa: E402
-from diptych_kv_transfer.messages import MAX_MESSAGE_BYTES  # noqa: E402
-from diptych_kv_transfer.transport import (  # noqa: E402
-    Buffer,
+from diptych_kv_transfer.events import (  # noqa: E402
     Connected,
     ConnectFailed,
     Event,
@@ -41,6 +39,8 @@ from diptych_kv_transfer.transport import (  # noqa: E402
     Received,
     TransferEnded,
 )
+from diptych_kv_transfer.messages import MAX_MESSAGE_BYTES  # noqa: E402
+from diptych_kv_transfer.transport import Buffer  # noqa: E402
 
 log = logging.getLogger(__name__)
 

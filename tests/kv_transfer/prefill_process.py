@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from diptych_kv_transfer import KVConnector
+from diptych_kv_transfer import open_connector
 from diptych_protocol import KVTransferConfig
 
 SEED = 20
@@ -25,7 +25,7 @@ def main() -> None:
     os.dup2(2, 1)
     port, num_blocks, block_bytes = map(int, sys.argv[1:4])
     memory = np.random.default_rng(SEED).integers(0, 256, (num_blocks, block_bytes), np.uint8)
-    connector = KVConnector(
+    connector = open_connector(
         KVTransferConfig(listen_port=port, lease_seconds=float(sys.argv[4])),
         engine_id="prefill",
         epoch=str(os.getpid()),

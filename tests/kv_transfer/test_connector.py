@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from diptych_kv_transfer import KVConnector, LoadEnded
-from diptych_kv_transfer.transport import Connected
+from diptych_kv_transfer import LoadEnded, open_connector
+from diptych_kv_transfer.events import Connected
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
@@ -81,7 +81,7 @@ class Decode:
 
     def __init__(self, block_bytes: int = BLOCK_BYTES, load_timeout_s: float = 30.0) -> None:
         self.memory = np.zeros((NUM_BLOCKS, block_bytes), np.uint8)
-        self.connector = KVConnector(
+        self.connector = open_connector(
             KVTransferConfig(load_timeout_s=load_timeout_s),
             engine_id="decode",
             epoch="d1",
@@ -302,7 +302,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=str(port)):
-            KVConnector(
+            open_connector(
                 KVTransferConfig(listen_port=port),
                 engine_id="d", epoch="1", compat={}, kv_memory=np.zeros((1, 1), np.uint8),
             )  # fmt: skip
@@ -335,11 +335,11 @@ def run_python(code: str) -> str:
 
 PREAMBLE = """
 import msgspec, numpy as np, os, select, socket, subprocess, sys, time
-from diptych_kv_transfer import KVConnector
+from diptych_kv_transfer import open_connector
 from diptych_protocol import KVTransferConfig
 
 def connector(name):
-    return KVConnector(KVTransferConfig(), engine_id=name, epoch="1", compat={},
+    return open_connector(KVTransferConfig(), engine_id=name, epoch="1", compat={},
                        kv_memory=np.ones((64, 1 << 20), np.uint8))
 
 p, d = connector("p"), connector("d")

@@ -1,0 +1,168 @@
+"""Runs a hinge over a transport, in a thread of its own.
+
+Commands go in through a queue, what has ended comes out through another, and a descriptor becomes
+readable when there is something, so that the core never polls.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_kv_transfer.actions import (
+    Action,
+    Connect,
+    Fence,
+    LeaseEnded,
+    LoadEnded,
+    ReceiveBlocks,
+    Send,
+    SendBlocks,
+)
+from diptych_kv_transfer.hinge import Hinge
+from diptych_kv_transfer.leases import LeaseState
+from diptych_kv_transfer.messages import encode
+from diptych_kv_transfer.transport import Transport
+from diptych_protocol import KVTransferStats
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+Command = Callable[[Hinge, float], list[Action]]
+"""Something that the core wants of the hinge, at a time."""
+
+
+class HingeThread:
+    """The one thread that touches a hinge and its transport."""
+
+    def __init__(self, hinge: Hinge, transport: Transport, kv_memory: NDArray[np.uint8]) -> None:
+        """Start the thread.
+
+        Args:
+            kv_memory: [num_blocks, block_bytes], contiguous; must outlive the thread.
+        """
+        self._hinge = hinge
+        self._transport = transport
+        self._memory = kv_memory
+        self.port = transport.port
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        """Readable while `poll_events` has something to return."""
+        self._commands: deque[Command] = deque()
+        self._events: deque[LeaseEnded | LoadEnded] = deque()
+        self._totals = KVTransferStats()
+        self._stopping = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    # --- for the core -------------------------------------------------------------------------
+
+    def tell(self, command: Command) -> None:
+        """Have a command carried out soon."""
+        self._commands.append(command)
+        self._transport.wake()
+
+    def poll_events(self) -> list[LeaseEnded | LoadEnded]:
+        """What has ended since the last call.
+
+        Raises `RuntimeError` when the thread has failed: the engine cannot go on without it.
+        """
+        if self._failure is not None:
+            raise RuntimeError("the KV transfer thread failed") from self._failure
+        try:
+            os.eventfd_read(self.wake_fd)
+        except BlockingIOError:
+            return []
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def stats(self) -> KVTransferStats:
+        """Totals since the start, and what is held now."""
+        leases, loads, totals = self._hinge.leases, self._hinge.loads, self._totals
+        totals.leases_held = len(leases.leases)
+        totals.leases_granted = leases.counts[LeaseState.GRANTED]
+        totals.leases_released = leases.counts[LeaseState.RELEASED]
+        totals.leases_revoked = leases.counts[LeaseState.REVOKED]
+        totals.leases_expired = leases.counts[LeaseState.EXPIRED]
+        totals.blocks_held = leases.blocks_held
+        totals.loads_in_flight = len(loads.loads)
+        totals.loads_completed = loads.completed
+        totals.loads_failed = loads.failed
+        totals.stale_reads_refused = leases.stale_reads_refused
+        totals.transport = self._transport.name
+        return totals
+
+    def close(self) -> None:
+        """Cut all connections and end the thread. Safe to call twice."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._transport.wake()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._transport.close()
+        os.close(self.wake_fd)
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as exc:
+            log.exception("the KV transfer thread failed")
+            self._failure = exc
+            os.eventfd_write(self.wake_fd, 1)
+
+    def _turn(self) -> None:
+        """Wait for news, let the hinge decide, and carry its actions out."""
+        now = time.monotonic()
+        deadline = self._hinge.next_deadline()
+        timeout = max(0.0, deadline - now) if math.isfinite(deadline) else None
+        events = self._transport.poll(0.0 if self._commands else timeout)
+        now = time.monotonic()
+        while self._commands:
+            self._do(self._commands.popleft()(self._hinge, now))
+        for event in events:
+            self._do(self._hinge.handle(event, now))
+        self._do(self._hinge.tick(now))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, message):
+                    self._transport.send(peer, encode(message))
+                case SendBlocks(peer, lease_id, tag, runs):
+                    self._totals.blocks_sent += sum(map(len, runs))
+                    self._totals.bytes_sent += sum(map(len, runs)) * self._memory.shape[1]
+                    buffers = [self._bytes_of(run) for run in runs]
+                    self._transport.send_blocks(peer, f"send {lease_id}", tag, buffers)
+                case ReceiveBlocks(peer, request_id, tag, runs):
+                    buffers = [self._bytes_of(run) for run in runs]
+                    self._transport.receive_blocks(peer, f"receive {request_id}", tag, buffers)
+                case Connect(address):
+                    self._transport.connect(address)
+                case Fence(peer):
+                    self._transport.fence(peer)
+                case LeaseEnded() | LoadEnded():
+                    self._report(action)
+
+    def _bytes_of(self, run: range) -> NDArray[np.uint8]:
+        return self._memory[run.start : run.stop].reshape(-1)
+
+    def _report(self, event: LeaseEnded | LoadEnded) -> None:
+        if isinstance(event, LoadEnded) and event.ok:
+            self._totals.blocks_received += event.num_blocks
+            self._totals.bytes_received += event.num_blocks * self._memory.shape[1]
+            self._totals.seconds_receiving += event.seconds
+        self._events.append(event)
+        os.eventfd_write(self.wake_fd, 1)
