@@ -29,10 +29,12 @@ def admit(
     adapters: AdapterTable,
     *,
     hinged: bool,
+    announced: bool = False,
 ) -> tuple[Request, list[int]]:
     """Validate a message and make it a Request.
 
-    hinged: this engine takes part in hand-offs.
+    hinged: this engine takes part in hand-offs. announced: the request is yet to come, when prefill
+    has sampled its first token.
     Returns the request and the tokens that its client is to be told at once. Raises
     `InvalidRequestError` for a message that cannot be served.
     """
@@ -74,7 +76,7 @@ def admit(
         resumable=message.resumable,
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
-    return request, _first_tokens(request, limits)
+    return request, _first_tokens(request, limits, announced=announced)
 
 
 def _admit_pooling(
@@ -162,7 +164,7 @@ def _transfer_params(extra_args: dict[str, Any] | None, *, hinged: bool) -> KVTr
     return params
 
 
-def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
+def _first_tokens(request: Request, limits: EngineDescription, *, announced: bool) -> list[int]:
     """A hand-off driven by somebody else's router: what P sampled is ours to report first."""
     params = request.kv_transfer
     if params is None or not params.do_remote_prefill:
@@ -176,11 +178,14 @@ def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
         if request.num_tokens >= limits.max_model_len:
             raise InvalidRequestError("kv_transfer_params: too many first_token_ids")
     remote, known = params.remote_num_tokens or 0, request.num_tokens
-    blocks = (params.remote_block_ids or [[]])[0]
-    wanted = -(-remote // limits.block_size)
-    if not 0 < remote < known or len(blocks) != wanted:
+    if not 0 < remote < known + announced:
         raise InvalidRequestError(
-            f"kv_transfer_params: {len(blocks)} blocks for {remote} tokens do not fit a "
-            f"request of {known} tokens and blocks of {limits.block_size}"
+            f"kv_transfer_params: {remote} tokens of KV do not fit a request of {known} tokens"
+        )
+    blocks = (params.remote_block_ids or [[]])[0]
+    if not announced and len(blocks) != -(-remote // limits.block_size):
+        raise InvalidRequestError(
+            f"kv_transfer_params: {len(blocks)} blocks for {remote} tokens do not fit blocks of "
+            f"{limits.block_size}"
         )
     return first

@@ -90,6 +90,8 @@ def build_core(config: EngineConfig) -> EngineCore:
             compat=description.compat,
             kv_memory=runner.kv_memory(),
         )
+        description.kv_transfer_host = connector.host
+        description.kv_transfer_port = connector.port
     core = EngineCore(description, scheduler, runner, connector, grammars)
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars

@@ -18,13 +18,14 @@ from diptych_engine.control.deferred import Deferred
 from diptych_engine.control.sleep import Residency
 from diptych_engine.control.utilities import Convert, call_utility
 from diptych_engine.grammar_compiler import GrammarCompiler
+from diptych_engine.hand_off import HandOffs
 from diptych_engine.lora.table import AdapterTable
-from diptych_engine.request import LoadOrder, Request, StepPlan, StepResult, TokenOutput
+from diptych_engine.request import Request, StepPlan, StepResult, TokenOutput
 from diptych_engine.scheduler import Scheduler
 from diptych_engine.scheduler_stats import drain_report
 from diptych_engine.sessions import go_on
 from diptych_engine.weights.update import WeightUpdate
-from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded
+from diptych_kv_transfer import KVConnector
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
@@ -32,7 +33,6 @@ from diptych_protocol import (
     EngineDescription,
     FinishReason,
     InvalidRequestError,
-    KVTransferParams,
     SchedulerStats,
 )
 from diptych_protocol.admin import DrainReport
@@ -78,6 +78,7 @@ class EngineCore:
         self.grammars = grammars
         self.adapters = AdapterTable(scheduler.max_loras, runner.collective_rpc)
         scheduler.pinned_adapters = self.adapters.pinned
+        self.hand_offs = HandOffs(description, scheduler, connector, self._admit_announced)
         self.watched: dict[int, Callable[[], None]] = {}
         """Descriptors that wake the core, and what to do then; whoever builds the core adds to
         it. What raises ends the core."""
@@ -96,7 +97,8 @@ class EngineCore:
             for call in (
                 self.describe,
                 self.stats,
-                self.reject_kv_transfer,
+                self.hand_offs.announce_kv_transfer,
+                self.hand_offs.reject_kv_transfer,
                 self.drain,
                 self.drain_report,
                 self.hand_off,
@@ -116,7 +118,7 @@ class EngineCore:
                 self._outputs[client].append(last)
             return
         if self.leaving:
-            self._reject_quietly(message)
+            self.hand_offs.refused(message)
             self._outputs[client].append(_aborted(message.request_id))
             return
         try:
@@ -125,25 +127,28 @@ class EngineCore:
                 raise DiptychError(f"{OVERLOADED}: too many requests wait already")
             if message.request_id in self.scheduler.loading:
                 raise DiptychError("the KV of an earlier request of this id is still on its way")
-            request, first_tokens = admit(
-                message,
-                client,
-                self.description,
-                self.adapters,
-                hinged=self.connector is not None,
-            )
+            request, first_tokens = self._admit(message, client)
             queued = self.grammars.begin(request)
         except DiptychError as exc:
             log.info("request %s refused: %s", message.request_id, exc)
-            self._reject_quietly(message)
+            self.hand_offs.refused(message)
             self._fail(message.request_id, client, str(exc))
             return
         if first_tokens:
             self._outputs[client].append(EngineCoreOutput(request.request_id, first_tokens))
-        transfer = request.kv_transfer
-        if self.connector is not None and transfer is not None and transfer.do_remote_prefill:
-            self.connector.hold(request.request_id, transfer)
+        self.hand_offs.arrived(request)
         (self.scheduler.add if queued else self.scheduler.hold)(request)
+
+    def _admit(
+        self, message: EngineCoreRequest, client: bytes, *, announced: bool = False
+    ) -> tuple[Request, list[int]]:
+        hinged = self.connector is not None
+        return admit(
+            message, client, self.description, self.adapters, hinged=hinged, announced=announced
+        )
+
+    def _admit_announced(self, message: EngineCoreRequest) -> Request:
+        return self._admit(message, b"", announced=True)[0]
 
     def take_grammars(self) -> None:
         """Queue requests that waited for grammars; call when `grammars.wake_fd` is readable."""
@@ -174,8 +179,7 @@ class EngineCore:
         self._outputs.pop(client, None)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        if self.connector is not None:
-            self.connector.cancel_load(request.request_id)
+        self.hand_offs.gone(request)
         self.scheduler.finish(request, reason)
 
     def _fail(self, request_id: str, client: bytes, error: str) -> None:
@@ -199,7 +203,7 @@ class EngineCore:
         if self.grammars.has_finished:
             self.take_grammars()
         plan = self.scheduler.schedule()
-        self._start_loads()
+        self.hand_offs.start_loads()
         if self.adapters.in_use:
             for request, error in self.adapters.use(plan.scheduled, self.scheduler.running):
                 self._end(request, FinishReason.ERROR)
@@ -245,61 +249,20 @@ class EngineCore:
                 self._fail(surplus.request_id, surplus.client, "ended: too many sessions are idle")
             return output
         wants_lease = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
-        if wants_lease and reason is FinishReason.LENGTH and self.connector is not None:
-            output.kv_transfer_params = self._grant(request, self.connector)
+        if wants_lease and reason is FinishReason.LENGTH:
+            output.kv_transfer_params = self.hand_offs.grant(request)
         self.scheduler.finish(request, reason, request.stop_reason)
         return output
-
-    def _grant(self, request: Request, connector: KVConnector) -> dict[str, Any]:
-        computed = request.num_computed_tokens
-        params = connector.grant(
-            request.request_id,
-            self.scheduler.lease_blocks(request),
-            request.token_ids[:computed],
-            request.token_ids[computed:],
-            request.cache_salt,
-        )
-        return params.to_dict()
 
     def take_outputs(self) -> dict[bytes, list[EngineCoreOutput]]:
         """Outputs since the last call, by client."""
         outputs, self._outputs = self._outputs, defaultdict(list)
         return outputs
 
-    # --- the hinge ----------------------------------------------------------------------------
-
-    def _start_loads(self) -> None:
-        orders, self.scheduler.load_orders = self.scheduler.load_orders, []
-        for order in orders:
-            self._start_load(order)
-
-    def _start_load(self, order: LoadOrder) -> None:
-        if self.connector is not None:
-            self.connector.start_load(
-                order.request_id,
-                order.params,
-                order.indices,
-                order.local_block_ids,
-                order.token_ids,
-                order.cache_salt,
-            )
-
     def handle_transfer_events(self) -> None:
         """Apply what the hinge reports; call when the connector's `wake_fd` is readable."""
-        if self.connector is None:
-            return
-        for event in self.connector.poll_events():
-            match event:
-                case LeaseEnded():
-                    self.scheduler.lease_ended(event.block_ids)
-                case LoadEnded():
-                    failed = self.scheduler.load_ended(event.request_id, ok=event.ok)
-                    if failed is not None:
-                        error = f"the KV hand-off failed: {event.reason}"
-                        log.warning("request %s: %s", event.request_id, error)
-                        failed.kv_transfer = None  # the lease has ended with the load
-                        self.scheduler.finish(failed, FinishReason.ERROR)
-                        self._fail(failed.request_id, failed.client, error)
+        for request, error in self.hand_offs.handle_events():
+            self._fail(request.request_id, request.client, error)
 
     # --- utility calls ------------------------------------------------------------------------
 
@@ -352,36 +315,12 @@ class EngineCore:
             request_id,
             [],
             finish_reason=FinishReason.ABORT,
-            kv_transfer_params=self._grant(request, self.connector),
+            kv_transfer_params=self.hand_offs.grant(request),
             num_cached_tokens=request.num_cached_tokens,
         )
         self._outputs[request.client].append(output)
         self.scheduler.finish(request, FinishReason.ABORT)
         return True
-
-    def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
-        """Somebody refused or lost a request before admission: free what P holds for it.
-
-        Works on either side: P ends its own lease, D tells P. Repeating it is harmless.
-        """
-        if self.connector is None:
-            return
-        params = KVTransferParams.parse(raw_params)
-        if params.remote_engine_id == self.description.engine_id:
-            self.connector.revoke(params)
-        elif params.do_remote_prefill:
-            self.connector.reject(params)
-        log.info("request %s was rejected before admission; its lease is released", request_id)
-
-    def _reject_quietly(self, message: EngineCoreRequest) -> None:
-        """A refused hand-off must not leave its prefill pinned, whatever was wrong with it."""
-        params = message.sampling_params
-        raw = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params")
-        if isinstance(raw, dict) and raw.get("do_remote_prefill"):
-            try:
-                self.reject_kv_transfer(message.request_id, raw)
-            except DiptychError as exc:
-                log.info("request %s: nothing to release: %s", message.request_id, exc)
 
     def close(self) -> None:
         self.grammars.close()

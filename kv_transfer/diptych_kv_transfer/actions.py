@@ -19,22 +19,32 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """Send runs of our blocks, run i under tag + i; report the end to `sends_ended`."""
+    """Send runs of our blocks, run i under tag + i; report the end as `TransferEnded(key)`."""
 
     peer: Peer
     lease_id: str
     tag: int
     runs: list[range]
 
+    @property
+    def key(self) -> str:
+        """Names this action among all that are under way."""
+        return f"send {self.tag} {self.lease_id}"
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiveBlocks:
-    """Receive runs into our blocks, run i under tag + i; report to `receives_ended`."""
+    """Receive runs into our blocks, run i under tag + i; report the end likewise."""
 
     peer: Peer
     request_id: str
     tag: int
     runs: list[range]
+
+    @property
+    def key(self) -> str:
+        """Names this action among all that are under way."""
+        return f"receive {self.tag} {self.request_id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,11 @@ class KVConnector:
             first_token_ids=first_token_ids,
         )
 
+    def reach(self, params: KVTransferParams) -> None:
+        """Connect to a prefill engine whose blocks will be wanted."""
+        address = lease_of(params).address
+        self._driver.tell(lambda hinge, _now: hinge.loads.reach(address))
+
     def hold(self, request_id: str, params: KVTransferParams) -> None:
         """A request with a hand-off queues: connect to its P, and keep the lease alive."""
         lease = lease_of(params)

@@ -54,7 +54,7 @@ class Hinge:
             case Received(peer, data):
                 return self._receive(peer, data, now)
             case TransferEnded(key, ok):
-                side, _, name = key.partition(" ")
+                side, _, name = key.split(" ", 2)
                 if side == "send":
                     return self.leases.sends_ended(name)
                 return self.loads.receives_ended(name, ok=ok)

@@ -141,14 +141,14 @@ class HingeThread:
             match action:
                 case Send(peer, message):
                     self._transport.send(peer, encode(message))
-                case SendBlocks(peer, lease_id, tag, runs):
+                case SendBlocks(peer, _, tag, runs):
                     self._totals.blocks_sent += sum(map(len, runs))
                     self._totals.bytes_sent += sum(map(len, runs)) * self._memory.shape[1]
                     buffers = [self._bytes_of(run) for run in runs]
-                    self._transport.send_blocks(peer, f"send {lease_id}", tag, buffers)
-                case ReceiveBlocks(peer, request_id, tag, runs):
+                    self._transport.send_blocks(peer, action.key, tag, buffers)
+                case ReceiveBlocks(peer, _, tag, runs):
                     buffers = [self._bytes_of(run) for run in runs]
-                    self._transport.receive_blocks(peer, f"receive {request_id}", tag, buffers)
+                    self._transport.receive_blocks(peer, action.key, tag, buffers)
                 case Connect(address):
                     self._transport.connect(address)
                 case Fence(peer):

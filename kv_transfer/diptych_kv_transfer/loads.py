@@ -110,7 +110,7 @@ class LoadTable:
         """Connect, and keep the lease alive while the request queues."""
         every = lease_seconds / 3 if MIN_LEASE_S <= lease_seconds <= MAX_LEASE_S else MIN_LEASE_S
         self.loads[request_id] = Load(request_id, lease, every, now + every)
-        return self._reach(lease.address)
+        return self.reach(lease.address)
 
     def start(
         self,
@@ -127,7 +127,7 @@ class LoadTable:
         load.deadline = now + self.load_timeout_s
         load.digest, load.tag, load.runs, load.local_runs = digest, tag, runs, local_runs
         load.state = LoadState.OPENING
-        return [*self._reach(load.lease.address), *self._advance(load.lease.address, now)]
+        return [*self.reach(load.lease.address), *self._advance(load.lease.address, now)]
 
     def cancel(self, request_id: str) -> list[Action]:
         """Nobody wants the blocks any more; P is told so as soon as it can be."""
@@ -143,7 +143,7 @@ class LoadTable:
     def reject(self, lease: LeaseRef) -> list[Action]:
         """Tell P that a lease is not needed."""
         self.rejects.append(lease)
-        return [*self._reach(lease.address), *self._send_rejects(lease.address)]
+        return [*self.reach(lease.address), *self._send_rejects(lease.address)]
 
     # --- what the transport reports -----------------------------------------------------------
 
@@ -233,7 +233,8 @@ class LoadTable:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _reach(self, address: Address) -> list[Action]:
+    def reach(self, address: Address) -> list[Action]:
+        """Be or get in touch with an engine."""
         if address in self.remotes:
             return []
         self.remotes[address] = Remote()

@@ -64,8 +64,8 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
 
     def _require_address(self) -> None:
         needed = (
-            "remote_engine_id", "remote_block_ids", "remote_host", "remote_port",
-            "remote_num_tokens", "lease_id", "epoch", "compat",
+            "remote_engine_id", "remote_host", "remote_port", "remote_num_tokens",
+            "lease_id", "epoch", "compat",
         )  # fmt: skip
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:

@@ -297,6 +297,10 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """What `EngineClient.get_supported_tasks` answers."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """Only `priority` looks at the priorities of requests; front-ends refuse others' priorities."""
+    kv_transfer_host: str = ""
+    """Where other engines reach this one's hinge: `remote_host` of what it will lend."""
+    kv_transfer_port: int = 0
+    """`remote_port` of what it will lend; 0: it takes no part in hand-offs."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

@@ -71,7 +71,7 @@ def test_a_hand_off_survives_its_own_vocabulary() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"remote_block_ids": None}, {"lease_id": None}, {"remote_port": "x"}, {"epoch": None},
+        {"remote_host": None}, {"lease_id": None}, {"remote_port": "x"}, {"epoch": None},
         {"do_remote_decode": True}, {"remote_block_ids": [[1], [2]]}, {"remote_block_ids": [1]},
         {"remote_num_tokens": "many"}, {"compat": None},
     ],
