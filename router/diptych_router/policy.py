@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +33,29 @@ class Decision:
     prefill: str | None
     decode: str
     reason: str
+
+
+def choose(
+    prefill: Sequence[EngineView],
+    decode: Sequence[EngineView],
+    full: Collection[str] = (),
+    *,
+    prefill_only: bool = False,
+) -> Decision | None:
+    """The engines for a new attempt; None: there are none now.
+
+    prefill_only: the request ends with its prefill.
+    full: keys of engines that have no room. Where prefill has none, decode engines do not compute
+        the prompt in its stead: that would make all streams slow.
+    """
+    decision = (decide_prefill if prefill_only else decide)(
+        [view for view in prefill if view.key not in full],
+        [view for view in decode if view.key not in full],
+    )
+    prefill_is_full = any(view.key in full for view in prefill)
+    if decision is not None and decision.prefill is None and prefill_is_full:
+        return None
+    return decision
 
 
 def decide(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decision | None:

@@ -3,14 +3,14 @@
 `generate` chooses a pair, prefills there, streams the first token at once, hands the KV to the
 decode engine and streams the rest. Because the router holds every token so far, the loss of either
 engine is a new attempt with prompt + tokens so far, not a broken stream; an engine that leaves in
-good order hands its streams on; and a request that finds no engine waits for one.
+good order hands its streams on; and a request that finds no engine waits for one. What becomes of a
+request is decided in `RequestTable`; here it is carried out.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from functools import partial
+import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,31 @@ from diptych_frontend.core_client import NotConnectedError
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.output_processor import OutputProcessor
 from diptych_protocol import (
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
-    EngineGenerateError,
-    EngineOverloadedError,
-    FinishReason,
     KVTransferParams,
     RouterConfig,
     SchedulerStats,
     UtilityError,
     WithoutControl,
 )
+from diptych_router.actions import (
+    Abort,
+    Action,
+    Add,
+    AskHandOff,
+    Deliver,
+    Explain,
+    Fail,
+    Release,
+    WakeAt,
+)
 from diptych_router.discovery import Target
 from diptych_router.engine_link import EngineLink, ReadKeys
-from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
-from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
-
-log = logging.getLogger(__name__)
+from diptych_router.request_table import RequestTable
 
 MAX_OPEN_REQUESTS = 4096
 HAND_OFF_TIMEOUT_S = 10.0
@@ -71,13 +75,10 @@ class PoolClient(AsyncEngine, WithoutControl):
             on_lost=self._engine_lost,
         )
         self._model_limit = inputs.max_model_len
-        self._routed: dict[str, RoutedRequest] = {}
-        """By the request's own id."""
-        self._placed: dict[str, RoutedRequest] = {}
-        """By the id under which an engine has it now."""
-        self._held = HeldRequests(config, give_up=self._fail)
-        self._charges: dict[str, list[tuple[EngineLink, int]]] = {}
-        """What each request adds to the open tokens of engines."""
+        self.table = RequestTable(
+            self.pools, hold_seconds=config.hold_seconds, max_held=config.max_held
+        )
+        self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
         self.pools.start()
@@ -86,7 +87,7 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self.table.held)
 
     def why_not_ready(self) -> str:
         """In words; empty if it is ready."""
@@ -115,207 +116,24 @@ class PoolClient(AsyncEngine, WithoutControl):
         await self.pools.refresh_stats()
         return self.stats_by_engine()
 
-    # --- requests begin -----------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------
 
     def _submit(self, request: EngineCoreRequest) -> None:
-        routed = RoutedRequest(request, self.max_model_len)
-        self._routed[request.request_id] = routed
-        try:
-            self._dispatch(routed)
-        except EngineOverloadedError:
-            del self._routed[request.request_id]
-            raise
-
-    def _dispatch(self, routed: RoutedRequest) -> None:
-        """Start an attempt with what is known so far, or wait until that is possible.
-
-        Raises `EngineOverloadedError` if it may not wait.
-        """
-        pooling = routed.prefill_only
-        while (decision := self.pools.choose(routed.full, prefill_only=pooling)) is not None:
-            prefill = self.pools.links[decision.prefill] if decision.prefill else None
-            decode = self.pools.links[decision.decode]
-            routed.attempts += 1
-            routed.decode_engine = decision.decode
-            facts = {
-                "prefill": (prefill or decode).name,
-                "decode": decode.name,
-                "reason": decision.reason,
-                "attempts": routed.attempts,
-            }
-            self._facts[routed.request_id] = facts
-            log.info("request %s: %s", routed.request_id, facts)
-            try:
-                if prefill is not None and prefill is not decode:
-                    self._place(routed, prefill, Stage.PREFILL, plans=decode)
-                    prefill.client.add(routed.prefill_request())
-                else:
-                    self._place(routed, decode, Stage.DECODE)
-                    decode.client.add(routed.aggregated_request())
-                return
-            except NotConnectedError as exc:
-                self._disconnected(routed, prefill or decode, exc)
-        self._held.add(routed)
-
-    def _place(
-        self,
-        routed: RoutedRequest,
-        link: EngineLink,
-        stage: Stage,
-        plans: EngineLink | None = None,
-    ) -> None:
-        """Put a request to an engine's account, and to that of the one to take over later."""
-        self._leave_engine(routed)
-        routed.place(link.key, stage)
-        self._placed[routed.core_id] = routed
-        cost = routed.prompt_tokens + len(routed.generated)
-        charges = [(engine, cost) for engine in (link, plans) if engine is not None]
-        self._charges[routed.request_id] = charges
-        for engine, tokens in charges:
-            engine.open_tokens += tokens
-
-    def _leave_engine(self, routed: RoutedRequest) -> None:
-        for engine, tokens in self._charges.pop(routed.request_id, ()):
-            engine.open_tokens -= tokens
-        self._placed.pop(routed.core_id, None)
-        routed.engine = ""
-
-    def _disconnected(
-        self, routed: RoutedRequest, link: EngineLink, cause: NotConnectedError
-    ) -> None:
-        """Sending found out first that an engine is gone."""
-        self._leave_engine(routed)
-        link.client.lost(cause)
-
-    # --- requests go on -----------------------------------------------------------------------
-
-    def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
-        deliver: list[EngineCoreOutput] = []
-        turns: list[Callable[[], None]] = []
-        strays: list[str] = []
-        for output in message.outputs:
-            routed = self._placed.get(output.request_id)
-            if routed is None:
-                self._release(output.request_id, output.kv_transfer_params)
-                if not output.finished:
-                    strays.append(output.request_id)
-            elif output.finish_reason is FinishReason.ERROR:
-                why = output.error or "the engine gave no reason"
-                turns.append(partial(self._retry, routed, routed.setback_of(why), why))
-            elif is_given_up(output):
-                setback = Setback.MOVE if link.withdrawn else Setback.LOSS
-                why = f"engine {link.name} gave it up"
-                turns.append(partial(self._retry, routed, setback, why))
-            else:
-                self._absorb(routed, output, turns)
-                if output.new_token_ids or output.finished:
-                    deliver.append(output)
-        self._deliver(deliver)
-        link.abort(strays)
-        for turn in turns:  # after delivery: the first token does not wait for the hand-off
-            turn()
-
-    def _absorb(
-        self, routed: RoutedRequest, output: EngineCoreOutput, turns: list[Callable[[], None]]
-    ) -> None:
-        if routed.absorb(output):
-            turns.append(partial(self._hand_over, routed))
-        elif output.finished:
-            self._leave_engine(routed)
-            del self._routed[routed.request_id]
-
-    def _hand_over(self, routed: RoutedRequest) -> None:
-        """An engine is done with its part and lends its KV: let the next one take over, if the
-        user still wants it."""
-        if routed.request_id not in self._routed:  # a stop string ended it, or the user left
-            self._release(routed.core_id, routed.lease)
-            return
-        link = self._taker(routed)
-        if link is None:
-            self._retry(routed, Setback.MOVE, "no decode engine can take it over")
-            return
-        try:
-            self._place(routed, link, Stage.DECODE)
-            routed.decode_engine = link.key
-            link.client.add(routed.decode_request())
-        except NotConnectedError as exc:
-            self._disconnected(routed, link, exc)
-            self._retry(routed, Setback.LOSS, str(exc))
-
-    def _taker(self, routed: RoutedRequest) -> EngineLink | None:
-        """The planned engine if it still may, else one that fits, else the planned one after all
-        (while it drains it still takes what was meant for it)."""
-        fingerprint = (routed.lease or {}).get("compat")
-        planned = self.pools.links.get(routed.decode_engine)
-        if planned is not None and (
-            planned.key == routed.engine  # it is the one that hands off
-            or not planned.up
-            or fingerprint not in (None, planned.fingerprint)  # restarted as something else
-        ):
-            planned = None
-        if planned is not None and self.pools.usable(planned):
-            return planned
-        return self.pools.heir(str(fingerprint)) or planned
-
-    def _retry(self, routed: RoutedRequest, setback: Setback, why: str) -> None:
-        """Give a request another chance elsewhere, or end it with an error."""
-        if routed.request_id not in self._routed:
-            return
-        log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
-        again = routed.set_back(setback)
-        self._release(routed.core_id, routed.lease)
-        routed.lease = None
-        self._leave_engine(routed)
-        if not again:
-            kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError
-            self._fail(routed, kind(why))
-            return
-        try:
-            self._dispatch(routed)
-        except EngineOverloadedError as exc:
-            self._fail(routed, EngineOverloadedError(f"{why}; then: {exc}"))
-
-    def _fail(self, routed: RoutedRequest, error: Exception) -> None:
-        del self._routed[routed.request_id]
-        self.output_processor.fail(routed.request_id, error)
-
-    def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
-        setback = Setback.MOVE if link.withdrawn else Setback.LOSS
-        for routed in [r for r in self._placed.values() if r.engine == link.key]:
-            self._retry(routed, setback, str(cause))
+        self._carry_out(self.table.submit(request, self.max_model_len, self._loop.time()))
 
     def _withdraw(self, request_ids: list[str]) -> None:
-        by_engine: dict[str, list[str]] = {}
-        for request_id in request_ids:
-            routed = self._routed.pop(request_id, None)
-            if routed is None:
-                continue
-            self._held.release(request_id)
-            if routed.engine:
-                by_engine.setdefault(routed.engine, []).append(routed.core_id)
-                self._leave_engine(routed)
-        for key, ids in by_engine.items():
-            link = self.pools.links.get(key)
-            if link is not None:
-                link.abort(ids)
+        self._carry_out(self.table.withdraw(request_ids))
 
-    # --- the pools change ---------------------------------------------------------------------
+    def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
+        self._carry_out(self.table.receive(link.key, message.outputs))
+        self._carry_out(self.table.take_turns(self._loop.time()))
+
+    def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
+        self._carry_out(self.table.engine_lost(link.key, str(cause), self._loop.time()))
 
     def _pools_changed(self) -> None:
-        """Engines came, went or began to leave: let those who wait go on, and move streams."""
         self._follow_engines()
-        stuck: set[bool] = set()
-        """Kinds of requests (`prefill_only`) that no engine can take."""
-        for request_id in self._held:
-            routed = self._routed.get(request_id)
-            if routed is None or routed.prefill_only in stuck:
-                continue
-            if self.pools.choose(prefill_only=routed.prefill_only) is None:
-                stuck.add(routed.prefill_only)
-                continue
-            if self._held.release(request_id):
-                self._dispatch(routed)
-        self._move_streams()
+        self._carry_out(self.table.fleet_changed(self._loop.time()))
 
     def _follow_engines(self) -> None:
         """Every usable engine can take every request. While there is none, nothing new is known."""
@@ -326,35 +144,61 @@ class PoolClient(AsyncEngine, WithoutControl):
             self.input_processor.max_model_len = min(self._model_limit, *limits)
             self.input_processor.scheduling_policy = "priority" if ordered else "fcfs"
 
-    def _move_streams(self) -> None:
-        """Ask engines that leave to hand off what they decode, if somebody can take it over."""
-        for link in self.pools.draining("decode"):
-            if self.pools.heir(link.fingerprint) is None:
-                continue  # they may end here; a loss before that is a new attempt
-            for routed in list(self._placed.values()):
-                if routed.engine == link.key and not routed.moving:
-                    routed.moving = True
-                    self.pools.spawn(self._move(routed, routed.core_id, link))
+    # --- what the table wants done ------------------------------------------------------------
 
-    async def _move(self, routed: RoutedRequest, core_id: str, link: EngineLink) -> None:
-        """Take a stream off an engine: its last output there then brings a lease."""
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver(outputs):
+                    self._deliver(outputs)
+                case Add():
+                    self._add(action)
+                case Abort(engine, core_ids):
+                    link = self.pools.get(engine)
+                    if link is not None:
+                        link.abort(core_ids)
+                case Release(core_id, params):
+                    self.pools.release(core_id, params)
+                case AskHandOff():
+                    self.pools.spawn(self._ask_hand_off(action))
+                case Explain(request_id, facts):
+                    self._facts[request_id] = facts
+                case Fail(request_id, error):
+                    self.output_processor.fail(request_id, error)
+                case WakeAt(time):
+                    self._loop.call_at(time, self._wake, time)
+
+    def _add(self, action: Add) -> None:
+        core_id = action.request.request_id
+        link = self.pools.get(action.engine)
+        if link is None or not self.table.is_placed(core_id):
+            return  # sending something else found out that this engine is gone
         try:
-            if await link.client.call("hand_off", core_id, timeout_s=HAND_OFF_TIMEOUT_S):
-                return
-            why = "it has computed too little to hand off"
+            link.client.add(action.request)
+        except NotConnectedError as exc:
+            link.client.lost(exc)  # all that is there is lost, this request too
+            self._carry_out(self.table.not_sent(core_id, str(exc), self._loop.time()))
+
+    def _wake(self, now: float) -> None:
+        if not self._closed:
+            self._carry_out(self.table.tick(now))
+
+    async def _ask_hand_off(self, action: AskHandOff) -> None:
+        link = self.pools.get(action.engine)
+        if link is None:
+            return
+        try:
+            moved = await link.client.call("hand_off", action.core_id, timeout_s=HAND_OFF_TIMEOUT_S)
+            why = "" if moved else "it has computed too little to hand off"
         except EngineDeadError:
             return  # who lost the engine has seen to it
         except (UtilityError, TimeoutError) as exc:
             why = str(exc) or "it does not answer"
-        if core_id in self._placed:
-            link.abort([core_id])
-            self._retry(routed, Setback.MOVE, f"engine {link.name} leaves: {why}")
+        if why:
+            now = self._loop.time()
+            self._carry_out(self.table.cannot_hand_off(action.core_id, why, now))
 
-    # --- leases that nobody took over, and what all engines do --------------------------------
-
-    def _release(self, request_id: str, params: dict[str, Any] | None) -> None:
-        if params is not None:
-            self.pools.release(request_id, params)
+    # --- what all engines do ------------------------------------------------------------------
 
     async def notify_kv_transfer_request_rejected(
         self,
@@ -376,6 +220,5 @@ class PoolClient(AsyncEngine, WithoutControl):
         if self._closed:
             return
         self._closed = True
-        self._held.close()
         self.pools.close()
         self.output_processor.fail_all(EngineDeadError("the router was shut down"))

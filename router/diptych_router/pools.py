@@ -31,8 +31,7 @@ from diptych_router.policy import (
     Decision,
     EngineView,
     Role,
-    decide,
-    decide_prefill,
+    choose,
     heir,
 )
 from diptych_router.serving import Serving, ServingFile
@@ -125,22 +124,19 @@ class Pools:
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
-    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
-        """The engines for a new attempt; None: there are none now.
+    def get(self, key: str) -> EngineLink | None:
+        return self.links.get(key)
 
-        `prefill_only`: the request ends with its prefill.
-        `full`: keys of engines that have no room. Where prefill has none, decode engines do not
-        compute the prompt in its stead: that would make all streams slow.
-        """
+    def may_begin_at(self, key: str) -> bool:
+        """This engine may get new requests."""
+        return key in self.links and self.usable(self.links[key])
+
+    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+        """As `policy.choose`, for the engines that are usable now."""
         prefill, decode = (
-            [_view(link, self.usable(link) and link.key not in full) for link in self.of(role)]
-            for role in ROLES
+            [_view(link, self.usable(link)) for link in self.of(role)] for role in ROLES
         )
-        decision = (decide_prefill if prefill_only else decide)(prefill, decode)
-        prefill_is_full = any(view.key in full for view in prefill)
-        if decision is not None and decision.prefill is None and prefill_is_full:
-            return None
-        return decision
+        return choose(prefill, decode, full, prefill_only=prefill_only)
 
     def heir(self, fingerprint: str) -> EngineLink | None:
         """A decode engine that may take over KV of this fingerprint.
@@ -169,8 +165,9 @@ class Pools:
             if link.description is not None and self.usable(link)
         ]
 
-    def draining(self, role: Role) -> list[EngineLink]:
-        return [link for link in self.of(role) if link.stats.draining]
+    def draining(self) -> list[EngineLink]:
+        """Decode engines that leave."""
+        return [link for link in self.of("decode") if link.stats.draining]
 
     def why_not_ready(self) -> str:
         """Empty once a pair was usable, as long as a decode engine is; in words otherwise.

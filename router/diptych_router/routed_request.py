@@ -6,7 +6,7 @@
        │                        │ error / loss
        └────────────────────────┴─▶ a new attempt with prompt + tokens so far
 
-Pure: it says what to send next; PoolClient sends it.
+Pure: it says what to send next; `RequestTable` says where to.
 """
 
 from __future__ import annotations

@@ -1,0 +1,381 @@
+"""All requests of one router, and what becomes of each: events and the time in, actions out.
+
+    held ◀──no engine── begin ──▶ PREFILL ──token + lease──▶ (between) ──▶ DECODE ──▶ over
+      └──fleet changed───▶ ▲                                                 │
+                           └───── error, loss, full, move: a new attempt ────┘
+
+What always holds:
+
+- **A request is at one engine at most.** Every placement has an id of its own (`core_id`). It is
+  known from the moment the table says `Add` until its engine has said its last word, is lost, or
+  is told `Abort`; whatever any engine says under another id is not heard, and is aborted there.
+- **Each generated token is delivered once, in order.** Only the engine in charge is heard, and the
+  next one begins after the tokens that are delivered.
+- **Every lease that an engine's output brings is handed to one decode engine, or released.** It is
+  released when that engine fails, is lost or loses its turn before it has read it, and when the
+  request is over before anybody has.
+- **Every request ends**: with a last output that is delivered, or with one `Fail`, or because it is
+  withdrawn. Attempts are bounded (`MAX_ERRORS`, `MAX_LOSSES`) and so is the time without an engine
+  (`WakeAt`); what an engine takes to answer is its own affair and that of who watches the line.
+
+Pure but for the log: no socket, thread or clock. Who calls it carries out what it returns, in
+order, before the next event; the fleet answers questions of the moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineGenerateError,
+    EngineOverloadedError,
+    FinishReason,
+)
+from diptych_router.actions import (
+    Abort,
+    Action,
+    Add,
+    AskHandOff,
+    Deliver,
+    Explain,
+    Fail,
+    Release,
+    WakeAt,
+)
+from diptych_router.held_requests import HeldRequests
+from diptych_router.policy import Decision
+from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the table may know of an engine, and where it keeps its account."""
+
+    open_tokens: int
+    """Tokens of work that this router has open or planned there."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def up(self) -> bool: ...
+    @property
+    def withdrawn(self) -> bool:
+        """It leaves in good order, or is paused."""
+
+
+class Fleet(Protocol):
+    """Both pools, as they are when asked."""
+
+    def get(self, key: str) -> Engine | None: ...
+    def may_begin_at(self, key: str) -> bool:
+        """This engine may get new requests."""
+
+    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+        """The engines for a new attempt, but none of `full`; None: there are none now."""
+
+    def heir(self, fingerprint: str) -> Engine | None:
+        """A decode engine that may take over KV of this fingerprint."""
+
+    def draining(self) -> Sequence[Engine]:
+        """Decode engines whose streams should go elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What an engine's last word about a request leads to, once its tokens are delivered."""
+
+    routed: RoutedRequest
+    setback: Setback | None
+    """None: the engine did its part, and the next one is to take over."""
+    why: str = ""
+
+
+class RequestTable:
+    """Every request from `submit` to its end."""
+
+    def __init__(self, fleet: Fleet, *, hold_seconds: float, max_held: int) -> None:
+        self.requests: dict[str, RoutedRequest] = {}
+        """By the request's own id."""
+        self.held = HeldRequests(hold_seconds, max_held)
+        self._fleet = fleet
+        self._placed: dict[str, RoutedRequest] = {}
+        """By the id under which an engine has it now."""
+        self._charges: dict[str, list[tuple[Engine, int]]] = {}
+        """What each request adds to the open tokens of engines."""
+        self._turns: list[_Turn] = []
+
+    def is_placed(self, core_id: str) -> bool:
+        """An engine has this placement, or is to get it."""
+        return core_id in self._placed
+
+    # --- users --------------------------------------------------------------------------------
+
+    def submit(
+        self, request: EngineCoreRequest, max_model_len: int, now: float
+    ) -> Sequence[Action]:
+        """A new request."""
+        routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
+        return self._begin(routed, now)
+
+    def withdraw(self, request_ids: Iterable[str]) -> Sequence[Action]:
+        """Nobody wants these any more, or they have ended before their engines knew. Unknown ids
+        are ignored."""
+        actions: list[Action] = []
+        by_engine: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            routed = self.requests.get(request_id)
+            if routed is None:
+                continue
+            if routed.core_id in self._placed:
+                by_engine.setdefault(routed.engine, []).append(routed.core_id)
+            actions += self._forget(routed)
+        return [*(Abort(engine, ids) for engine, ids in by_engine.items()), *actions]
+
+    # --- engines ------------------------------------------------------------------------------
+
+    def receive(self, engine: str, outputs: Iterable[EngineCoreOutput]) -> Sequence[Action]:
+        """An engine's outputs. `Deliver` what they hold, then call `take_turns`: the first token
+        does not wait for the hand-off, and whom a stop string has ended needs none."""
+        deliver: list[EngineCoreOutput] = []
+        actions: list[Action] = [Deliver(deliver)]
+        strays: list[str] = []
+        for output in outputs:
+            routed = self._placed.get(output.request_id)
+            if routed is None or routed.engine != engine:
+                actions += _offered(output)
+                if not output.finished:
+                    strays.append(output.request_id)
+            elif output.finish_reason is FinishReason.ERROR:
+                why = output.error or "the engine gave no reason"
+                actions += _offered(output)
+                self._pass_turn(routed, routed.setback_of(why), why)
+            elif is_given_up(output):
+                link = self._fleet.get(engine)
+                setback = Setback.MOVE if link is not None and link.withdrawn else Setback.LOSS
+                name = link.name if link is not None else engine
+                self._pass_turn(routed, setback, f"engine {name} gave it up")
+            else:
+                actions += self._absorb(routed, output)
+                if output.new_token_ids or output.finished:
+                    deliver.append(output)
+        if strays:
+            actions.append(Abort(engine, strays))
+        return actions
+
+    def take_turns(self, now: float) -> Sequence[Action]:
+        """Go on with what engines have ended, as far as users still want it."""
+        turns, self._turns = self._turns, []
+        actions: list[Action] = []
+        for turn in turns:
+            if self.requests.get(turn.routed.request_id) is not turn.routed:
+                continue
+            if turn.setback is None:
+                actions += self._hand_over(turn.routed, now)
+            else:
+                actions += self._retry(turn.routed, turn.setback, turn.why, now)
+        return actions
+
+    def not_sent(self, core_id: str, why: str, now: float) -> Sequence[Action]:
+        """An `Add` did not reach its engine."""
+        routed = self._placed.get(core_id)
+        return self._retry(routed, Setback.LOSS, why, now) if routed is not None else ()
+
+    def engine_lost(self, engine: str, why: str, now: float) -> Sequence[Action]:
+        """An engine is gone, and every placement with it."""
+        link = self._fleet.get(engine)
+        setback = Setback.MOVE if link is not None and link.withdrawn else Setback.LOSS
+        actions: list[Action] = []
+        for routed in [r for r in self._placed.values() if r.engine == engine]:
+            actions += self._retry(routed, setback, why, now)
+        return actions
+
+    def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
+        """An engine was asked to hand a placement off, and could not: begin again elsewhere."""
+        routed = self._placed.get(core_id)
+        if routed is None:
+            return ()
+        engine = routed.engine
+        link = self._fleet.get(engine)
+        name = link.name if link is not None else engine
+        again = self._retry(routed, Setback.MOVE, f"engine {name} leaves: {why}", now)
+        return [Abort(engine, [core_id]), *again]
+
+    # --- the fleet, and time ------------------------------------------------------------------
+
+    def fleet_changed(self, now: float) -> Sequence[Action]:
+        """Engines came, went or began to leave: let those who wait go on, and move streams."""
+        actions: list[Action] = []
+        stuck: set[bool] = set()
+        """Kinds of requests (`prefill_only`) that no engine can take."""
+        for routed in self.held:
+            if routed.prefill_only in stuck:
+                continue
+            if self._fleet.choose(prefill_only=routed.prefill_only) is None:
+                stuck.add(routed.prefill_only)
+                continue
+            self.held.release(routed.request_id)
+            actions += self._begin(routed, now)
+        return [*actions, *self._move_streams()]
+
+    def tick(self, now: float) -> Sequence[Action]:
+        """Give up what has waited for too long."""
+        actions: list[Action] = []
+        reason = f"no engine within {self.held.hold_seconds:g} s"
+        for routed in self.held.overdue(now):
+            log.warning("request %s: %s", routed.request_id, reason)
+            actions += self._fail(routed, EngineOverloadedError(reason))
+        return actions
+
+    def _move_streams(self) -> list[Action]:
+        """Ask engines that leave to hand off what they decode, if somebody can take it over."""
+        actions: list[Action] = []
+        for engine in self._fleet.draining():
+            if self._fleet.heir(engine.fingerprint) is None:
+                continue  # they may end here; a loss before that is a new attempt
+            for core_id, routed in self._placed.items():
+                if routed.engine == engine.key and not routed.moving:
+                    routed.moving = True
+                    actions.append(AskHandOff(engine.key, core_id))
+        return actions
+
+    # --- a request's way ----------------------------------------------------------------------
+
+    def _begin(self, routed: RoutedRequest, now: float, before: str = "") -> list[Action]:
+        """Start an attempt with what is known so far, or wait until that is possible.
+
+        before: what went wrong with the attempt before this one.
+        """
+        decision = self._fleet.choose(routed.full, prefill_only=routed.prefill_only)
+        decode = self._fleet.get(decision.decode) if decision is not None else None
+        if decision is None or decode is None:
+            return self._hold(routed, now, before)
+        prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
+        routed.attempts += 1
+        routed.decode_engine = decode.key
+        facts = {
+            "prefill": prefill.name,
+            "decode": decode.name,
+            "reason": decision.reason,
+            "attempts": routed.attempts,
+        }
+        log.info("request %s: %s", routed.request_id, facts)
+        if prefill is not decode:
+            self._place(routed, prefill, Stage.PREFILL, plans=decode)
+            request = routed.prefill_request()
+        else:
+            self._place(routed, decode, Stage.DECODE)
+            request = routed.aggregated_request()
+        return [Explain(routed.request_id, facts), Add(routed.engine, request)]
+
+    def _hold(self, routed: RoutedRequest, now: float, before: str) -> list[Action]:
+        try:
+            until = self.held.add(routed, now)
+        except EngineOverloadedError as exc:
+            why = f"{before}; then: {exc}" if before else str(exc)
+            return self._fail(routed, EngineOverloadedError(why))
+        log.info("request %s waits for an engine", routed.request_id)
+        return [WakeAt(until)]
+
+    def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:
+        """Take an output of the engine in charge; what to do with leases that nobody will read."""
+        offered, unread = _offered(output), routed.lease
+        if routed.absorb(output):
+            self._pass_turn(routed)
+            # Who hands off has read what it took over; whoever says otherwise loses it.
+            return [] if unread is None else [Release(routed.core_id, unread)]
+        if output.finished:
+            return [*offered, *self._forget(routed)]
+        return offered
+
+    def _pass_turn(
+        self, routed: RoutedRequest, setback: Setback | None = None, why: str = ""
+    ) -> None:
+        """Its engine has said its last word about it, and is not heard again."""
+        del self._placed[routed.core_id]
+        self._turns.append(_Turn(routed, setback, why))
+
+    def _hand_over(self, routed: RoutedRequest, now: float) -> list[Action]:
+        """An engine lends its KV: let the next one take over."""
+        taker = self._taker(routed)
+        if taker is None:
+            return self._retry(routed, Setback.MOVE, "no decode engine can take it over", now)
+        self._place(routed, taker, Stage.DECODE)
+        routed.decode_engine = taker.key
+        return [Add(taker.key, routed.decode_request())]
+
+    def _taker(self, routed: RoutedRequest) -> Engine | None:
+        """The planned engine if it still may, else one that fits, else the planned one after all
+        (while it drains it still takes what was meant for it)."""
+        fingerprint = (routed.lease or {}).get("compat")
+        planned = self._fleet.get(routed.decode_engine)
+        if planned is not None and (
+            planned.key == routed.engine  # it is the one that hands off
+            or not planned.up
+            or fingerprint not in (None, planned.fingerprint)  # restarted as something else
+        ):
+            planned = None
+        if planned is not None and self._fleet.may_begin_at(planned.key):
+            return planned
+        return self._fleet.heir(str(fingerprint)) or planned
+
+    def _retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
+        """Give a request another chance elsewhere, or end it with an error."""
+        log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
+        again = routed.set_back(setback)
+        actions = self._drop_lease(routed)
+        self._leave_engine(routed)
+        if again:
+            return [*actions, *self._begin(routed, now, before=why)]
+        kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError
+        return [*actions, *self._fail(routed, kind(why))]
+
+    def _fail(
+        self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError
+    ) -> list[Action]:
+        return [*self._forget(routed), Fail(routed.request_id, error)]
+
+    def _forget(self, routed: RoutedRequest) -> list[Action]:
+        """It is over."""
+        del self.requests[routed.request_id]
+        self.held.release(routed.request_id)
+        self._leave_engine(routed)
+        return self._drop_lease(routed)
+
+    def _drop_lease(self, routed: RoutedRequest) -> list[Action]:
+        lease, routed.lease = routed.lease, None
+        return [] if lease is None else [Release(routed.core_id, lease)]
+
+    def _place(
+        self, routed: RoutedRequest, engine: Engine, stage: Stage, plans: Engine | None = None
+    ) -> None:
+        """Put a request to an engine's account, and to that of the one to take over later."""
+        self._leave_engine(routed)
+        routed.place(engine.key, stage)
+        self._placed[routed.core_id] = routed
+        cost = routed.prompt_tokens + len(routed.generated)
+        charges = [(account, cost) for account in (engine, plans) if account is not None]
+        self._charges[routed.request_id] = charges
+        for account, tokens in charges:
+            account.open_tokens += tokens
+
+    def _leave_engine(self, routed: RoutedRequest) -> None:
+        for account, tokens in self._charges.pop(routed.request_id, ()):
+            account.open_tokens -= tokens
+        self._placed.pop(routed.core_id, None)
+        routed.engine = ""
+
+
+def _offered(output: EngineCoreOutput) -> list[Action]:
+    """Give back the lease that an output brings."""
+    params = output.kv_transfer_params
+    return [] if params is None else [Release(output.request_id, params)]

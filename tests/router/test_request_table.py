@@ -1,0 +1,481 @@
+"""What becomes of requests while engines answer, fail, lie and vanish: the table's invariants."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineOverloadedError,
+    FinishReason,
+    SamplingParams,
+)
+from diptych_router.actions import (
+    Abort,
+    Action,
+    Add,
+    AskHandOff,
+    Deliver,
+    Explain,
+    Fail,
+    Release,
+    WakeAt,
+)
+from diptych_router.policy import Decision, EngineView, choose, heir
+from diptych_router.request_table import RequestTable
+
+PROMPT = 10
+
+
+@dataclass
+class ToyEngine:
+    """Holds what was added; tests decide what it says."""
+
+    key: str
+    fingerprint: str = "f"
+    up: bool = True
+    withdrawn: bool = False
+    open_tokens: int = 0
+    open: dict[str, EngineCoreRequest] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.key
+
+
+@dataclass
+class ToyFleet:
+    engines: dict[str, ToyEngine]
+
+    def get(self, key: str) -> ToyEngine | None:
+        return self.engines.get(key)
+
+    def may_begin_at(self, key: str) -> bool:
+        return self.engines[key].up and not self.engines[key].withdrawn
+
+    def views(self, role: str) -> list[EngineView]:
+        return [
+            EngineView(e.key, e.fingerprint, e.open_tokens, self.may_begin_at(e.key))
+            for e in self.engines.values()
+            if e.key.startswith(role) and e.up
+        ]
+
+    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+        return choose(self.views("p"), self.views("d"), full, prefill_only=prefill_only)
+
+    def heir(self, fingerprint: str) -> ToyEngine | None:
+        view = heir(self.views("d"), fingerprint)
+        return self.engines[view.key] if view is not None else None
+
+    def draining(self) -> Sequence[ToyEngine]:
+        return [e for e in self.engines.values() if e.key[0] == "d" and e.up and e.withdrawn]
+
+
+class World:
+    """A table, its engines, and a user who remembers everything."""
+
+    def __init__(self, *engines: str, hold_seconds: float = 30.0) -> None:
+        self.fleet = ToyFleet({key: ToyEngine(key) for key in engines})
+        self.table = RequestTable(self.fleet, hold_seconds=hold_seconds, max_held=100)
+        self.now = 0.0
+        self.delivered: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.offered: set[str] = set()
+        """Leases that engines' outputs brought."""
+        self.released: set[str] = set()
+        self.readers: dict[str, list[str]] = {}
+        """Which placements were given each lease."""
+        self.asked: list[AskHandOff] = []
+        self.wake_at: list[float] = []
+        self.log: list[Action] = []
+
+    def submit(self, name: str, **params: Any) -> None:
+        request = EngineCoreRequest(
+            name, list(range(PROMPT)), None, SamplingParams(**{"max_tokens": 4, **params}),
+            None, 2, 0.0, None, None, None,
+        )  # fmt: skip
+        self.delivered[name] = []
+        self.carry_out(self.table.submit(request, 100, self.now))
+
+    def say(self, engine: str, *outputs: EngineCoreOutput) -> None:
+        for output in outputs:
+            if output.kv_transfer_params is not None:
+                self.offered.add(output.kv_transfer_params["lease_id"])
+            if output.finished:
+                self.fleet.engines[engine].open.pop(output.request_id, None)
+        self.carry_out(self.table.receive(engine, outputs))
+        self.carry_out(self.table.take_turns(self.now))
+
+    def lose(self, engine: str) -> None:
+        link = self.fleet.engines[engine]
+        link.up, link.open = False, {}
+        self.carry_out(self.table.engine_lost(engine, "lost", self.now))
+
+    def change(self, engine: str, **facts: bool) -> None:
+        for name, value in facts.items():
+            setattr(self.fleet.engines[engine], name, value)
+        self.carry_out(self.table.fleet_changed(self.now))
+
+    def leave(self, name: str) -> None:
+        if name not in self.ended:
+            self.ended[name] = "left"
+            self.carry_out(self.table.withdraw([name]))
+
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self.log.append(action)
+            match action:
+                case Deliver(outputs):
+                    for output in outputs:
+                        assert output.request_id not in self.ended, "nothing comes after the end"
+                        self.delivered[output.request_id] += output.new_token_ids
+                        if output.finished:
+                            self.ended[output.request_id] = str(output.finish_reason)
+                case Add(key, request):
+                    self._add(key, request)
+                case Abort(key, core_ids):
+                    for core_id in core_ids:
+                        self.fleet.engines[key].open.pop(core_id, None)
+                case Release(_, params):
+                    self.released.add(params["lease_id"])
+                case Fail(request_id, _):
+                    assert request_id not in self.ended, "a request ends once"
+                    self.ended[request_id] = "failed"
+                case AskHandOff():
+                    self.asked.append(action)
+                case WakeAt(time):
+                    self.wake_at.append(time)
+                case Explain():
+                    pass
+
+    def _add(self, key: str, request: EngineCoreRequest) -> None:
+        engine = self.fleet.engines[key]
+        name = request.request_id.partition("/")[0]
+        assert name not in self.ended
+        others = [core_id for _, core_id in self.placements() if core_id.startswith(f"{name}/")]
+        assert not others, "a request is at one engine at most"
+        assert list(request.generated_token_ids or ()) == self.delivered[name]
+        params = (request.params.extra_args or {}).get("kv_transfer_params") or {}
+        if "lease_id" in params and params.get("do_remote_prefill"):
+            self.readers.setdefault(params["lease_id"], []).append(request.request_id)
+        if engine.up:
+            engine.open[request.request_id] = request
+        else:
+            self.carry_out(self.table.not_sent(request.request_id, "not connected", self.now))
+
+    # --- what engines may say -----------------------------------------------------------------
+
+    def answer(self, core_id: str, reason: FinishReason | None = None, *, tokens: int = 1,
+               lease: str = "") -> EngineCoreOutput:  # fmt: skip
+        """Tokens count up from 0, so that order and completeness are plain to see."""
+        begin = len(self.delivered[core_id.partition("/")[0]])
+        params = {"lease_id": lease, "do_remote_prefill": True, "compat": "f"} if lease else None
+        return EngineCoreOutput(
+            core_id, list(range(begin, begin + tokens)), finish_reason=reason,
+            kv_transfer_params=params,
+        )  # fmt: skip
+
+    def placements(self) -> list[tuple[str, str]]:
+        return [(e.key, core_id) for e in self.fleet.engines.values() for core_id in e.open]
+
+    def check_end(self) -> None:
+        """What must hold when every request is over."""
+        assert not self.table.requests
+        assert not self.placements()
+        assert set(self.ended) == set(self.delivered)
+        assert all(e.open_tokens == 0 for e in self.fleet.engines.values())
+        for tokens in self.delivered.values():
+            assert tokens == list(range(len(tokens)))
+        for lease in self.offered:
+            assert len(self.readers.get(lease, [])) <= 1
+            assert lease in self.released or self.readers.get(lease)
+
+
+def prefilled(world: World, name: str = "r", lease: str = "L1") -> None:
+    """The request has crossed from p to d."""
+    [(engine, core_id)] = [at for at in world.placements() if at[1].startswith(f"{name}/")]
+    world.say(engine, world.answer(core_id, FinishReason.LENGTH, lease=lease))
+
+
+def test_the_good_path() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    assert world.placements() == [("p", "r/1")]
+    prefilled(world)
+    assert world.placements() == [("d", "r/2")]
+    world.say("d", world.answer("r/2"))
+    world.say("d", world.answer("r/2", FinishReason.LENGTH, tokens=2))
+    assert (world.ended["r"], world.delivered["r"]) == ("length", [0, 1, 2, 3])
+    assert world.released == set()
+    world.check_end()
+
+
+def test_the_first_token_is_delivered_before_the_hand_off() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    world.log.clear()
+    prefilled(world)
+    assert [type(action) for action in world.log] == [Deliver, Add]
+
+
+def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
+    """As a stop string does, which is found while the token is delivered."""
+    world = World("p", "d")
+    world.submit("r")
+    output = world.answer("r/1", FinishReason.LENGTH, lease="L1")
+    world.carry_out(world.table.receive("p", [output]))
+    world.fleet.engines["p"].open.clear()
+    world.ended["r"] = "stop string"
+    assert world.table.withdraw(["r"]) == [Release("r/1", {
+        "lease_id": "L1", "do_remote_prefill": True, "compat": "f",
+    })]  # fmt: skip
+    assert world.table.take_turns(0.0) == []
+    assert not world.table.requests
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_lease_for_which_there_is_no_more_use_is_given_back(reason: FinishReason) -> None:
+    world = World("p", "d")
+    world.submit("r", max_tokens=1)
+    world.say("p", world.answer("r/1", reason, lease="L1"))
+    assert world.released == {"L1"}
+    world.check_end()
+
+
+def test_a_user_who_leaves_during_the_hand_off_frees_both_sides() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    prefilled(world)
+    world.log.clear()
+    world.leave("r")
+    assert [type(action) for action in world.log] == [Abort, Release]
+    world.check_end()
+
+
+def test_what_has_been_read_is_not_released() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    prefilled(world)
+    world.say("d", world.answer("r/2"))
+    world.leave("r")
+    assert world.released == set()
+    world.check_end()
+
+
+@pytest.mark.parametrize("late", ["lost", "error", "given up", "full"])
+def test_what_ends_a_hand_off_releases_the_lease_and_begins_again(late: str) -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    prefilled(world)
+    assert world.placements() == [("d", "r/2")]
+    match late:
+        case "lost":
+            world.lose("d")
+        case "error":
+            world.say("d", EngineCoreOutput("r/2", [], finish_reason=FinishReason.ERROR))
+        case "given up":
+            world.say("d", EngineCoreOutput("r/2", [], finish_reason=FinishReason.ABORT))
+        case "full":
+            error = "overloaded: too many wait"
+            full = EngineCoreOutput("r/2", [], finish_reason=FinishReason.ERROR, error=error)
+            world.say("d", full)
+    assert world.released == {"L1"}
+    assert world.placements() == [("p", "r/3")]
+    prefilled(world, lease="L2")
+    [(engine, core_id)] = world.placements()
+    assert engine == ("d2" if late in ("lost", "full") else "d")
+    world.say(engine, world.answer(core_id, FinishReason.LENGTH, tokens=2))
+    assert world.delivered["r"] == [0, 1, 2, 3]
+    world.check_end()
+
+
+def test_what_an_engine_says_after_its_last_word_is_not_heard() -> None:
+    """The same message again, or one that was on its way when the request went elsewhere."""
+    world = World("p", "d")
+    world.submit("r")
+    first = world.answer("r/1", FinishReason.LENGTH, lease="L1")
+    again = world.answer("r/1", FinishReason.LENGTH, lease="L2")
+    world.say("p", first, again)
+    assert (world.delivered["r"], world.released) == ([0], {"L2"})
+    world.say("p", world.answer("r/1"))
+    world.say("p", EngineCoreOutput("r/2", [7]))  # another engine's placement is none of its affair
+    assert world.delivered["r"] == [0]
+    world.say("d", world.answer("r/2", FinishReason.STOP))
+    world.check_end()
+
+
+def test_a_request_that_nobody_knows_is_aborted_where_it_runs() -> None:
+    world = World("p", "d")
+    world.say("d", EngineCoreOutput("ghost/1", [1]))
+    assert world.log[-1] == Abort("d", ["ghost/1"])
+
+
+def test_a_request_waits_for_an_engine_and_no_longer_than_it_may() -> None:
+    world = World("p", "d")
+    world.change("p", up=False)
+    world.change("d", up=False)
+    world.submit("r1")
+    world.now = 10.0
+    world.submit("r2")
+    assert world.wake_at == [30.0, 40.0]
+    world.carry_out(world.table.tick(30.0))
+    assert world.ended == {"r1": "failed"}
+    world.change("d", up=True)
+    assert world.placements() == [("d", "r2/1")]
+    world.carry_out(world.table.tick(40.0))
+    world.say("d", world.answer("r2/1", FinishReason.STOP))
+    world.check_end()
+
+
+def test_full_engines_turn_away_who_has_nothing_yet() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    error = "overloaded: too many wait"
+    full = EngineCoreOutput("r/1", [], finish_reason=FinishReason.ERROR, error=error)
+    world.say("p", full)
+    failed = [action for action in world.log if isinstance(action, Fail)]
+    assert isinstance(failed[0].error, EngineOverloadedError)
+    world.check_end()
+
+
+def test_a_stream_is_asked_once_to_move_and_begins_again_if_it_cannot() -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.say("d", world.answer("r/2"))
+    world.change("d", withdrawn=True)
+    world.change("d", withdrawn=True)
+    assert world.asked == [AskHandOff("d", "r/2")]
+    world.carry_out(world.table.cannot_hand_off("r/2", "it does not answer", 0.0))
+    assert world.placements() == [("p", "r/3")]
+    assert not world.table.cannot_hand_off("r/2", "it does not answer", 0.0)
+    prefilled(world, lease="L2")
+    assert world.placements() == [("d2", "r/4")]
+    world.leave("r")
+    world.check_end()
+
+
+def test_a_stream_moves_with_its_lease() -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.say("d", world.answer("r/2"))
+    world.change("d", withdrawn=True)
+    world.say("d", world.answer("r/2", FinishReason.ABORT, tokens=0, lease="L2"))
+    assert world.placements() == [("d2", "r/3")]
+    world.say("d2", world.answer("r/3", FinishReason.LENGTH, tokens=2))
+    assert world.delivered["r"] == [0, 1, 2, 3]
+    world.check_end()
+
+
+def test_sending_may_find_out_first_that_an_engine_is_gone() -> None:
+    world = World("p", "p2", "d")
+    world.fleet.engines["d"].open_tokens = 0
+    world.submit("r1")
+    world.submit("r2")
+    assert world.placements() == [("p", "r1/1"), ("p2", "r2/1")]
+    actions = world.table.engine_lost("p", "lost", 0.0)
+    world.fleet.engines["p"].open.clear()
+    world.fleet.engines["p"].up = False
+    world.carry_out(actions)  # goes to p2, or to p again, which is found to be gone
+    assert {at for at, _ in world.placements()} == {"p2"}
+    world.leave("r1")
+    world.leave("r2")
+    world.check_end()
+
+
+# --- any order of events --------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None)
+def test_the_invariants_hold_whatever_happens(seed: int) -> None:
+    play(seed)
+
+
+def play(seed: int) -> None:
+    """A random history of a small service; then nothing bad happens any more, and all ends."""
+    random = Random(seed)
+    world = World("p1", "p2", "d1", "d2")
+    for step in range(60):
+        world.now += 1.0
+        happen(world, random, step)
+        assert {core_id for _, core_id in world.placements()} >= {
+            routed.core_id for routed in world.table.requests.values() if routed.engine
+        }
+    for engine in world.fleet.engines:
+        world.change(engine, up=True, withdrawn=False)
+    for step in range(200):
+        if not world.placements():
+            break
+        progress(world, random, f"end-{step}")
+    world.check_end()
+
+
+def happen(world: World, random: Random, step: int) -> None:
+    """One event."""
+    engine = random.choice(list(world.fleet.engines))
+    link = world.fleet.engines[engine]
+    match random.randrange(12):
+        case 0 | 1 if step < 40:
+            world.submit(f"r{step}", max_tokens=random.choice([1, 2, 5]))
+        case 2 if world.delivered:
+            world.leave(random.choice(list(world.delivered)))
+        case 3 if link.up:
+            world.lose(engine)
+        case 4 if link.up:
+            link.up, link.open = False, {}  # gone, and nobody has noticed yet
+            world.carry_out(world.table.engine_lost(engine, "silent", world.now))
+        case 5:
+            world.change(engine, up=True, withdrawn=random.random() < 0.3)
+        case 6 if world.wake_at:
+            world.carry_out(world.table.tick(world.wake_at.pop(0)))
+        case 7 if world.asked:
+            asked = world.asked.pop()
+            world.carry_out(world.table.cannot_hand_off(asked.core_id, "no", world.now))
+        case 8 if link.up:
+            world.say(engine, EngineCoreOutput(f"r{random.randrange(40)}/9", [999],
+                                               kv_transfer_params=None))  # fmt: skip
+        case _:
+            progress(world, random, f"L{step}", faults=True)
+
+
+def progress(world: World, random: Random, lease: str, *, faults: bool = False) -> None:
+    """Some engine says something about one of its requests."""
+    placements = world.placements()
+    if not placements:
+        return
+    engine, core_id = random.choice(placements)
+    request = world.fleet.engines[engine].open[core_id]
+    wants_lease = bool((request.params.extra_args or {}).get("kv_transfer_params", {}).get(
+        "do_remote_decode"))  # fmt: skip
+    left = (request.params.max_tokens or 0) - len(world.delivered[core_id.partition("/")[0]])
+    fault = random.randrange(8) if faults else 7
+    if fault == 0:
+        error = random.choice(["no", "overloaded: no room"])
+        output = EngineCoreOutput(core_id, [], finish_reason=FinishReason.ERROR, error=error)
+        if random.random() < 0.2:
+            output.kv_transfer_params = {"lease_id": lease}
+    elif fault == 1:
+        output = EngineCoreOutput(core_id, [], finish_reason=FinishReason.ABORT)
+    elif fault == 2 and engine[0] == "d":
+        output = world.answer(core_id, FinishReason.ABORT, tokens=0, lease=lease)
+    elif fault == 3:
+        output = world.answer(core_id, FinishReason.STOP, lease=lease)
+    elif wants_lease:
+        output = world.answer(core_id, FinishReason.LENGTH, lease=lease)
+    else:
+        output = world.answer(core_id, FinishReason.LENGTH if left <= 1 else None)
+    outputs = [output]
+    if fault == 4 and output.finished:  # what was its last word is not heard twice
+        outputs += [EngineCoreOutput(core_id, [998]), copy(output)]
+    world.say(engine, *outputs)
