@@ -1,0 +1,67 @@
+"""How an engine's KV lies in its memory: in blocks of tokens, shared out among ranks by heads.
+
+A rank's block is [num_layers, 2 (key, value), block_size, heads, head_dim], contiguous. The model
+sets all of that but `block_size` and the number of ranks, which may differ between two engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+GEOMETRY: Final = ("block_size", "tensor_parallel_size")
+"""What engines that exchange KV may have different."""
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Of one engine's KV memory."""
+
+    num_layers: int
+    kv_heads: int
+    """Of the model."""
+    row_bytes: int
+    """One token's key (or value) of one head."""
+    block_size: int
+    """Tokens a block."""
+    num_ranks: int
+
+    @classmethod
+    def of(cls, compat: Mapping[str, str | int], geometry: Mapping[str, int]) -> Layout | None:
+        """From what an engine says of itself; None if that is not enough to know, or impossible."""
+        layers, heads, head_dim = (
+            _positive(compat, name) for name in ("num_layers", "kv_heads", "head_dim")
+        )
+        block_size, ranks = (_positive(geometry, name) for name in GEOMETRY)
+        row_bytes = head_dim * ITEM_BYTES.get(str(compat.get("dtype")), 0)
+        if not layers * heads * row_bytes * block_size * ranks:
+            return None
+        if heads % ranks and ranks % heads:
+            return None
+        return cls(layers, heads, row_bytes, block_size, ranks)
+
+    @property
+    def local_heads(self) -> int:
+        """How many heads each rank has."""
+        return max(1, self.kv_heads // self.num_ranks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one rank's part of a block."""
+        return self.num_layers * 2 * self.block_size * self.local_heads * self.row_bytes
+
+    def heads_of(self, rank: int) -> range:
+        """The heads that a rank has; a head that there are too many ranks for is with several."""
+        first = rank * self.kv_heads // self.num_ranks
+        return range(first, first + self.local_heads)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def _positive(values: Mapping[str, str | int], name: str) -> int:
+    """0 if it is not there or makes no sense."""
+    value = values.get(name)
+    return value if isinstance(value, int) and value > 0 else 0
