@@ -56,6 +56,7 @@ def build_core(config: EngineConfig) -> EngineCore:
             "kv_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,
             "block_size": config.block_size,
+            "tensor_parallel_size": config.tensor_parallel_size,
             "dtype": runner.dtype_name,
             "layout": "block-major/1",
             "revision": config.revision,

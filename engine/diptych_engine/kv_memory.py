@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -14,13 +17,29 @@ class KVMemory:
     On a CPU it is a private mapping, so its pages are aligned and taken on first use: an engine
     starts at once, an idle one stays small, and pages that are given back come again as zeros when
     somebody touches them. The hinge may keep the address meanwhile.
+
+    The memory of a tensor-parallel worker may be a mapping of a file without a name (a memfd) that
+    the lead maps too: the hinge lives there. Such a file is gone with the last process that has it,
+    however that ends.
     """
 
-    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared_fd: int | None = None,
+    ) -> None:
+        """`shared_fd`: an empty file to have the memory in; on a CPU only."""
         self._pages: mmap.mmap | None = None
+        self._shared = shared_fd is not None
         self._num_bytes = num_bytes
-        if device.type == "cpu":
+        if shared_fd is not None:
+            os.ftruncate(shared_fd, num_bytes)
+            self._pages = mmap.mmap(shared_fd, num_bytes)
+        elif device.type == "cpu":
             self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self._pages is not None:
             self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype)
             """[num_bytes / item size], the cache without its shape."""
         else:
@@ -29,7 +48,7 @@ class KVMemory:
     def give_back(self) -> None:
         """Return the memory to the machine. Nobody may use it until `take_again`."""
         if self._pages is not None:
-            self._pages.madvise(mmap.MADV_DONTNEED)
+            self._pages.madvise(mmap.MADV_REMOVE if self._shared else mmap.MADV_DONTNEED)
         else:
             self.tensor.untyped_storage().resize_(0)
             torch.cuda.empty_cache()
@@ -40,3 +59,9 @@ class KVMemory:
         if storage.nbytes() < self._num_bytes:
             storage.resize_(self._num_bytes)
             self.tensor.zero_()
+
+
+def map_shared(fd: int, num_blocks: int) -> NDArray[np.uint8]:
+    """[num_blocks, block_bytes]: the memory that another process has in this file."""
+    pages = mmap.mmap(fd, os.fstat(fd).st_size)
+    return np.frombuffer(pages, np.uint8).reshape(num_blocks, -1)

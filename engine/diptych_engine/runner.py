@@ -56,10 +56,11 @@ class ModelRunner:
         source: ModelSource,
         num_blocks: int | None = None,
         shard: Shard = WHOLE,
+        kv_memory_fd: int | None = None,
     ) -> None:
         """Load the model, or a rank's share of it.
 
-        `num_blocks` overrides what the configuration asks for.
+        `num_blocks` overrides what the configuration asks for. `kv_memory_fd`: see `KVMemory`.
         Raises `InvalidRequestError` for a device or model that cannot work.
         """
         shard.check(source.config)
@@ -88,7 +89,8 @@ class ModelRunner:
                 f"kv_cache_bytes must hold two blocks of {self.block_bytes} bytes",
                 param="kv_cache_bytes",
             )
-        memory = KVMemory(self.num_blocks * self.block_bytes, self._dtype, self._device)
+        num_bytes = self.num_blocks * self.block_bytes
+        memory = KVMemory(num_bytes, self._dtype, self._device, kv_memory_fd)
         self.kv_cache = memory.tensor.view(-1, *block_shape(local, config.block_size))
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
@@ -122,10 +124,9 @@ class ModelRunner:
         """`float32` or `bfloat16`."""
         return str(self._dtype).removeprefix("torch.")
 
-    def kv_memory(self) -> NDArray[np.uint8]:
-        """The cache's own memory as bytes, [num_blocks, block_bytes]; on a CPU only."""
-        memory: NDArray[np.uint8] = self.kv_cache.flatten(1).view(torch.uint8).numpy()
-        return memory
+    def kv_memory(self) -> list[NDArray[np.uint8]]:
+        """Each rank's own memory as bytes, [num_blocks, block_bytes]; on a CPU only."""
+        return [self.kv_cache.flatten(1).view(torch.uint8).numpy()]
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

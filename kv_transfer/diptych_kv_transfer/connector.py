@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,8 @@ from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
 from diptych_kv_transfer.leases import LeaseTable
 from diptych_kv_transfer.loads import LeaseRef, LoadTable, coalesce
-from diptych_kv_transfer.messages import Hello
+from diptych_kv_transfer.messages import TAG_BITS, Hello
+from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats, fingerprint
 
@@ -51,17 +52,18 @@ def open_connector(
     engine_id: str,
     epoch: str,
     compat: Mapping[str, str | int],
-    kv_memory: NDArray[np.uint8],
+    kv_memory: Sequence[NDArray[np.uint8]],
 ) -> KVConnector:
     """Listen, and start a hinge over UCX.
 
     Args:
-        kv_memory: [num_blocks, block_bytes], contiguous; must outlive the connector.
+        kv_memory: [num_blocks, block_bytes] of each rank, contiguous; must outlive the connector.
 
     Raises `OSError` when the address cannot be had.
     """
     hinge = make_hinge(config, Hello(engine_id, epoch, dict(compat)))
-    driver = HingeThread(hinge, UcxTransport(config.listen_host, config.listen_port), kv_memory)
+    transport = UcxTransport(config.listen_host, config.listen_port)
+    driver = HingeThread(hinge, transport, Regions(kv_memory))
     return KVConnector(hinge.me, config, driver)
 
 
@@ -153,7 +155,7 @@ class KVConnector:
         """
         remote = (params.remote_block_ids or [[]])[0]
         runs, local_runs = coalesce(indices, remote, local_block_ids)
-        digest, tag = digest_of(token_ids, cache_salt), self._random_bits(60)
+        digest, tag = digest_of(token_ids, cache_salt), self._random_bits(TAG_BITS - 1)
         self._driver.tell(
             lambda hinge, now: hinge.loads.start(request_id, digest, tag, runs, local_runs, now)
         )

@@ -14,9 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from diptych_kv_transfer.actions import (
     Action,
     Connect,
@@ -30,6 +27,7 @@ from diptych_kv_transfer.actions import (
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.leases import LeaseState
 from diptych_kv_transfer.messages import encode
+from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.transport import Transport
 from diptych_protocol import KVTransferStats
 
@@ -43,15 +41,11 @@ Command = Callable[[Hinge, float], list[Action]]
 class HingeThread:
     """The one thread that touches a hinge and its transport."""
 
-    def __init__(self, hinge: Hinge, transport: Transport, kv_memory: NDArray[np.uint8]) -> None:
-        """Start the thread.
-
-        Args:
-            kv_memory: [num_blocks, block_bytes], contiguous; must outlive the thread.
-        """
+    def __init__(self, hinge: Hinge, transport: Transport, regions: Regions) -> None:
+        """Start the thread; from now on the regions are its own."""
         self._hinge = hinge
         self._transport = transport
-        self._memory = kv_memory
+        self._regions = regions
         self.port = transport.port
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable while `poll_events` has something to return."""
@@ -137,18 +131,21 @@ class HingeThread:
         self._do(self._hinge.tick(now))
 
     def _do(self, actions: list[Action]) -> None:
+        regions = self._regions
         for action in actions:
             match action:
                 case Send(peer, message):
                     self._transport.send(peer, encode(message))
                 case SendBlocks(peer, _, tag, runs):
                     self._totals.blocks_sent += sum(map(len, runs))
-                    self._totals.bytes_sent += sum(map(len, runs)) * self._memory.shape[1]
-                    buffers = [self._bytes_of(run) for run in runs]
-                    self._transport.send_blocks(peer, action.key, tag, buffers)
+                    self._totals.bytes_sent += sum(map(len, runs)) * regions.block_bytes
+                    buffers = regions.buffers(runs)
+                    first = tag * regions.num_ranks
+                    self._transport.send_blocks(peer, action.key, first, buffers)
                 case ReceiveBlocks(peer, _, tag, runs):
-                    buffers = [self._bytes_of(run) for run in runs]
-                    self._transport.receive_blocks(peer, action.key, tag, buffers)
+                    buffers = regions.buffers(runs)
+                    first = tag * regions.num_ranks
+                    self._transport.receive_blocks(peer, action.key, first, buffers)
                 case Connect(address):
                     self._transport.connect(address)
                 case Fence(peer):
@@ -156,13 +153,10 @@ class HingeThread:
                 case LeaseEnded() | LoadEnded():
                     self._report(action)
 
-    def _bytes_of(self, run: range) -> NDArray[np.uint8]:
-        return self._memory[run.start : run.stop].reshape(-1)
-
     def _report(self, event: LeaseEnded | LoadEnded) -> None:
         if isinstance(event, LoadEnded) and event.ok:
             self._totals.blocks_received += event.num_blocks
-            self._totals.bytes_received += event.num_blocks * self._memory.shape[1]
+            self._totals.bytes_received += event.num_blocks * self._regions.block_bytes
             self._totals.seconds_receiving += event.seconds
         self._events.append(event)
         os.eventfd_write(self.wake_fd, 1)

@@ -24,7 +24,9 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 LeaseId = Name
-Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+TAG_BITS = 56
+Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << TAG_BITS)]
+"""On the transport it is multiplied by the number of P's ranks: each sends its part of a run."""
 Run = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """(first block of the lease, number of blocks); contiguous in P's memory and in D's."""
 

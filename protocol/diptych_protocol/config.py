@@ -156,11 +156,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             raise InvalidRequestError(
                 f"lora_modules: {self.name!r} is the model's own name", param="lora_modules"
             )
-        for field in ("tensor_parallel_size", "data_parallel_size"):
-            if self.kv_transfer is not None and getattr(self, field) > 1:
-                raise InvalidRequestError(
-                    f"{field} must be 1 in an engine that takes part in hand-offs", param=field
-                )
+        if self.kv_transfer is not None and self.data_parallel_size > 1:
+            raise InvalidRequestError(
+                "data_parallel_size must be 1 in an engine that takes part in hand-offs",
+                param="data_parallel_size",
+            )
 
     @property
     def follows_requests(self) -> bool:

@@ -19,6 +19,7 @@ import torch
 from diptych_engine.build_core import build_core
 from diptych_engine.core import EngineCore
 from diptych_engine.models import StepInputs
+from diptych_engine.parallel.lead import check_hinge
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
     Array,
@@ -193,13 +194,21 @@ def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
             "9 heads",
         ),
         ({"model": "dummy://?intermediate_size=129"}, "intermediate_size 129"),
-        ({"kv_transfer": KVTransferConfig()}, "hand-offs"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequestError, match=complaint) as refusal:
         build_core(changed(**{"tensor_parallel_size": 2, **changes}))
     assert refusal.value.param == "tensor_parallel_size"
+
+
+def test_ranks_on_gpus_take_no_part_in_hand_offs() -> None:
+    hinged = changed(tensor_parallel_size=2, kv_transfer=KVTransferConfig())
+    check_hinge(hinged, torch.device("cpu"))
+    check_hinge(changed(tensor_parallel_size=2), torch.device("cuda", 0))
+    with pytest.raises(InvalidRequestError, match="on CPUs only") as refusal:
+        check_hinge(hinged, torch.device("cuda", 0))
+    assert refusal.value.param == "kv_transfer"
 
 
 def test_every_field_of_a_step_travels() -> None:

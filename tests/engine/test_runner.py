@@ -243,7 +243,7 @@ def test_the_cache_has_the_size_that_was_asked_for(block_size: int, dtype: str) 
     assert runner.block_bytes == per_block == runner.kv_cache[0].nbytes
     assert runner.num_blocks == len(runner.kv_cache) == (1 << 20) // per_block
     assert runner.kv_cache.is_contiguous()
-    memory = runner.kv_memory()
+    [memory] = runner.kv_memory()
     assert memory.shape == (runner.num_blocks, per_block)
     memory[1] = 255
     assert runner.kv_cache[1].isnan().all()

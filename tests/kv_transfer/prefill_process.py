@@ -30,7 +30,7 @@ def main() -> None:
         engine_id="prefill",
         epoch=str(os.getpid()),
         compat={"dtype": "float32"},
-        kv_memory=memory,
+        kv_memory=[memory],
     )
     print(json.dumps({"port": connector.port}), file=answers, flush=True)
     ended: dict[str, str] = {}

@@ -86,7 +86,7 @@ class Decode:
             engine_id="decode",
             epoch="d1",
             compat={"dtype": "float32"},
-            kv_memory=self.memory,
+            kv_memory=[self.memory],
         )
 
     def start(
@@ -304,7 +304,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
         with pytest.raises(OSError, match=str(port)):
             open_connector(
                 KVTransferConfig(listen_port=port),
-                engine_id="d", epoch="1", compat={}, kv_memory=np.zeros((1, 1), np.uint8),
+                engine_id="d", epoch="1", compat={}, kv_memory=[np.zeros((1, 1), np.uint8)],
             )  # fmt: skip
 
 
@@ -340,7 +340,7 @@ from diptych_protocol import KVTransferConfig
 
 def connector(name):
     return open_connector(KVTransferConfig(), engine_id=name, epoch="1", compat={},
-                       kv_memory=np.ones((64, 1 << 20), np.uint8))
+                       kv_memory=[np.ones((64, 1 << 20), np.uint8)])
 
 p, d = connector("p"), connector("d")
 

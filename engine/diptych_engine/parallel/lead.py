@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 import zmq
+from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_engine.kv_memory import map_shared
 from diptych_engine.models import StepInputs
 from diptych_engine.models.shard import Shard
 from diptych_engine.parallel.group import SumGroup
@@ -65,6 +69,7 @@ class LeadRunner(ModelRunner):
         shard = Shard(0, size, self._group.sum_)
         try:
             shard.check(source.config)
+            check_hinge(config, choose_device(config))
             for rank in range(1, size):
                 self._workers.append(WorkerProcess(config, rank, directory, self._context))
             super().__init__(config, source, shard=shard)
@@ -86,6 +91,10 @@ class LeadRunner(ModelRunner):
     def watched(self) -> dict[int, Callable[[], None]]:
         """Descriptors that say that a worker has ended, and how to raise that."""
         return {worker.ended_fd: worker.mourn for worker in self._workers}
+
+    def kv_memory(self) -> list[NDArray[np.uint8]]:
+        """As a lone runner's, for every rank: the hinge of this process serves them all."""
+        return [*super().kv_memory(), *(w.kv_memory(self.num_blocks) for w in self._workers)]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """As a lone runner does. Raises `EngineDeadError` when the group is broken."""
@@ -147,6 +156,16 @@ class LeadRunner(ModelRunner):
         return EngineDeadError(f"the tensor-parallel group broke: {error}")
 
 
+def check_hinge(config: EngineConfig, device: torch.device) -> None:
+    """Raise `InvalidRequestError` unless the lead can reach the workers' KV, if it has to."""
+    if config.kv_transfer is not None and device.type != "cpu":
+        raise InvalidRequestError(
+            "an engine on GPUs with tensor_parallel_size above 1 takes no part in hand-offs: "
+            "its ranks' KV is shared on CPUs only",
+            param="kv_transfer",
+        )
+
+
 class WorkerProcess:
     """A worker as the lead sees it."""
 
@@ -165,12 +184,21 @@ class WorkerProcess:
             *("--directory", str(directory)),
             *("--parent-pid", str(os.getpid())),
         ]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._shared: list[int] = []
+        """The file that its KV cache is in, if the hinge needs it."""
+        if config.kv_transfer is not None:
+            self._shared.append(os.memfd_create(f"diptych-kv-{rank}"))
+            command += ["--kv-memory-fd", str(self._shared[0])]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=self._shared)
         self.ended_fd = os.pidfd_open(self._process.pid)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.ended_fd, zmq.POLLIN)
         self._last_words = ""
+
+    def kv_memory(self, num_blocks: int) -> NDArray[np.uint8]:
+        """[num_blocks, block_bytes]: its KV cache, once it has started; only with a hinge."""
+        return map_shared(self._shared[0], num_blocks)
 
     def tell(self, frames: Sequence[Frame]) -> None:
         """Send a message. If the worker is gone, its part of a sum or its answer will be missed."""
@@ -228,4 +256,5 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
         self._socket.close()
-        os.close(self.ended_fd)
+        for fd in (self.ended_fd, *self._shared):
+            os.close(fd)

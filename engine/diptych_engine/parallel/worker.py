@@ -45,12 +45,15 @@ LAST_WORDS_MS = 2000
 class Worker:
     """One rank at work."""
 
-    def __init__(self, config: EngineConfig, rank: int, directory: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int, directory: Path, kv_memory_fd: int | None
+    ) -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
         self._socket.connect(endpoint(directory, rank))
         self._config = config
+        self._kv_memory_fd = kv_memory_fd
         self._device = choose_device(config, rank)
         self._group = SumGroup(rank, config.tensor_parallel_size, directory / "group", self._device)
 
@@ -59,7 +62,7 @@ class Worker:
         try:
             source = resolve_model(self._config.model)
             shard = Shard(self._group.rank, self._group.size, self._group.sum_)
-            runner = ModelRunner(self._config, source, shard=shard)
+            runner = ModelRunner(self._config, source, shard=shard, kv_memory_fd=self._kv_memory_fd)
             self._answer(Answer(STARTED))
             self._group.join()
             while self._serve_one(runner):
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True, help="private to the group")
     parser.add_argument("--parent-pid", type=int, required=True, help="the lead's process id")
+    parser.add_argument("--kv-memory-fd", type=int, help="where the lead reads the KV cache")
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):  # the lead says when
@@ -114,7 +118,7 @@ def main() -> None:
     config = msgspec.json.decode(args.config, type=EngineConfig)
     setup_logging(f"{config.engine_id or 'engine'}/{args.rank}")
     try:
-        Worker(config, args.rank, args.directory).run()
+        Worker(config, args.rank, args.directory, args.kv_memory_fd).run()
     except Exception:
         log.exception("rank %d cannot go on", args.rank)
         sys.exit(1)
