@@ -36,10 +36,16 @@ class Transport(Protocol):
         """Send a control message; one to a lost peer is dropped."""
 
     def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        """Send buffer i under tag + i; ends in TransferEnded(key)."""
+        """Send buffers under a tag; ends in TransferEnded(key).
+
+        They are read until then, though the receiver may have them sooner.
+        """
 
     def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        """Receive what the peer sends under tag + i into buffer i; ends in TransferEnded(key)."""
+        """Receive what the peer sends under a tag, buffer for buffer; ends in TransferEnded(key).
+
+        It fails if their sizes differ, and it may if the peer connected to us.
+        """
 
     def fence(self, peer: Peer) -> None:
         """Cut a connection; ends in PeerLost, after which none of its transfers touches memory."""

@@ -1,9 +1,9 @@
 """The transport over UCX, by way of UCXX.
 
-Control messages travel on a connection's UCX stream, each after its length in four bytes; blocks
-are tagged messages, sent from and received into the KV memory without a copy of ours. The owner's
-thread drives UCX: while there is anything to progress it does so, and otherwise it sleeps in epoll
-on the worker's event descriptor, so that an idle connection costs nothing.
+Control messages and the frames of transfers travel on a connection's UCX stream; blocks move from
+the KV memory and into it without a copy of ours, see `exchange.py`. The owner's thread drives UCX:
+while there is anything to progress it does so, and otherwise it sleeps in epoll on the worker's
+event descriptor and the sockets, so that an idle connection costs nothing.
 
 Endpoints are created with error handling: a peer that dies is noticed (at once while bytes are in
 flight, by keep-alive otherwise), and an endpoint can be cut with transfers in flight, which is what
@@ -12,24 +12,24 @@ flight, by keep-alive otherwise), and an endpoint can be cut with transfers in f
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import libucx
-import numpy as np
+import msgspec
 
 os.environ.setdefault("UCX_LOG_LEVEL", "error")  # read when the library is loaded
 libucx.load_library()
 
 from ucxx._lib import libucxx  # noqa: E402  (it needs the library and the setting above)
-from ucxx._lib.arr import Array  # noqa: E402
 
+from diptych_kv_transfer import frames  # noqa: E402
 from diptych_kv_transfer.actions import Address, Peer  # noqa: E402
 from diptych_kv_transfer.events import (  # noqa: E402
     Connected,
@@ -39,36 +39,30 @@ from diptych_kv_transfer.events import (  # noqa: E402
     Received,
     TransferEnded,
 )
-from diptych_kv_transfer.messages import MAX_MESSAGE_BYTES  # noqa: E402
+from diptych_kv_transfer.exchange import Exchange, ExchangeError, Means  # noqa: E402
+from diptych_kv_transfer.same_host import is_allowed, this_process  # noqa: E402
+from diptych_kv_transfer.sockets import Door  # noqa: E402
+from diptych_kv_transfer.stream import FRAME, MESSAGE, Stream, StreamError  # noqa: E402
 from diptych_kv_transfer.transport import Buffer  # noqa: E402
+from diptych_kv_transfer.ucp import Registry  # noqa: E402
 
 log = logging.getLogger(__name__)
 
 OPTIONS = {
-    "CMA_MEMORY_INVALIDATE": "y",  # lets endpoints with error handling use cma on one host
-    "RNDV_SCHEME": "auto",  # on cma the receiver fetches, on TCP the sender puts
-    "PROTOS": "^rndv/am/bcopy,rndv/am/zcopy",  # slower, and never ended when cut in the middle
     "KEEPALIVE_INTERVAL": "1s",
     "TCP_CM_REUSEADDR": "y",  # an engine that was restarted listens where it did before
 }
 """A UCX_* variable of the environment wins over these."""
 
-UCP_EP_ATTR_FIELD_TRANSPORTS = 1 << 3
-MAX_TRANSPORTS = 16
-HEADER_BYTES = 4
 DRAIN_TIMEOUT_S = 2.0
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(slots=True)
 class _Connection:
     endpoint: Any
-    address: Address | None
-    incoming: tuple[Any, Buffer]
-    """The stream receive that is always posted: a length, or a message of that length."""
-    in_header: bool = True
-    sends: list[tuple[Any, Buffer]] = field(default_factory=list)
-    """Control messages in flight, with their bytes kept alive."""
-    transfers: dict[str, list[tuple[Any, Buffer]]] = field(default_factory=dict)
+    stream: Stream
+    exchange: Exchange
     lost: bool = False
 
 
@@ -76,29 +70,36 @@ class UcxTransport:
     """See `diptych_kv_transfer.transport.Transport`."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen on a port of every address: UCXX offers no choice, so `host` is only for errors.
+        """Listen on a port of every address, as UCXX offers no choice; for blocks, on `host` only.
 
-        Raises `OSError` when the port cannot be had.
+        Raises `OSError` when that cannot be had.
         """
         options = {k: v for k, v in OPTIONS.items() if f"UCX_{k}" not in os.environ}
-        features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
-        self._context = libucxx.UCXContext(options, feature_flags=features)
+        rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+        features = [libucxx.Feature.STREAM, libucxx.Feature.WAKEUP]
+        if rdma:  # not elsewhere: it lets peers read and write our memory in software
+            features.append(libucxx.Feature.RMA)
+        self._context = libucxx.UCXContext(options, feature_flags=tuple(features))
         self._worker = libucxx.UCXWorker(
             self._context, enable_delayed_submission=False, enable_python_future=False
         )
         self._worker.init_blocking_progress_mode()
         self._accepted: list[Any] = []
+        self._epoll = select.epoll()
+        door = Door(host, self._epoll)
         try:
             self._listener: Any = libucxx.UCXListener.create(self._worker, port, self._accept)
         except libucxx.UCXError as exc:
+            door.close()
             raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
+        registry = Registry(self._context.handle) if rdma else None
+        self._means = Means(this_process(), is_allowed(), door, self._epoll, registry)
         self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
         self._next_peer = 0
         self._events: list[Event] = []
         self._name = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
         self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closed = False
@@ -120,8 +121,14 @@ class UcxTransport:
     def _adopt(self, endpoint: Any, address: Address | None) -> None:
         peer = self._next_peer
         self._next_peer += 1
-        connection = _Connection(endpoint, address, stream_receive(endpoint, HEADER_BYTES))
-        self._connections[peer] = connection
+        stream = Stream(endpoint)
+        exchange = Exchange(
+            endpoint.handle,
+            self._means,
+            address,
+            say=lambda frame: stream.send(FRAME, frames.encode(frame)),
+        )
+        connection = self._connections[peer] = _Connection(endpoint, stream, exchange)
 
         def on_close(*_: object) -> None:
             connection.lost = True
@@ -151,32 +158,25 @@ class UcxTransport:
         connection = self._connections.get(peer)
         if connection is None or connection.lost:
             return
-        buffer = np.frombuffer(len(data).to_bytes(HEADER_BYTES, "little") + data, np.uint8)
-        connection.sends.append((connection.endpoint.stream_send(Array(buffer)), buffer))
+        connection.stream.send(MESSAGE, data)
 
     def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        self._transfer(peer, key, tag, buffers, lambda endpoint: endpoint.tag_send)
+        exchange = self._exchange_with(peer, key)
+        if exchange is not None:
+            exchange.send(key, tag, buffers)
 
     def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        self._transfer(peer, key, tag, buffers, lambda endpoint: endpoint.tag_recv)
+        exchange = self._exchange_with(peer, key)
+        if exchange is not None:
+            exchange.receive(key, tag, buffers)
 
-    def _transfer(
-        self,
-        peer: Peer,
-        key: str,
-        tag: int,
-        buffers: Sequence[Buffer],
-        operation: Callable[[Any], Callable[..., Any]],
-    ) -> None:
+    def _exchange_with(self, peer: Peer, key: str) -> Exchange | None:
+        """Where a transfer is to take place; it has failed if its connection is lost."""
         connection = self._connections.get(peer)
         if connection is None or connection.lost:
             self._events.append(TransferEnded(key, ok=False))
-            return
-        move = operation(connection.endpoint)
-        connection.transfers[key] = [
-            (move(Array(buffer), libucxx.UCXXTag(tag + index)), buffer)
-            for index, buffer in enumerate(buffers)
-        ]
+            return None
+        return connection.exchange
 
     # --- progress -----------------------------------------------------------------------------
 
@@ -192,11 +192,14 @@ class UcxTransport:
 
     def _sleepy(self) -> bool:
         """Nothing is left to progress, and the event descriptor is armed."""
+        if any(connection.exchange.busy for connection in self._connections.values()):
+            return False
         return not self._worker.progress_once() and bool(self._worker.arm())
 
     def _collect(self) -> None:
         while self._worker.progress_once():
             pass
+        self._means.door.advance()
         accepted, self._accepted = self._accepted, []
         for endpoint in accepted:
             self._adopt(endpoint, None)
@@ -204,52 +207,45 @@ class UcxTransport:
             self._collect_from(peer, connection)
 
     def _collect_from(self, peer: Peer, connection: _Connection) -> None:
-        self._read(peer, connection)
-        connection.sends = [pair for pair in connection.sends if not pair[0].completed]
-        for key, requests in list(connection.transfers.items()):
-            if all(request.completed for request, _ in requests):
-                del connection.transfers[key]
-                ok = all(succeeded(request) for request, _ in requests)
-                self._events.append(TransferEnded(key, ok))
-                # Not before: UCX settles on its transports when the first bytes have moved.
-                self._name = transports_of(connection.endpoint) or self._name
+        if not connection.lost:
+            try:
+                self._take(peer, connection)
+            except (StreamError, ExchangeError, msgspec.MsgspecError) as exc:
+                log.info("cutting a connection: %s", exc)
+                connection.lost = True
         if connection.lost:
             self._bury(peer, connection)
 
-    def _read(self, peer: Peer, connection: _Connection) -> None:
-        """Take the control messages that have arrived."""
-        while not connection.lost and connection.incoming[0].completed:
-            request, buffer = connection.incoming
-            if not succeeded(request):
-                connection.lost = True
-                return
-            if connection.in_header:
-                length = int.from_bytes(buffer.tobytes(), "little")
-                if not 0 < length <= MAX_MESSAGE_BYTES:
-                    log.warning("a peer announces a message of %d bytes; cutting it off", length)
-                    connection.lost = True
-                    return
+    def _take(self, peer: Peer, connection: _Connection) -> None:
+        """Take what has arrived, and go on with what is under way."""
+        exchange = connection.exchange
+        while (message := connection.stream.next_message()) is not None:
+            kind, data = message
+            if kind == MESSAGE:
+                self._events.append(Received(peer, data))
             else:
-                self._events.append(Received(peer, buffer.tobytes()))
-                length = HEADER_BYTES
-            connection.in_header = not connection.in_header
-            connection.incoming = stream_receive(connection.endpoint, length)
+                exchange.handle(frames.decode(data))
+        ended = exchange.advance()
+        self._events += ended
+        if any(transfer.ok for transfer in ended):
+            self._name = exchange.way
 
     def _bury(self, peer: Peer, connection: _Connection) -> None:
         """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
+        puts = connection.exchange.abandon()
         connection.endpoint.close_blocking()
         self._worker.cancel_inflight_requests()
-        pending = [request for pairs in connection.transfers.values() for request, _ in pairs]
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while not all(request.completed for request in pending):
+        while not all(put.ended for put in puts):
             self._worker.progress_once()
             if time.monotonic() > deadline:
-                # Its endpoint is destroyed, so nothing can arrive for it any more.
+                # Its endpoint is destroyed, so nothing can be sent for it any more.
                 log.error("UCX did not end a transfer of a connection that was cut")
                 break
+        for put in filter(lambda put: put.ended, puts):
+            put.free()
         del self._connections[peer]
-        self._events += [TransferEnded(key, ok=False) for key in connection.transfers]
-        self._events.append(PeerLost(peer))
+        self._events += [*connection.exchange.take_ended(), PeerLost(peer)]
 
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)
@@ -262,68 +258,8 @@ class UcxTransport:
             self._bury(peer, connection)
         self._listener = None  # UCXX stops listening when nobody holds it
         self._worker.progress()
+        self._means.door.close()
+        if self._means.registry is not None:
+            self._means.registry.close()
         self._epoll.close()
         os.close(self._wake)
-
-
-def succeeded(request: Any) -> bool:
-    """Whether a completed request did what it was for."""
-    try:
-        request.check_error()
-    except libucxx.UCXError:
-        return False
-    return True
-
-
-def stream_receive(endpoint: Any, num_bytes: int) -> tuple[Any, Buffer]:
-    """Post a receive of exactly so many bytes of an endpoint's stream."""
-    buffer = np.empty(num_bytes, np.uint8)
-    return endpoint.stream_recv(Array(buffer)), buffer
-
-
-def transports_of(endpoint: Any) -> str:
-    """Which UCX transports an endpoint uses, by `ucp_ep_query`."""
-    entries = (_TransportEntry * MAX_TRANSPORTS)()
-    attributes = _EndpointAttributes(field_mask=UCP_EP_ATTR_FIELD_TRANSPORTS)
-    attributes.transports.entries = entries
-    attributes.transports.num_entries = MAX_TRANSPORTS
-    attributes.transports.entry_size = ctypes.sizeof(_TransportEntry)
-    if _libucp().ucp_ep_query(endpoint.handle, ctypes.byref(attributes)) != 0:
-        return ""
-    found = entries[: attributes.transports.num_entries]
-    return ",".join(sorted({entry.transport.decode() for entry in found if entry.transport}))
-
-
-class _TransportEntry(ctypes.Structure):
-    """`ucp_transport_entry_t`"""
-
-    _fields_ = [("transport", ctypes.c_char_p), ("device", ctypes.c_char_p)]
-
-
-class _Transports(ctypes.Structure):
-    """`ucp_transports_t`"""
-
-    _fields_ = [
-        ("entries", ctypes.POINTER(_TransportEntry)),
-        ("num_entries", ctypes.c_uint),
-        ("entry_size", ctypes.c_size_t),
-    ]
-
-
-class _EndpointAttributes(ctypes.Structure):
-    """`ucp_ep_attr_t` up to the field that is asked for, and room for what follows."""
-
-    _fields_ = [
-        ("field_mask", ctypes.c_uint64),
-        ("name", ctypes.c_char * 32),
-        ("local_sockaddr", ctypes.c_char * 128),
-        ("remote_sockaddr", ctypes.c_char * 128),
-        ("transports", _Transports),
-        ("padding", ctypes.c_char * 64),
-    ]
-
-
-def _libucp() -> Any:
-    library = ctypes.CDLL("libucp.so.0")
-    library.ucp_ep_query.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return library

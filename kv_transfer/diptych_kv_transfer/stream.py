@@ -1,0 +1,76 @@
+"""Messages over the UCX stream of one endpoint: each after its length and kind, in four bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ucxx._lib import libucxx
+from ucxx._lib.arr import Array
+
+from diptych_kv_transfer import frames
+from diptych_kv_transfer.messages import MAX_MESSAGE_BYTES
+from diptych_kv_transfer.transport import Buffer
+
+HEADER_BYTES = 4
+"""Three bytes of length, one of kind."""
+MESSAGE, FRAME = 0, 1
+MAX_BYTES = {MESSAGE: MAX_MESSAGE_BYTES, FRAME: frames.MAX_FRAME_BYTES}
+
+
+class StreamError(Exception):
+    """The stream has ended, or what comes is none of ours."""
+
+
+class Stream:
+    """The stream of one endpoint."""
+
+    def __init__(self, endpoint: Any) -> None:
+        """`endpoint` is UCXX's; a receive is posted on it from now on."""
+        self._endpoint = endpoint
+        self._sends: list[tuple[Any, Buffer]] = []
+        """What is in flight, with its bytes kept alive."""
+        self._kind: int | None = None
+        """Of the message that is being received; None: its length and kind are."""
+        self._receive(HEADER_BYTES)
+
+    def send(self, kind: int, data: bytes) -> None:
+        """Send a message."""
+        self._sends = [pair for pair in self._sends if not pair[0].completed]
+        header = len(data) | kind << 24
+        buffer = np.frombuffer(header.to_bytes(HEADER_BYTES, "little") + data, np.uint8)
+        self._sends.append((self._endpoint.stream_send(Array(buffer)), buffer))
+
+    def next_message(self) -> tuple[int, bytes] | None:
+        """The kind and content of a message that has arrived; None: there is none.
+
+        Raises `StreamError`.
+        """
+        while self._request.completed:
+            if not succeeded(self._request):
+                raise StreamError("the stream has ended")
+            data = self._buffer.tobytes()
+            if self._kind is not None:
+                kind, self._kind = self._kind, None
+                self._receive(HEADER_BYTES)
+                return kind, data
+            header = int.from_bytes(data, "little")
+            kind, length = header >> 24, header & 0xFFFFFF
+            if not 0 < length <= MAX_BYTES.get(kind, 0):
+                raise StreamError(f"a message of kind {kind} and {length} bytes is announced")
+            self._kind = kind
+            self._receive(length)
+        return None
+
+    def _receive(self, num_bytes: int) -> None:
+        self._buffer = np.empty(num_bytes, np.uint8)
+        self._request = self._endpoint.stream_recv(Array(self._buffer))
+
+
+def succeeded(request: Any) -> bool:
+    """Whether a completed request did what it was for."""
+    try:
+        request.check_error()
+    except libucxx.UCXError:
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""A transport in its own process, for tests: it does what control messages tell it.
+
+python transport_process.py MEMORY_BYTES [put]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from diptych_kv_transfer import exchange, ucx
+from diptych_kv_transfer.events import Event, Received, TransferEnded
+from diptych_kv_transfer.ucx import UcxTransport
+
+SEED = 21
+
+
+def main() -> None:
+    # UCX logs to standard output: keep that for the port alone.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if "put" in sys.argv:
+        pretend_rdma()
+    memory = np.random.default_rng(SEED).integers(1, 256, int(sys.argv[1]), np.uint8)
+    transport = UcxTransport("127.0.0.1", 0)
+    print(transport.port, file=answers, flush=True)
+    while True:
+        for event in transport.poll(None):
+            act(transport, memory, event)
+
+
+def pretend_rdma() -> None:
+    """Have UCX move the blocks, whatever it has to move them with."""
+    ucx.RDMA_DEVICES = Path("/proc/self")
+    exchange.BY_SOCKET = frozenset()
+
+
+def act(transport: UcxTransport, memory: np.ndarray, event: Event) -> None:
+    if isinstance(event, TransferEnded):
+        # The key says whom to tell.
+        transport.send(int(event.key.split()[0]), json.dumps({"ended": event.ok}).encode())
+    if not isinstance(event, Received):
+        return
+    command = json.loads(event.data)
+    buffers = [memory[at : at + length] for at, length in command.get("spans", [])]
+    key = f"{event.peer} {command.get('tag')}"
+    match command["do"]:
+        case "send":
+            transport.send_blocks(event.peer, key, command["tag"], buffers)
+        case "receive":
+            transport.receive_blocks(event.peer, key, command["tag"], buffers)
+        case "status":
+            status = {"cpu": time.process_time(), "name": transport.name}
+            transport.send(event.peer, json.dumps(status).encode())
+
+
+if __name__ == "__main__":
+    main()
