@@ -176,6 +176,14 @@ class CoreClient:
         finally:
             del self._calls[call_id]
 
+    def tell(self, method: str, *args: Any) -> None:
+        """A utility call whose answer nobody waits for. Goes out before whatever is sent next.
+
+        Raises `NotConnectedError` if nobody listens there now.
+        """
+        call = UtilityCall(0, next(self._call_ids), method, list(args))
+        self._send(EngineCoreRequestType.UTILITY, wire.encoder.encode(call))
+
     async def ask(
         self, method: str, wanted: type[T], *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
     ) -> T:
@@ -255,8 +263,10 @@ class CoreClient:
 
     def _answer(self, answer: UtilityOutput) -> None:
         future = self._calls.get(answer.call_id)
-        if future is None or future.done():
-            return  # nobody waits any more
+        if future is None or future.done():  # nobody waits any more, or did at all
+            if answer.failure_message is not None:
+                log.debug("%s: unread failure: %s", self.endpoint, answer.failure_message)
+            return
         if answer.failure_message is not None:
             future.set_exception(UtilityError(answer.failure_message))
         else:

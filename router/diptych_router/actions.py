@@ -25,8 +25,18 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell a decode engine what will be added there when prefill is done, so that it can connect
+    and reserve. Nobody waits for it, and it may be lost; it is taken back by `Abort`, which must
+    not overtake it."""
+
+    engine: str
+    request: EngineCoreRequest
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
-    """End placements at an engine. If it is gone, they have ended with it."""
+    """End placements and announcements at an engine. If it is gone, they have ended with it."""
 
     engine: str
     core_ids: list[str]
@@ -80,4 +90,4 @@ class WakeAt:
     time: float
 
 
-Action = Add | Abort | AskHandOff | Release | Deliver | Fail | Explain | WakeAt
+Action = Add | Announce | Abort | AskHandOff | Release | Deliver | Fail | Explain | WakeAt

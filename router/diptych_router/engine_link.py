@@ -22,6 +22,7 @@ from diptych_protocol import (
     EngineGenerateError,
     FinishReason,
     InvalidRequestError,
+    KVTransferParams,
     SchedulerStats,
     UtilityError,
     fingerprint,
@@ -112,6 +113,21 @@ class EngineLink:
         """It says that it leaves, or that somebody has paused it: new requests would wait there."""
         return self.stats.draining or self.stats.paused
 
+    @property
+    def lends(self) -> KVTransferParams | None:
+        """What all its leases will say of it; None: it lends nothing, or does not say so now."""
+        about = self.description
+        if about is None or not about.kv_transfer_port:
+            return None
+        return KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=about.engine_id,
+            remote_host=about.kv_transfer_host,
+            remote_port=about.kv_transfer_port,
+            epoch=about.epoch,
+            compat=self.fingerprint,
+        )
+
     def close(self) -> None:
         self._task.cancel()
         self.client.close()
@@ -125,6 +141,14 @@ class EngineLink:
         """End requests there. If the engine is gone, they have ended with it."""
         with contextlib.suppress(NotConnectedError, ClientClosedError):
             self.client.abort(request_ids)
+
+    def announce(self, request: EngineCoreRequest) -> None:
+        """Say what will be added here; an engine that does not hear of it, or does not know how
+        to make use of it, will manage without."""
+        try:
+            self.client.tell("announce_kv_transfer", request)
+        except (NotConnectedError, ClientClosedError) as exc:
+            log.debug("request %s is not announced: %s", request.request_id, exc)
 
     async def complete(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
         """Run a request of the router's own to its end, and return all outputs.

@@ -10,6 +10,7 @@ request is decided in `RequestTable`; here it is carried out.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from diptych_router.actions import (
     Abort,
     Action,
     Add,
+    Announce,
     AskHandOff,
     Deliver,
     Explain,
@@ -78,6 +80,9 @@ class PoolClient(AsyncEngine, WithoutControl):
         self.table = RequestTable(
             self.pools, hold_seconds=config.hold_seconds, max_held=config.max_held
         )
+        self._to_do: deque[Action] = deque()
+        self._busy = False
+        """Something of `_to_do` is being done."""
         self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
@@ -147,26 +152,41 @@ class PoolClient(AsyncEngine, WithoutControl):
     # --- what the table wants done ------------------------------------------------------------
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Deliver(outputs):
-                    self._deliver(outputs)
-                case Add():
-                    self._add(action)
-                case Abort(engine, core_ids):
-                    link = self.pools.get(engine)
-                    if link is not None:
-                        link.abort(core_ids)
-                case Release(core_id, params):
-                    self.pools.release(core_id, params)
-                case AskHandOff():
-                    self.pools.spawn(self._ask_hand_off(action))
-                case Explain(request_id, facts):
-                    self._facts[request_id] = facts
-                case Fail(request_id, error):
-                    self.output_processor.fail(request_id, error)
-                case WakeAt(time):
-                    self._loop.call_at(time, self._wake, time)
+        """In the order of the decisions, also where carrying out one leads to the next."""
+        self._to_do.extend(actions)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._to_do:
+                self._do(self._to_do.popleft())
+        finally:
+            self._busy = False
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Deliver(outputs):
+                self._deliver(outputs)
+            case Add():
+                self._add(action)
+            case Abort(engine, core_ids):
+                link = self.pools.get(engine)
+                if link is not None:
+                    link.abort(core_ids)
+            case Announce(engine, request):
+                link = self.pools.get(engine)
+                if link is not None:
+                    link.announce(request)
+            case Release(core_id, params):
+                self.pools.release(core_id, params)
+            case AskHandOff():
+                self.pools.spawn(self._ask_hand_off(action))
+            case Explain(request_id, facts):
+                self._facts[request_id] = facts
+            case Fail(request_id, error):
+                self.output_processor.fail(request_id, error)
+            case WakeAt(time):
+                self._loop.call_at(time, self._wake, time)
 
     def _add(self, action: Add) -> None:
         core_id = action.request.request_id

@@ -14,20 +14,23 @@ What always holds:
 - **Every lease that an engine's output brings is handed to one decode engine, or released.** It is
   released when that engine fails, is lost or loses its turn before it has read it, and when the
   request is over before anybody has.
+- **What is announced comes, or is withdrawn**: an engine that was told to expect a request gets it
+  under that id, or an `Abort` of it, even if that is all that is left to do.
 - **Every request ends**: with a last output that is delivered, or with one `Fail`, or because it is
   withdrawn. Attempts are bounded (`MAX_ERRORS`, `MAX_LOSSES`) and so is the time without an engine
   (`WakeAt`); what an engine takes to answer is its own affair and that of who watches the line.
 
 Pure but for the log: no socket, thread or clock. Who calls it carries out what it returns, in
-order, before the next event; the fleet answers questions of the moment.
+order; what an event returns that came of carrying something out is done after what is left of that.
+The fleet answers questions of the moment.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from diptych_protocol import (
     EngineCoreOutput,
@@ -40,6 +43,7 @@ from diptych_router.actions import (
     Abort,
     Action,
     Add,
+    Announce,
     AskHandOff,
     Deliver,
     Explain,
@@ -47,47 +51,11 @@ from diptych_router.actions import (
     Release,
     WakeAt,
 )
+from diptych_router.fleet import Engine, Fleet
 from diptych_router.held_requests import HeldRequests
-from diptych_router.policy import Decision
 from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
 
 log = logging.getLogger(__name__)
-
-
-class Engine(Protocol):
-    """What the table may know of an engine, and where it keeps its account."""
-
-    open_tokens: int
-    """Tokens of work that this router has open or planned there."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def up(self) -> bool: ...
-    @property
-    def withdrawn(self) -> bool:
-        """It leaves in good order, or is paused."""
-
-
-class Fleet(Protocol):
-    """Both pools, as they are when asked."""
-
-    def get(self, key: str) -> Engine | None: ...
-    def may_begin_at(self, key: str) -> bool:
-        """This engine may get new requests."""
-
-    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
-        """The engines for a new attempt, but none of `full`; None: there are none now."""
-
-    def heir(self, fingerprint: str) -> Engine | None:
-        """A decode engine that may take over KV of this fingerprint."""
-
-    def draining(self) -> Sequence[Engine]:
-        """Decode engines whose streams should go elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +71,20 @@ class _Turn:
 class RequestTable:
     """Every request from `submit` to its end."""
 
-    def __init__(self, fleet: Fleet, *, hold_seconds: float, max_held: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        hold_seconds: float,
+        max_held: int,
+        random_bits: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        """`random_bits(k)` is k bits nobody can guess; only a simulation brings its own."""
         self.requests: dict[str, RoutedRequest] = {}
         """By the request's own id."""
         self.held = HeldRequests(hold_seconds, max_held)
         self._fleet = fleet
+        self._random_bits = random_bits
         self._placed: dict[str, RoutedRequest] = {}
         """By the id under which an engine has it now."""
         self._charges: dict[str, list[tuple[Engine, int]]] = {}
@@ -270,12 +247,25 @@ class RequestTable:
         }
         log.info("request %s: %s", routed.request_id, facts)
         if prefill is not decode:
-            self._place(routed, prefill, Stage.PREFILL, plans=decode)
-            request = routed.prefill_request()
+            begin = self._begin_pair(routed, prefill, decode)
         else:
             self._place(routed, decode, Stage.DECODE)
-            request = routed.aggregated_request()
-        return [Explain(routed.request_id, facts), Add(routed.engine, request)]
+            begin = [Add(decode.key, routed.aggregated_request())]
+        return [Explain(routed.request_id, facts), *begin]
+
+    def _begin_pair(self, routed: RoutedRequest, prefill: Engine, decode: Engine) -> list[Action]:
+        """Let P compute, and D get ready meanwhile."""
+        self._place(routed, prefill, Stage.PREFILL, plans=decode)
+        lease_id = f"{self._random_bits(128):032x}"
+        add = Add(prefill.key, routed.prefill_request(lease_id))
+        if prefill.lends is None or not routed.worth_announcing:
+            return [add]
+        return [add, Announce(decode.key, routed.announce(decode.key, prefill.lends, lease_id))]
+
+    def _unannounce(self, routed: RoutedRequest) -> list[Action]:
+        """The engine that was told that this request would come waits in vain."""
+        announced = routed.withdraw_announcement()
+        return [] if announced is None else [Abort(announced.engine, [announced.core_id])]
 
     def _hold(self, routed: RoutedRequest, now: float, before: str) -> list[Action]:
         try:
@@ -309,9 +299,13 @@ class RequestTable:
         taker = self._taker(routed)
         if taker is None:
             return self._retry(routed, Setback.MOVE, "no decode engine can take it over", now)
+        if routed.announced is not None and routed.announced.engine == taker.key:
+            routed.announced, actions = None, []  # its next placement has the id announced there
+        else:
+            actions = self._unannounce(routed)
         self._place(routed, taker, Stage.DECODE)
         routed.decode_engine = taker.key
-        return [Add(taker.key, routed.decode_request())]
+        return [*actions, Add(taker.key, routed.decode_request())]
 
     def _taker(self, routed: RoutedRequest) -> Engine | None:
         """The planned engine if it still may, else one that fits, else the planned one after all
@@ -332,8 +326,8 @@ class RequestTable:
         """Give a request another chance elsewhere, or end it with an error."""
         log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
         again = routed.set_back(setback)
-        actions = self._drop_lease(routed)
         self._leave_engine(routed)
+        actions = [*self._drop_lease(routed), *self._unannounce(routed)]
         if again:
             return [*actions, *self._begin(routed, now, before=why)]
         kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError
@@ -349,7 +343,7 @@ class RequestTable:
         del self.requests[routed.request_id]
         self.held.release(routed.request_id)
         self._leave_engine(routed)
-        return self._drop_lease(routed)
+        return [*self._drop_lease(routed), *self._unannounce(routed)]
 
     def _drop_lease(self, routed: RoutedRequest) -> list[Action]:
         lease, routed.lease = routed.lease, None

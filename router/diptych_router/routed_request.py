@@ -55,6 +55,14 @@ class Setback(enum.Enum):
     """Its engine leaves in good order. That is nobody's fault and not counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A decode engine was told that a request will come."""
+
+    engine: str
+    core_id: str
+
+
 @dataclass(slots=True)
 class RoutedRequest:
     """A request as the user meant it, and how far it has come."""
@@ -76,6 +84,8 @@ class RoutedRequest:
     """Key of the engine chosen to take over after prefill."""
     lease: dict[str, Any] | None = None
     """kv_transfer_params of a lease that no decode engine has read yet."""
+    announced: Announcement | None = None
+    """Of its next placement, which will have this id if it comes about there."""
     moving: bool = False
     """Its engine was asked to hand it off."""
     full: set[str] = field(default_factory=set)
@@ -92,7 +102,10 @@ class RoutedRequest:
     def core_id(self) -> str:
         """What engines call it. Each placement has a name of its own, so that whatever an engine
         still says of an earlier one is told apart, even if it is the same engine."""
-        return f"{self.original.request_id}/{self.placements}"
+        return self._core_id(self.placements)
+
+    def _core_id(self, placement: int) -> str:
+        return f"{self.original.request_id}/{placement}"
 
     @property
     def prompt_tokens(self) -> int:
@@ -130,22 +143,49 @@ class RoutedRequest:
         handing_off = self.stage is Stage.DECODE and self.lease is not None
         return Setback.LOSS if handing_off else Setback.ERROR
 
-    def prefill_request(self) -> EngineCoreRequest:
+    def prefill_request(self, lease_id: str | None = None) -> EngineCoreRequest:
         """For P: compute the KV, sample one token, keep the KV for a decode engine.
 
         When one token is all that is wanted there is nothing to hand off.
+        lease_id: 32 random hexadecimal digits, as the lease is to be called.
         """
         if self.tokens_left <= 1:
             return self.aggregated_request()
         params = self.original.sampling
         max_tokens = len(self.generated) + 1
+        lent = KVTransferParams(do_remote_decode=True, lease_id=lease_id)
         first = msgspec.structs.replace(
             params,
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
-            extra_args=self._extra_args(KVTransferParams(do_remote_decode=True).to_dict()),
+            extra_args=self._extra_args(lent.to_dict()),
         )
         return self._with(first)
+
+    @property
+    def worth_announcing(self) -> bool:
+        """Prefill will hand it off, and telling of it twice costs little."""
+        return self.tokens_left > 1 and self.original.prompt_embeds is None
+
+    def announce(self, engine: str, lends: KVTransferParams, lease_id: str) -> EngineCoreRequest:
+        """For D, while P computes: what will be added there if all goes well.
+
+        lends: what P says of itself in every lease.
+        """
+        coming = self._core_id(self.placements + 1)
+        self.announced = Announcement(engine, coming)
+        num_tokens = self.prompt_tokens + len(self.generated)
+        lease = msgspec.structs.replace(lends, lease_id=lease_id, remote_num_tokens=num_tokens)
+        params = msgspec.structs.replace(
+            self.original.sampling, extra_args=self._extra_args(lease.to_dict())
+        )
+        return msgspec.structs.replace(self._with(params), request_id=coming)
+
+    def withdraw_announcement(self) -> Announcement | None:
+        """It will not come: the id that was announced is used up, and returned."""
+        announced, self.announced = self.announced, None
+        self.placements += announced is not None
+        return announced
 
     def decode_request(self) -> EngineCoreRequest:
         """For D: take the KV over and go on after the tokens that the user has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineOverloadedError,
     FinishReason,
+    KVTransferParams,
     SamplingParams,
 )
 from diptych_router.actions import (
     Abort,
     Action,
     Add,
+    Announce,
     AskHandOff,
     Deliver,
     Explain,
@@ -46,6 +49,15 @@ class ToyEngine:
     withdrawn: bool = False
     open_tokens: int = 0
     open: dict[str, EngineCoreRequest] = field(default_factory=dict)
+    announced: dict[str, EngineCoreRequest] = field(default_factory=dict)
+    """What it was told to expect."""
+
+    @property
+    def lends(self) -> KVTransferParams | None:
+        return KVTransferParams(
+            do_remote_prefill=True, remote_engine_id=self.key, remote_host="h", remote_port=1,
+            epoch="e", compat=self.fingerprint,
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -97,6 +109,8 @@ class World:
         self.asked: list[AskHandOff] = []
         self.wake_at: list[float] = []
         self.log: list[Action] = []
+        self.to_do: deque[Action] = deque()
+        self.busy = False
 
     def submit(self, name: str, **params: Any) -> None:
         request = EngineCoreRequest(
@@ -117,7 +131,7 @@ class World:
 
     def lose(self, engine: str) -> None:
         link = self.fleet.engines[engine]
-        link.up, link.open = False, {}
+        link.up, link.open, link.announced = False, {}, {}
         self.carry_out(self.table.engine_lost(engine, "lost", self.now))
 
     def change(self, engine: str, **facts: bool) -> None:
@@ -131,31 +145,41 @@ class World:
             self.carry_out(self.table.withdraw([name]))
 
     def carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
+        self.to_do.extend(actions)
+        while self.to_do and not self.busy:
+            action = self.to_do.popleft()
             self.log.append(action)
-            match action:
-                case Deliver(outputs):
-                    for output in outputs:
-                        assert output.request_id not in self.ended, "nothing comes after the end"
-                        self.delivered[output.request_id] += output.new_token_ids
-                        if output.finished:
-                            self.ended[output.request_id] = str(output.finish_reason)
-                case Add(key, request):
-                    self._add(key, request)
-                case Abort(key, core_ids):
-                    for core_id in core_ids:
-                        self.fleet.engines[key].open.pop(core_id, None)
-                case Release(_, params):
-                    self.released.add(params["lease_id"])
-                case Fail(request_id, _):
-                    assert request_id not in self.ended, "a request ends once"
-                    self.ended[request_id] = "failed"
-                case AskHandOff():
-                    self.asked.append(action)
-                case WakeAt(time):
-                    self.wake_at.append(time)
-                case Explain():
-                    pass
+            self.busy = True
+            self.do(action)
+            self.busy = False
+
+    def do(self, action: Action) -> None:
+        match action:
+            case Deliver(outputs):
+                for output in outputs:
+                    assert output.request_id not in self.ended, "nothing comes after the end"
+                    self.delivered[output.request_id] += output.new_token_ids
+                    if output.finished:
+                        self.ended[output.request_id] = str(output.finish_reason)
+            case Add(key, request):
+                self._add(key, request)
+            case Abort(key, core_ids):
+                for core_id in core_ids:
+                    self.fleet.engines[key].open.pop(core_id, None)
+                    self.fleet.engines[key].announced.pop(core_id, None)
+            case Announce(key, request):
+                self.fleet.engines[key].announced[request.request_id] = request
+            case Release(_, params):
+                self.released.add(params["lease_id"])
+            case Fail(request_id, _):
+                assert request_id not in self.ended, "a request ends once"
+                self.ended[request_id] = "failed"
+            case AskHandOff():
+                self.asked.append(action)
+            case WakeAt(time):
+                self.wake_at.append(time)
+            case Explain():
+                pass
 
     def _add(self, key: str, request: EngineCoreRequest) -> None:
         engine = self.fleet.engines[key]
@@ -167,6 +191,9 @@ class World:
         params = (request.params.extra_args or {}).get("kv_transfer_params") or {}
         if "lease_id" in params and params.get("do_remote_prefill"):
             self.readers.setdefault(params["lease_id"], []).append(request.request_id)
+        for other in self.fleet.engines.values():
+            told = other.announced.pop(request.request_id, None)
+            assert told is None or other is engine, "an id that was announced is used nowhere else"
         if engine.up:
             engine.open[request.request_id] = request
         else:
@@ -191,6 +218,7 @@ class World:
         """What must hold when every request is over."""
         assert not self.table.requests
         assert not self.placements()
+        assert not any(e.announced for e in self.fleet.engines.values())
         assert set(self.ended) == set(self.delivered)
         assert all(e.open_tokens == 0 for e in self.fleet.engines.values())
         for tokens in self.delivered.values():
@@ -214,6 +242,7 @@ def test_the_good_path() -> None:
     assert world.placements() == [("d", "r/2")]
     world.say("d", world.answer("r/2"))
     world.say("d", world.answer("r/2", FinishReason.LENGTH, tokens=2))
+    assert not any(isinstance(action, Abort) for action in world.log)
     assert (world.ended["r"], world.delivered["r"]) == ("length", [0, 1, 2, 3])
     assert world.released == set()
     world.check_end()
@@ -235,9 +264,10 @@ def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
     world.carry_out(world.table.receive("p", [output]))
     world.fleet.engines["p"].open.clear()
     world.ended["r"] = "stop string"
-    assert world.table.withdraw(["r"]) == [Release("r/1", {
-        "lease_id": "L1", "do_remote_prefill": True, "compat": "f",
-    })]  # fmt: skip
+    assert world.table.withdraw(["r"]) == [
+        Release("r/1", {"lease_id": "L1", "do_remote_prefill": True, "compat": "f"}),
+        Abort("d", ["r/2"]),  # the announcement
+    ]
     assert world.table.take_turns(0.0) == []
     assert not world.table.requests
 
@@ -258,6 +288,72 @@ def test_a_user_who_leaves_during_the_hand_off_frees_both_sides() -> None:
     world.log.clear()
     world.leave("r")
     assert [type(action) for action in world.log] == [Abort, Release]
+    world.check_end()
+
+
+def params_of(request: EngineCoreRequest) -> dict[str, Any]:
+    return dict((request.params.extra_args or {})["kv_transfer_params"])
+
+
+def test_decode_is_told_of_a_request_while_prefill_computes_it() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    [told] = world.fleet.engines["d"].announced.values()
+    asked, lease = params_of(world.fleet.engines["p"].open["r/1"]), params_of(told)
+    assert asked["do_remote_decode"]
+    assert len(bytes.fromhex(asked["lease_id"])) == 16
+    assert KVTransferParams.parse(lease).do_remote_prefill
+    assert (lease["lease_id"], lease["remote_num_tokens"]) == (asked["lease_id"], PROMPT)
+    prefilled(world)
+    later = world.fleet.engines["d"].open[told.request_id]
+    assert (later.params.max_tokens, later.prompt_token_ids) == (4, told.prompt_token_ids)
+    world.leave("r")
+    world.check_end()
+
+
+def test_each_attempt_draws_a_lease_of_its_own_and_announces_what_the_user_has() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    prefilled(world)
+    world.say("d", EngineCoreOutput("r/2", [], finish_reason=FinishReason.ERROR))
+    [told] = world.fleet.engines["d"].announced.values()
+    assert told.generated_token_ids == [0]
+    assert params_of(told)["remote_num_tokens"] == PROMPT + 1
+    asked = [params_of(a.request)["lease_id"] for a in world.log
+             if isinstance(a, Add) and a.engine == "p"]  # fmt: skip
+    assert len(set(asked)) == 2
+    world.leave("r")
+    world.check_end()
+
+
+@pytest.mark.parametrize("end", ["left", "first token ends it", "prefill fails", "another takes"])
+def test_an_announcement_is_withdrawn_when_the_request_does_not_come(end: str) -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    assert world.fleet.engines["d"].announced.keys() == {"r/2"}
+    match end:
+        case "left":
+            world.leave("r")
+        case "first token ends it":
+            world.say("p", world.answer("r/1", FinishReason.STOP))
+        case "prefill fails":
+            world.lose("p")
+            assert world.placements() == [("d", "r/3")], "the id of the announcement is used up"
+            world.leave("r")
+        case "another takes":
+            world.change("d", withdrawn=True)
+            prefilled(world)
+            assert world.placements() == [("d2", "r/3")]
+            world.leave("r")
+    assert Abort("d", ["r/2"]) in world.log
+    world.check_end()
+
+
+def test_what_is_not_handed_off_is_not_announced() -> None:
+    world = World("p", "d")
+    world.submit("r", max_tokens=1)
+    assert not any(isinstance(action, Announce) for action in world.log)
+    world.leave("r")
     world.check_end()
 
 
@@ -433,7 +529,7 @@ def happen(world: World, random: Random, step: int) -> None:
         case 3 if link.up:
             world.lose(engine)
         case 4 if link.up:
-            link.up, link.open = False, {}  # gone, and nobody has noticed yet
+            link.up, link.open, link.announced = False, {}, {}  # gone, and nobody has noticed yet
             world.carry_out(world.table.engine_lost(engine, "silent", world.now))
         case 5:
             world.change(engine, up=True, withdrawn=random.random() < 0.3)
@@ -443,7 +539,7 @@ def happen(world: World, random: Random, step: int) -> None:
             asked = world.asked.pop()
             world.carry_out(world.table.cannot_hand_off(asked.core_id, "no", world.now))
         case 8 if link.up:
-            world.say(engine, EngineCoreOutput(f"r{random.randrange(40)}/9", [999],
+            world.say(engine, EngineCoreOutput(f"r{random.randrange(40)}/0", [999],
                                                kv_transfer_params=None))  # fmt: skip
         case _:
             progress(world, random, f"L{step}", faults=True)

@@ -1,0 +1,49 @@
+"""What the request table may know of engines, and what it asks of both pools."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from diptych_protocol import KVTransferParams
+from diptych_router.policy import Decision
+
+
+class Engine(Protocol):
+    """One engine, and its account."""
+
+    open_tokens: int
+    """Tokens of work that this router has open or planned there."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def up(self) -> bool: ...
+    @property
+    def withdrawn(self) -> bool:
+        """It leaves in good order, or is paused."""
+
+    @property
+    def lends(self) -> KVTransferParams | None:
+        """What all its leases will say of it; None: it lends nothing, or does not say so now."""
+
+
+class Fleet(Protocol):
+    """Both pools, as they are when asked."""
+
+    def get(self, key: str) -> Engine | None: ...
+    def may_begin_at(self, key: str) -> bool:
+        """This engine may get new requests."""
+
+    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+        """The engines for a new attempt, but none of `full`; None: there are none now."""
+
+    def heir(self, fingerprint: str) -> Engine | None:
+        """A decode engine that may take over KV of this fingerprint."""
+
+    def draining(self) -> Sequence[Engine]:
+        """Decode engines whose streams should go elsewhere."""
