@@ -174,9 +174,10 @@ def _first_tokens(request: Request, limits: EngineDescription, *, announced: boo
         first = params.first_token_ids
         if not all(0 <= token < limits.vocab_size for token in first):
             raise InvalidRequestError("kv_transfer_params: first_token_ids are out of range")
-        request.token_ids = request.token_ids + first
-        if request.num_tokens >= limits.max_model_len:
+        if request.num_tokens + len(first) > limits.max_model_len:
             raise InvalidRequestError("kv_transfer_params: too many first_token_ids")
+        first = first[: request.max_total_tokens - request.num_tokens]
+        request.token_ids = request.token_ids + first
     remote, known = params.remote_num_tokens or 0, request.num_tokens
     if not 0 < remote < known + announced:
         raise InvalidRequestError(

@@ -24,6 +24,7 @@ from diptych_engine.request import Request, StepPlan, StepResult, TokenOutput
 from diptych_engine.scheduler import Scheduler
 from diptych_engine.scheduler_stats import drain_report
 from diptych_engine.sessions import go_on
+from diptych_engine.stop_condition import stop_condition
 from diptych_engine.weights.update import WeightUpdate
 from diptych_kv_transfer import KVConnector
 from diptych_protocol import (
@@ -41,6 +42,7 @@ from diptych_protocol.wire import OVERLOADED
 log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "Server shutting down"
+INTERNAL_ERROR = "internal error; the engine's log has it under the request's id"
 Posture = tuple[bool, bool, int]
 """Draining, paused, and the depth of sleep."""
 AT_WORK: Posture = (False, False, 0)
@@ -111,6 +113,16 @@ class EngineCore:
 
     def add(self, message: EngineCoreRequest, client: bytes) -> None:
         """Queue a request; one that cannot be served is answered with an error output."""
+        try:
+            self._take(message, client)
+        except DiptychError as exc:
+            log.info("request %s refused: %s", message.request_id, exc)
+            self._refuse(message, client, str(exc))
+        except Exception:  # a defect of ours costs this request its answer, and nobody else's
+            log.exception("request %s cannot be added", message.request_id)
+            self._refuse(message, client, INTERNAL_ERROR)
+
+    def _take(self, message: EngineCoreRequest, client: bytes) -> None:
         known = self.scheduler.requests.get(message.request_id)
         if known is not None:
             last = go_on(self.scheduler, known, message, client, self.description)
@@ -121,23 +133,33 @@ class EngineCore:
             self.hand_offs.refused(message)
             self._outputs[client].append(_aborted(message.request_id))
             return
-        try:
-            self.weights.require_whole()
-            if not self.scheduler.can_add():
-                raise DiptychError(f"{OVERLOADED}: too many requests wait already")
-            if message.request_id in self.scheduler.loading:
-                raise DiptychError("the KV of an earlier request of this id is still on its way")
-            request, first_tokens = self._admit(message, client)
-            queued = self.grammars.begin(request)
-        except DiptychError as exc:
-            log.info("request %s refused: %s", message.request_id, exc)
+        self.weights.require_whole()
+        if not self.scheduler.can_add():
+            raise DiptychError(f"{OVERLOADED}: too many requests wait already")
+        if message.request_id in self.scheduler.loading:
+            raise DiptychError("the KV of an earlier request of this id is still on its way")
+        request, first_tokens = self._admit(message, client)
+        ended = stop_condition(request, first_tokens[-1]) if first_tokens else None
+        if ended is not None:  # prefill has sampled all that was wanted
+            last = EngineCoreOutput(request.request_id, first_tokens)
+            last.finish_reason, last.stop_reason = ended
+            last.trace_headers = request.trace_headers
+            self._outputs[client].append(last)
             self.hand_offs.refused(message)
-            self._fail(message.request_id, client, str(exc))
             return
+        queued = self.grammars.begin(request)
         if first_tokens:
             self._outputs[client].append(EngineCoreOutput(request.request_id, first_tokens))
         self.hand_offs.arrived(request)
         (self.scheduler.add if queued else self.scheduler.hold)(request)
+
+    def _refuse(self, message: EngineCoreRequest, client: bytes, error: str) -> None:
+        """Nothing of the request stays here or where its prefill waits."""
+        begun = self.scheduler.requests.get(message.request_id)
+        if begun is not None:
+            self._end(begun, FinishReason.ERROR)
+        self.hand_offs.refused(message)
+        self._fail(message.request_id, client, error)
 
     def _admit(
         self, message: EngineCoreRequest, client: bytes, *, announced: bool = False

@@ -1,0 +1,85 @@
+"""How requests come into a core: tokens that came with them, and defects of ours on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from core_kit import CLIENT, core_request, generate, make_core, run, tokens
+
+from diptych_engine.core import EngineCore
+from diptych_protocol import FinishReason, KVTransferConfig
+
+PROMPT = [3, 1, 4, 1, 5]
+MAX_LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[EngineCore]:
+    made = make_core(
+        kv_transfer=KVTransferConfig(listen_host="127.0.0.1", load_timeout_s=2.0),
+        max_model_len=MAX_LENGTH,
+    )
+    yield made
+    made.close()
+
+
+def prefilled(prompt: list[int], first: list[int], **params: Any) -> Any:
+    """A hand-off by a router that leaves it to decode to tell of the first tokens."""
+    lease = {
+        "do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "127.0.0.1",
+        "remote_port": 1, "remote_num_tokens": len(prompt), "lease_id": "00", "epoch": "e",
+        "compat": "c", "remote_block_ids": [[0] * -(-len(prompt) // 16)], "first_token_ids": first,
+    }  # fmt: skip
+    return core_request("r", prompt, extra_args={"kv_transfer_params": lease}, **params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "first", "params", "told", "reason"),
+    [
+        (PROMPT, [7], {"max_tokens": 1}, [7], FinishReason.LENGTH),
+        (PROMPT, [7, 8, 9], {"max_tokens": 2}, [7, 8], FinishReason.LENGTH),
+        (PROMPT, [7], {"max_tokens": 9, "stop_token_ids": [7]}, [7], FinishReason.STOP),
+        (PROMPT, [7], {"max_tokens": 9, "eos_token_id": 7}, [7], FinishReason.STOP),
+        ([2] * (MAX_LENGTH - 1), [7], {"max_tokens": None}, [7], FinishReason.LENGTH),
+    ],
+    ids=["just enough", "more than enough", "stop token", "end of text", "the context is full"],
+)
+def test_what_prefill_has_sampled_may_be_all_that_was_wanted(
+    core: EngineCore, prompt: list[int], first: list[int], params: dict[str, Any],
+    told: list[int], reason: FinishReason,
+) -> None:  # fmt: skip
+    outputs = run(core, prefilled(prompt, first, **params))["r"]
+    assert (tokens(outputs), outputs[-1].finish_reason) == (told, reason)
+    assert not core.scheduler.requests, "nothing is fetched, let alone computed"
+
+
+def test_one_token_less_is_not_the_end(core: EngineCore) -> None:
+    core.add(prefilled(PROMPT, [7], max_tokens=2), CLIENT)
+    [told] = core.take_outputs()[CLIENT]
+    assert (told.new_token_ids, told.finished) == ([7], False)
+    assert core.scheduler.requests.keys() == {"r"}
+    core.abort(["r"])
+    assert core.take_outputs()[CLIENT][-1].finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("place", ["scheduler.can_add", "grammars.begin", "scheduler.add"])
+def test_a_defect_of_ours_costs_one_request_its_answer(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    usual = generate(core, PROMPT, max_tokens=4)
+    part, _, method = place.partition(".")
+
+    def defective(*args: Any) -> bool:
+        raise KeyError("a defect")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(getattr(core, part)), method, defective)
+        core.add(core_request("unlucky", PROMPT), CLIENT)
+    [last] = core.take_outputs()[CLIENT]
+    assert (last.request_id, last.finish_reason) == ("unlucky", FinishReason.ERROR)
+    assert "internal error" in str(last.error)
+    assert "defect" not in str(last.error), "what went wrong is for the log"
+    assert not core.scheduler.requests
+    assert generate(core, PROMPT, max_tokens=4) == usual
