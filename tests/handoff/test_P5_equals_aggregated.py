@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from checkpoint_kit import SIZES, save_adapter
-from handoff_kit import Engine, Route, engines, prompt_of, request, save_toy
+from handoff_kit import Engine, LocalRouter, engines, prompt_of, request, save_toy
 
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.tokenizer import Tokenizer
@@ -118,12 +118,16 @@ class Panels:
 
     def aggregated(self, message: EngineCoreRequest) -> Answer:
         self.alone.forget_prefixes()
-        [outputs] = Route(self.tokenizer, None, [self.alone]).run(message)
+        [outputs] = LocalRouter(self.tokenizer, decode=[self.alone]).run(message)
         return Answer.of(outputs, message.sampling.output_kind)
 
     def disaggregated(self, message: EngineCoreRequest, *, moved: bool) -> Answer:
-        route = Route(self.tokenizer, self.prefill, [self.decode, self.other])
-        route.move_after = MOVE_AFTER if moved else None
+        route = LocalRouter(
+            self.tokenizer,
+            prefill=[self.prefill],
+            decode=[self.decode, self.other],
+            move_after=MOVE_AFTER if moved else None,
+        )
         [outputs] = route.run(message)
         return Answer.of(outputs, message.sampling.output_kind)
 
@@ -223,7 +227,7 @@ def changed(message: EngineCoreRequest, **params: Any) -> EngineCoreRequest:
 def warm(engine: Engine, message: EngineCoreRequest) -> None:
     """Let an engine compute the prompt, and remember it."""
     single = changed(message, n=1, max_tokens=1, min_tokens=0, stop=[], structured_outputs=None)
-    Route(None, None, [engine]).run(single)
+    LocalRouter(None, decode=[engine]).run(single)
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))

@@ -11,9 +11,9 @@ import json
 import select
 import string
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,22 @@ from diptych_protocol import (
     KVTransferConfig,
     KVTransferStats,
     RequestOutput,
+    fingerprint,
 )
-from diptych_router.routed_request import RoutedRequest, Stage
+from diptych_router.actions import (
+    Abort,
+    Action,
+    Add,
+    AskHandOff,
+    Deliver,
+    Fail,
+    Release,
+)
+from diptych_router.policy import ROLES, Decision, EngineView, Role, choose, heir
+from diptych_router.request_table import RequestTable
 
 BLOCK = 4
+MAX_MODEL_LEN = 96
 DEADLINE_S = 30.0
 EOS = 0
 _COUNT = itertools.count()
@@ -63,7 +75,7 @@ class Engine:
 
     def __init__(self, model: str, name: str, **options: Any) -> None:
         hinge = KVTransferConfig(lease_seconds=options.pop("lease_seconds", 30.0))
-        fields = {"block_size": BLOCK, "max_model_len": 96, "max_loras": 2, **options}
+        fields = {"block_size": BLOCK, "max_model_len": MAX_MODEL_LEN, "max_loras": 2, **options}
         self.name = name
         self.core = make_core(model, engine_id=name, kv_transfer=hinge, **fields)
 
@@ -112,24 +124,81 @@ def engines(model: str, **options: dict[str, Any]) -> Iterator[list[Engine]]:
 
 
 @dataclass
-class Route:
-    """A router's client of some engines: the real state of each request, and no policy.
+class Seat:
+    """An engine as the router knows it."""
 
-    The first decode engine takes over from prefill; the others from those before them.
-    """
+    engine: Engine
+    role: Role
+    open_tokens: int = 0
+    withdrawn: bool = False
+    up: bool = True
 
-    tokenizer: Tokenizer | None
-    prefill: Engine | None
-    decode: Sequence[Engine]
-    move_after: int | None = None
-    """A decode engine is asked to hand a stream on after so many tokens, if one comes after it."""
-    outputs: OutputProcessor = field(init=False)
-    routed: dict[str, RoutedRequest] = field(default_factory=dict)
-    """By the name that the engine in charge has for it."""
+    @property
+    def key(self) -> str:
+        return f"{self.role} {self.name}"
 
-    def __post_init__(self) -> None:
-        self.outputs = OutputProcessor(self.tokenizer)
-        self.by_name = {e.name: e for e in (self.prefill, *self.decode) if e is not None}
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.engine.core.description.compat)
+
+    @property
+    def view(self) -> EngineView:
+        return EngineView(self.key, self.fingerprint, self.open_tokens, not self.withdrawn)
+
+
+class LocalFleet:
+    """Both pools, in this process, in the order in which they are to be chosen."""
+
+    def __init__(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> None:
+        pools: dict[Role, Sequence[Engine]] = {"prefill": prefill, "decode": decode}
+        seats = [Seat(engine, role) for role, pool in pools.items() for engine in pool]
+        self.seats = {seat.key: seat for seat in seats}
+
+    def of(self, role: Role) -> list[Seat]:
+        return [seat for seat in self.seats.values() if seat.role == role]
+
+    def get(self, key: str) -> Seat | None:
+        return self.seats.get(key)
+
+    def may_begin_at(self, key: str) -> bool:
+        return not self.seats[key].withdrawn
+
+    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+        prefill, decode = ([seat.view for seat in self.of(role)] for role in ROLES)
+        return choose(prefill, decode, full, prefill_only=prefill_only)
+
+    def heir(self, fingerprint: str) -> Seat | None:
+        chosen = heir([seat.view for seat in self.of("decode")], fingerprint)
+        return None if chosen is None else self.seats[chosen.key]
+
+    def draining(self) -> list[Seat]:
+        return [seat for seat in self.of("decode") if seat.withdrawn]
+
+
+class LocalRouter:
+    """A router without sockets: the real table, policy and output processor."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        prefill: Sequence[Engine] = (),
+        decode: Sequence[Engine],
+        move_after: int | None = None,
+    ) -> None:
+        """move_after: when a stream has so many tokens, the first decode engine begins to leave."""
+        self.fleet = LocalFleet(prefill, decode)
+        self.table = RequestTable(self.fleet, hold_seconds=DEADLINE_S, max_held=8)
+        self.outputs = OutputProcessor(tokenizer)
+        self._move_after = move_after
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [seat.engine for seat in self.fleet.seats.values()]
 
     def send(self, request: EngineCoreRequest) -> Collector[RequestOutput]:
         """Begin to have a request answered, under a name that no engine has heard before."""
@@ -139,99 +208,89 @@ class Route:
         collector = Collector[RequestOutput]([part.request_id for part in parts])
         for index, part in enumerate(parts):
             self.outputs.add(part, None, collector, parent, index)
-            routed = RoutedRequest(part, max_model_len=96)
-            if self.prefill is None:
-                self._place(routed, self.decode[0], Stage.DECODE, routed.aggregated_request)
-            else:
-                self._place(routed, self.prefill, Stage.PREFILL, routed.prefill_request)
+            self._carry_out(self.table.submit(part, MAX_MODEL_LEN, time.monotonic()))
         return collector
 
-    def _place(
-        self,
-        routed: RoutedRequest,
-        engine: Engine,
-        stage: Stage,
-        message: Callable[[], EngineCoreRequest],
-    ) -> None:
-        self.routed.pop(routed.core_id, None)
-        routed.place(engine.name, stage)
-        self.routed[routed.core_id] = routed
-        engine.core.add(message(), CLIENT)
+    def abandon(self, collector: Collector[RequestOutput]) -> None:
+        """The consumer leaves."""
+        self._carry_out(self.table.withdraw(self.outputs.abort(collector.request_ids, True)))
 
     def turn(self) -> None:
         """Let every engine do a step, and pass on what came of it."""
-        made = [(engine, engine.turn()) for engine in self.by_name.values()]
+        made = [(key, seat.engine.turn()) for key, seat in self.fleet.seats.items()]
         if not any(outputs for _, outputs in made):
             self._wait()
-        for engine, outputs in made:
-            self._hear(engine, outputs)
+        for key, outputs in made:
+            self._carry_out(self.table.receive(key, outputs))
+            self._carry_out(self.table.take_turns(time.monotonic()))
+        self._let_go()
 
     def _wait(self) -> None:
-        if not any(engine.core.has_work for engine in self.by_name.values()):
-            hinges = [e.core.connector.wake_fd for e in self.by_name.values() if e.core.connector]
-            grammars = [engine.core.grammars.wake_fd for engine in self.by_name.values()]
-            select.select([*hinges, *grammars], [], [], 0.05)
-            for engine in self.by_name.values():
-                engine.core.take_grammars()
+        """If nobody has anything to compute, until the hinge or a grammar has news."""
+        cores = [engine.core for engine in self.engines]
+        if not any(core.has_work for core in cores):
+            hinges = [core.connector.wake_fd for core in cores if core.connector is not None]
+            select.select([*hinges, *(core.grammars.wake_fd for core in cores)], [], [], 0.05)
+            for core in cores:
+                core.take_grammars()
 
-    def _hear(self, engine: Engine, outputs: list[EngineCoreOutput]) -> None:
-        deliver, turns = [], []
-        for output in outputs:
-            routed = self.routed.get(output.request_id)
-            if routed is None:
-                continue
-            if routed.absorb(output):
-                turns.append(routed)
-            elif output.finished:
-                del self.routed[routed.core_id]
-            deliver.append(output)
-        for name in self.outputs.process(deliver):
-            self._withdraw(name)
-        for routed in turns:
-            if routed.core_id in self.routed:
-                successor = self._after(engine)
-                self._place(routed, successor, Stage.DECODE, routed.decode_request)
-            elif routed.lease is not None:
-                engine.core.call("reject_kv_transfer", [routed.core_id, routed.lease])
-        for routed in list(self.routed.values()):
-            self._move(routed)
+    def _let_go(self) -> None:
+        first = self.fleet.of("decode")[0]
+        if self._move_after is None or first.withdrawn:
+            return
+        streams = [r for r in self.table.requests.values() if r.engine == first.key]
+        if any(len(routed.generated) >= self._move_after for routed in streams):
+            first.withdrawn = True
+            self._carry_out(self.table.fleet_changed(time.monotonic()))
 
-    def _withdraw(self, name: str) -> None:
-        """A stop string has ended it."""
-        for routed in list(self.routed.values()):
-            if routed.request_id == name:
-                del self.routed[routed.core_id]
-                self.by_name[routed.engine].core.abort([routed.core_id])
-
-    def _after(self, engine: Engine) -> Engine:
-        return self.decode[self.decode.index(engine) + 1 if engine in self.decode else 0]
-
-    def _move(self, routed: RoutedRequest) -> None:
-        engine = self.by_name[routed.engine]
-        wanted = self.move_after is not None and len(routed.generated) >= self.move_after
-        if wanted and routed.stage is Stage.DECODE and engine is not self.decode[-1]:
-            routed.moving = engine.core.hand_off(routed.core_id)
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver(outputs):
+                    self._carry_out(self.table.withdraw(self.outputs.process(outputs)))
+                case Add(key, request):
+                    if self.table.is_placed(request.request_id):
+                        self.fleet.seats[key].engine.core.add(request, CLIENT)
+                case Abort(key, core_ids):
+                    self.fleet.seats[key].engine.core.abort(core_ids)
+                case Release(core_id, params):
+                    owner = params["remote_engine_id"]
+                    for engine in self.engines:
+                        if engine.name == owner:
+                            engine.core.call("reject_kv_transfer", [core_id, params])
+                case AskHandOff(key, core_id):
+                    if not self.fleet.seats[key].engine.core.hand_off(core_id):
+                        why = "it has computed too little"
+                        now = time.monotonic()
+                        self._carry_out(self.table.cannot_hand_off(core_id, why, now))
+                case Fail(request_id, error):
+                    self.outputs.fail(request_id, error)
+                case _:
+                    pass  # what only makes it faster, or explains it
 
     def run(self, *requests: EngineCoreRequest) -> list[list[RequestOutput]]:
         """What the consumer of each request reads, one output after the other."""
         collectors = [self.send(request) for request in requests]
         read: list[list[RequestOutput]] = [[] for _ in requests]
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(collector.finished for collector in collectors):
-            assert time.monotonic() < deadline, "it does not come to an end"
-            self.turn()
+
+        def all_read() -> bool:
             for outputs, collector in zip(read, collectors, strict=True):
                 output = collector.take()
                 if output is not None:
                     outputs.append(output)
+            return all(collector.finished for collector in collectors)
+
+        self.until(all_read)
         self.settle()
         return read
 
     def settle(self) -> None:
         """Until nobody holds anything."""
-        self.until(lambda: all(engine.at_rest for engine in self.by_name.values()))
+        self.until(lambda: all(engine.at_rest for engine in self.engines))
+        assert not self.table.requests
 
     def until(self, condition: Callable[[], bool]) -> None:
+        """Go on until something is so."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, "it does not come"
