@@ -165,13 +165,17 @@ def _transfer_params(extra_args: dict[str, Any] | None, *, hinged: bool) -> KVTr
 
 
 def _first_tokens(request: Request, limits: EngineDescription, *, announced: bool) -> list[int]:
-    """A hand-off driven by somebody else's router: what P sampled is ours to report first."""
+    """A hand-off driven by somebody else's router: what P sampled is ours to report first.
+
+    But if the request wants to know how likely it was, the last token of the prompt is computed
+    here, and what follows it sampled, again; so it is if that router does not pass it on.
+    """
     params = request.kv_transfer
     if params is None or not params.do_remote_prefill:
         return []
     first: list[int] = []
-    if params.first_token_ids and request.num_output_tokens == 0:
-        first = params.first_token_ids
+    if request.num_output_tokens == 0 and request.params.logprobs is None:
+        first = params.first_token_ids or []
         if not all(0 <= token < limits.vocab_size for token in first):
             raise InvalidRequestError("kv_transfer_params: first_token_ids are out of range")
         if request.num_tokens + len(first) > limits.max_model_len:
@@ -179,7 +183,7 @@ def _first_tokens(request: Request, limits: EngineDescription, *, announced: boo
         first = first[: request.max_total_tokens - request.num_tokens]
         request.token_ids = request.token_ids + first
     remote, known = params.remote_num_tokens or 0, request.num_tokens
-    if not 0 < remote < known + announced:
+    if not 0 < remote <= known:
         raise InvalidRequestError(
             f"kv_transfer_params: {remote} tokens of KV do not fit a request of {known} tokens"
         )

@@ -187,7 +187,7 @@ class Scheduler:
             request.become(RequestStatus.WAITING)
             self.waiting.push_front(request)
             return None if discarded else request
-        remote_tokens = params.remote_num_tokens or 0
+        remote_tokens = min(params.remote_num_tokens or 0, request.num_tokens - 1)
         self.stats.remote_kv_tokens += remote_tokens - request.num_computed_tokens
         request.num_computed_tokens = remote_tokens
         request.num_cached_tokens = min(remote_tokens, request.num_prompt_tokens)

@@ -123,6 +123,30 @@ def engines(model: str, **options: dict[str, Any]) -> Iterator[list[Engine]]:
             engine.core.close()
 
 
+def wait_for_news(engines: Sequence[Engine]) -> None:
+    """If nobody has anything to compute, until the hinge or a grammar has something to tell."""
+    cores = [engine.core for engine in engines]
+    if not any(core.has_work for core in cores):
+        hinges = [core.connector.wake_fd for core in cores if core.connector is not None]
+        select.select([*hinges, *(core.grammars.wake_fd for core in cores)], [], [], 0.05)
+        for core in cores:
+            core.take_grammars()
+
+
+def drive(engine: Engine, message: EngineCoreRequest, *others: Engine) -> list[EngineCoreOutput]:
+    """All outputs of a request that is sent to a core as it is, while other engines go on."""
+    engine.core.add(message, CLIENT)
+    made: list[EngineCoreOutput] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not (made and made[-1].finished):
+        assert time.monotonic() < deadline, "it does not come to an end"
+        made += [o for o in engine.turn() if o.request_id == message.request_id]
+        for other in others:
+            other.turn()
+        wait_for_news([engine, *others])
+    return made
+
+
 @dataclass
 class Seat:
     """An engine as the router knows it."""
@@ -219,20 +243,11 @@ class LocalRouter:
         """Let every engine do a step, and pass on what came of it."""
         made = [(key, seat.engine.turn()) for key, seat in self.fleet.seats.items()]
         if not any(outputs for _, outputs in made):
-            self._wait()
+            wait_for_news(self.engines)
         for key, outputs in made:
             self._carry_out(self.table.receive(key, outputs))
             self._carry_out(self.table.take_turns(time.monotonic()))
         self._let_go()
-
-    def _wait(self) -> None:
-        """If nobody has anything to compute, until the hinge or a grammar has news."""
-        cores = [engine.core for engine in self.engines]
-        if not any(core.has_work for core in cores):
-            hinges = [core.connector.wake_fd for core in cores if core.connector is not None]
-            select.select([*hinges, *(core.grammars.wake_fd for core in cores)], [], [], 0.05)
-            for core in cores:
-                core.take_grammars()
 
     def _let_go(self) -> None:
         first = self.fleet.of("decode")[0]
