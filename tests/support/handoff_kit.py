@@ -12,7 +12,7 @@ import select
 import string
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from diptych_frontend.collector import Collector
 from diptych_frontend.output_processor import OutputProcessor, fan_out
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import (
+    DiptychError,
     EngineCoreOutput,
     EngineCoreRequest,
     KVTransferConfig,
+    KVTransferParams,
     KVTransferStats,
     RequestOutput,
     fingerprint,
@@ -38,6 +40,7 @@ from diptych_router.actions import (
     Abort,
     Action,
     Add,
+    Announce,
     AskHandOff,
     Deliver,
     Fail,
@@ -170,6 +173,18 @@ class Seat:
         return fingerprint(self.engine.core.description.compat)
 
     @property
+    def lends(self) -> KVTransferParams | None:
+        about = self.engine.core.description
+        return KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=about.engine_id,
+            remote_host=about.kv_transfer_host,
+            remote_port=about.kv_transfer_port,
+            epoch=about.epoch,
+            compat=self.fingerprint,
+        )
+
+    @property
     def view(self) -> EngineView:
         return EngineView(self.key, self.fingerprint, self.open_tokens, not self.withdrawn)
 
@@ -266,6 +281,9 @@ class LocalRouter:
                 case Add(key, request):
                     if self.table.is_placed(request.request_id):
                         self.fleet.seats[key].engine.core.add(request, CLIENT)
+                case Announce(key, request):
+                    with suppress(DiptychError):  # it will be refused when it comes
+                        self.fleet.seats[key].engine.core.hand_offs.announce_kv_transfer(request)
                 case Abort(key, core_ids):
                     self.fleet.seats[key].engine.core.abort(core_ids)
                 case Release(core_id, params):
@@ -281,7 +299,7 @@ class LocalRouter:
                 case Fail(request_id, error):
                     self.outputs.fail(request_id, error)
                 case _:
-                    pass  # what only makes it faster, or explains it
+                    pass  # explanations, and wake-ups: every turn may be one
 
     def run(self, *requests: EngineCoreRequest) -> list[list[RequestOutput]]:
         """What the consumer of each request reads, one output after the other."""
