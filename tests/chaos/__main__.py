@@ -1,0 +1,90 @@
+"""Many runs of chaos: `make chaos RUNS=200 SEED=1`.
+
+Run k has the seed SEED + k, which determines its fault and all its details, so that
+`make chaos RUNS=1 SEED=…` plays it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from chaos_campaign import Report, campaign, failures, summary
+from faulty_network import why_no_networks
+
+MAX_BAD = 5
+"""After so many runs with problems there is nothing to learn from more of them."""
+NETWORK_SHARE = 0.3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=None)
+    args = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
+    logging.disable(logging.ERROR)  # the router's; the engines' go to files
+    began = time.monotonic()
+    reports = asyncio.run(play(args.runs, seed))
+    print(f"\n{summary(reports)}\n")
+    for error, count in failures(reports).most_common(12):
+        print(f"{count:6} x {error}")
+    bad = [report for report in reports if report.problems]
+    for report in bad:
+        print(f"\n{report}\n\nagain: make chaos RUNS=1 SEED={report.seed}")
+    print(f"\n{len(reports)} runs in {time.monotonic() - began:.0f} s, {len(bad)} with problems")
+    return 1 if bad else 0
+
+
+async def play(runs: int, seed: int) -> list[Report]:
+    """All runs, those on a network last. Ends early if there is nothing more to learn."""
+    reason = why_no_networks()
+    if reason:
+        print(f"no network faults: {reason}")
+    places: dict[bool, list[int]] = {False: [], True: []}
+    for number in range(seed, seed + runs):
+        on_network = random.Random(f"place {number}").random() < NETWORK_SHARE
+        places[on_network and not reason].append(number)
+    reports: list[Report] = []
+    for networked, seeds in places.items():
+        if seeds:
+            reports += await play_at(seeds, len(reports), runs, networked=networked)
+        if sum(bool(report.problems) for report in reports) >= MAX_BAD:
+            break
+    return reports
+
+
+async def play_at(seeds: list[int], done: int, runs: int, *, networked: bool) -> list[Report]:
+    """These runs, all with one service, while it gets well after each of them."""
+    folder = Path(tempfile.mkdtemp(prefix="diptych-chaos-"))
+    where = "on hosts of their own" if networked else "on loopback"
+    print(f"{len(seeds)} runs {where}; the engines' logs: {folder}", flush=True)
+    async with campaign(folder, networked=networked) as playing:
+        for number in seeds:
+            report = await playing.run(number)
+            tell(report, done + len(playing.reports), runs)
+            bad = [report for report in playing.reports if report.problems]
+            if len(bad) >= MAX_BAD or (report.problems and not playing.service.is_ready):
+                break
+    return playing.reports
+
+
+def tell(report: Report, number: int, runs: int) -> None:
+    answered = sum(fate.outcome == "answered" for fate in report.fates)
+    print(
+        f"{number:4}/{runs} seed {report.seed} {report.fault:18} {report.seconds:5.1f} s  "
+        f"{answered}/{len(report.fates)} answered",
+        flush=True,
+    )
+    for problem in report.problems:
+        print(f"     PROBLEM: {problem}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

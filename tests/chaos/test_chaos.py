@@ -1,0 +1,136 @@
+"""A service of real processes in short chaos; `make chaos` does all of this at length.
+
+P4, P8 and P10 use the same service, which must be as well after each test as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import psutil
+import pytest
+import pytest_asyncio
+from chaos_campaign import Campaign, campaign, settled
+from chaos_faults import ANYWHERE, ON_A_NETWORK, Fault, black_hole, resets, stop_decode
+from chaos_load import Load
+from chaos_service import REST_S, Engine, Footprint, Service
+from faulty_network import why_no_networks
+from hostile_bytes import pester_core, pester_hinge
+from sensitive_model import Question
+
+MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
+REPLACEMENTS = int(os.environ.get("DIPTYCH_TEST_REPLACEMENTS", "2"))
+IDLE_S, IDLE_CPU_S = 2.0, 0.1
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campaign]:
+    folder = tmp_path_factory.mktemp("chaos")
+    async with campaign(folder, networked=not why_no_networks()) as chaos:
+        yield chaos
+
+
+@pytest.mark.parametrize("fault", [stop_decode, black_hole, resets], ids=lambda f: f.__name__)
+async def test_chaos_costs_no_answer_and_leaves_nothing_behind(
+    chaos: Campaign, fault: Fault
+) -> None:
+    if fault in ON_A_NETWORK and fault not in ANYWHERE and chaos.service.network is None:
+        pytest.skip(why_no_networks())
+    report = await chaos.run(random.randrange(10**6), fault)
+    assert not report.problems, str(report)
+
+
+async def canary(service: Service, asked: list[Question]) -> None:
+    """Some questions, which must all be answered right, and nothing may be left of them."""
+    load = Load(lambda: service.router, asked, 1)
+    load.burst(6)
+    await load.finish(60.0)
+    assert [str(fate) for fate in load.fates if fate.outcome != "answered" or fate.wrong] == []
+    assert await service.at_rest(REST_S) == []
+
+
+async def test_P4_mutated_messages_to_both_ports_harm_no_other_request(chaos: Campaign) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    service = chaos.service
+    pids = [engine.pid for engine in service.engines]
+    cuts = 0
+    share = MESSAGES // len(pids)
+    to_hinge = share // 10  # it answers most by cutting us off, which takes its time
+    for engine in service.engines:
+        endpoint = engine.process.endpoint
+        await asyncio.to_thread(pester_core, endpoint, rng, share - to_hinge)
+        cuts += await asyncio.to_thread(pester_hinge, engine.hinge, rng, to_hinge)
+        await canary(service, chaos.asked)
+    assert cuts > 0
+    assert [engine.pid for engine in service.engines] == pids
+    for engine in service.engines:
+        engine.fail_if_dead()
+
+
+async def test_P10_an_idle_service_costs_no_cpu_and_its_accounts_close(chaos: Campaign) -> None:
+    """Every prefill engine is connected to every decode engine, and to a router."""
+    await canary(chaos.service, chaos.asked)
+    before = [cpu_seconds(engine) for engine in chaos.service.engines]
+    await asyncio.sleep(IDLE_S)
+    spent = [
+        cpu_seconds(engine) - start
+        for engine, start in zip(chaos.service.engines, before, strict=True)
+    ]
+    print(f"CPU seconds of each engine in {IDLE_S:g} s: {spent}")
+    assert max(spent) < IDLE_CPU_S
+    for engine in chaos.service.of("prefill"):
+        hinge = (await engine.stats()).kv_transfer
+        assert hinge is not None
+        ended = hinge.leases_released + hinge.leases_revoked + hinge.leases_expired
+        assert hinge.leases_granted == ended
+
+
+def cpu_seconds(engine: Engine) -> float:
+    times = psutil.Process(engine.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+async def test_P8_engines_are_replaced_at_their_addresses_and_nobody_else_is_touched(
+    chaos: Campaign,
+) -> None:
+    service = chaos.service
+    slowest = 0.0
+    for number in range(REPLACEMENTS):
+        role, other = ("decode", "prefill") if number % 2 == 0 else ("prefill", "decode")
+        [gone, *rest] = service.of(role)
+        survivors = [*rest, *service.of(other)]
+        pids = [engine.pid for engine in survivors]
+        connected = {engine.name: held(engine) for engine in service.of(other)}
+        epoch = await epoch_of(gone)
+        gone.kill()
+        await settled(partial(let_go, service.of(other), connected))
+        begin = time.monotonic()
+        gone.start()
+        await canary(service, chaos.asked)  # the other one serves meanwhile
+        await service.ready()
+        slowest = max(slowest, time.monotonic() - begin)
+        assert await epoch_of(gone) != epoch
+        await canary(service, chaos.asked)
+        assert [engine.pid for engine in survivors] == pids
+    print(f"{REPLACEMENTS} replacements, verified again after {slowest:.1f} s at most")
+
+
+def let_go(engines: list[Engine], before: dict[str, int]) -> bool:
+    """They hold less for their peer, which is gone; there is no new one yet."""
+    return all(held(engine) < before[engine.name] for engine in engines)
+
+
+def held(engine: Engine) -> int:
+    return Footprint.of(engine.pid).descriptors
+
+
+async def epoch_of(engine: Engine) -> str:
+    return (await engine.probe.describe(20.0)).epoch

@@ -1,0 +1,45 @@
+"""P4: whatever a peer sends, the hinge decides about it and lives on.
+
+`DIPTYCH_TEST_MESSAGES` says how many mutated messages there are; `make chaos` sends a million.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+from hostile_bytes import control_messages, mutated
+
+from diptych_kv_transfer.actions import Address
+from diptych_kv_transfer.events import Connected, PeerLost, Received
+from diptych_kv_transfer.hinge import Hinge
+from diptych_kv_transfer.leases import LeaseTable
+from diptych_kv_transfer.loads import LoadTable
+from diptych_kv_transfer.messages import Hello, encode
+
+MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
+
+
+def test_P4_the_hinge_decides_about_any_bytes_without_raising() -> None:
+    """The pure part alone, in whatever state the messages before have left it."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    me = Hello("me", "epoch", {"dtype": "float32"})
+    hinge = Hinge(me, LeaseTable(5.0), LoadTable(me, 5.0))
+    there: Address = ("10.0.0.1", 5)
+    peer, now = 0, 0.0
+    for number in range(MESSAGES):
+        if number % 50 == 0:
+            hinge.handle(PeerLost(peer), now)
+            peer += 1
+            hinge.handle(Connected(peer, rng.choice([None, there])), now)
+            hinge.handle(Received(peer, encode(Hello("you", "e", {}))), now)
+        payload = encode(rng.choice(control_messages(rng)))
+        data = payload if rng.random() < 0.3 else mutated(payload, rng)
+        hinge.handle(Received(peer, data), now)
+        now += rng.random() * 0.01
+        hinge.tick(now)
+    hinge.handle(PeerLost(peer), now)
+    assert not hinge.leases.leases
+    assert not hinge.loads.loads
