@@ -29,12 +29,10 @@ def admit(
     adapters: AdapterTable,
     *,
     hinged: bool,
-    announced: bool = False,
 ) -> tuple[Request, list[int]]:
     """Validate a message and make it a Request.
 
-    hinged: this engine takes part in hand-offs. announced: the request is yet to come, when prefill
-    has sampled its first token.
+    hinged: this engine takes part in hand-offs.
     Returns the request and the tokens that its client is to be told at once. Raises
     `InvalidRequestError` for a message that cannot be served.
     """
@@ -76,7 +74,7 @@ def admit(
         resumable=message.resumable,
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
-    return request, _first_tokens(request, limits, announced=announced)
+    return request, _first_tokens(request, limits)
 
 
 def _admit_pooling(
@@ -164,7 +162,7 @@ def _transfer_params(extra_args: dict[str, Any] | None, *, hinged: bool) -> KVTr
     return params
 
 
-def _first_tokens(request: Request, limits: EngineDescription, *, announced: bool) -> list[int]:
+def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
     """A hand-off driven by somebody else's router: what P sampled is ours to report first.
 
     But if the request wants to know how likely it was, the last token of the prompt is computed
@@ -187,8 +185,8 @@ def _first_tokens(request: Request, limits: EngineDescription, *, announced: boo
         raise InvalidRequestError(
             f"kv_transfer_params: {remote} tokens of KV do not fit a request of {known} tokens"
         )
-    blocks = (params.remote_block_ids or [[]])[0]
-    if not announced and len(blocks) != -(-remote // limits.block_size):
+    blocks = None if params.remote_block_ids is None else params.remote_block_ids[0]
+    if blocks is not None and len(blocks) != -(-remote // limits.block_size):
         raise InvalidRequestError(
             f"kv_transfer_params: {len(blocks)} blocks for {remote} tokens do not fit blocks of "
             f"{limits.block_size}"

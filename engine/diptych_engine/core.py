@@ -139,6 +139,7 @@ class EngineCore:
         if message.request_id in self.scheduler.loading:
             raise DiptychError("the KV of an earlier request of this id is still on its way")
         request, first_tokens = self._admit(message, client)
+        self.hand_offs.check(request)
         ended = stop_condition(request, first_tokens[-1]) if first_tokens else None
         if ended is not None:  # prefill has sampled all that was wanted
             last = EngineCoreOutput(request.request_id, first_tokens)
@@ -161,16 +162,13 @@ class EngineCore:
         self.hand_offs.refused(message)
         self._fail(message.request_id, client, error)
 
-    def _admit(
-        self, message: EngineCoreRequest, client: bytes, *, announced: bool = False
-    ) -> tuple[Request, list[int]]:
+    def _admit(self, message: EngineCoreRequest, client: bytes) -> tuple[Request, list[int]]:
         hinged = self.connector is not None
-        return admit(
-            message, client, self.description, self.adapters, hinged=hinged, announced=announced
-        )
+        return admit(message, client, self.description, self.adapters, hinged=hinged)
 
     def _admit_announced(self, message: EngineCoreRequest) -> Request:
-        return self._admit(message, b"", announced=True)[0]
+        self.weights.require_whole()
+        return self._admit(message, b"")[0]
 
     def take_grammars(self) -> None:
         """Queue requests that waited for grammars; call when `grammars.wake_fd` is readable."""
@@ -187,7 +185,9 @@ class EngineCore:
         """End requests; unknown ids are ignored. Each gets a last output with ABORT."""
         for request_id in request_ids:
             request = self.scheduler.requests.get(request_id)
-            if request is not None:
+            if request is None:
+                self.hand_offs.forgo(request_id)
+            else:
                 self._end(request, FinishReason.ABORT)
                 self._outputs[request.client].append(_aborted(request_id))
 
@@ -243,6 +243,7 @@ class EngineCore:
             reason = request.finish_reason
             output = self._output(made) if reason is None else self._finish(made, reason)
             outputs[request.client].append(output)
+        self.hand_offs.lend_computed()
 
     def _output(self, made: TokenOutput) -> EngineCoreOutput:
         request = made.request
@@ -270,9 +271,8 @@ class EngineCore:
                 self._end(surplus, FinishReason.ERROR)
                 self._fail(surplus.request_id, surplus.client, "ended: too many sessions are idle")
             return output
-        wants_lease = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
-        if wants_lease and reason is FinishReason.LENGTH:
-            output.kv_transfer_params = self.hand_offs.grant(request)
+        if request.kv_transfer is not None and request.kv_transfer.do_remote_decode:
+            output.kv_transfer_params = self.hand_offs.finish(request, reason)
         self.scheduler.finish(request, reason, request.stop_reason)
         return output
 
@@ -306,7 +306,7 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         snapshot = self.scheduler.snapshot()
-        snapshot.kv_transfer = self.connector.stats() if self.connector is not None else None
+        snapshot.kv_transfer = self.hand_offs.stats()
         snapshot.draining = self.draining
         snapshot.paused = self.scheduler.gate.paused
         snapshot.sleep_level = self.residency.level

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from diptych_engine.request import Request
+from diptych_engine.request import LoadOrder, Request
 from diptych_engine.scheduler import Scheduler
 from diptych_kv_transfer import KVConnector, LeaseEnded
 from diptych_protocol import (
@@ -16,12 +17,21 @@ from diptych_protocol import (
     FinishReason,
     InvalidRequestError,
     KVTransferParams,
+    KVTransferStats,
 )
 
 log = logging.getLogger(__name__)
 
 Admit = Callable[[EngineCoreRequest], Request]
 """Validates an announced request. Raises `InvalidRequestError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A request whose prompt is being computed for somebody else."""
+
+    request: Request
+    lease_id: str
 
 
 class HandOffs:
@@ -41,19 +51,70 @@ class HandOffs:
         self._scheduler = scheduler
         self._connector = connector
         self._admit_announced = admit_announced
+        self._promises: dict[str, Promise] = {}
+        """By the ids of the requests; those whose leases have ended are not among them."""
 
     # --- requests come and go -----------------------------------------------------------------
 
-    def arrived(self, request: Request) -> None:
-        """A request was admitted: keep alive what it is to fetch."""
+    def check(self, request: Request) -> None:
+        """Raises `InvalidRequestError` if the lease that a request is to have is another's."""
         params = request.kv_transfer
-        if self._connector is not None and params is not None and params.do_remote_prefill:
-            self._connector.hold(request.request_id, params)
+        if params is None or not params.do_remote_decode or params.lease_id is None:
+            return
+        if params.lease_id in self._scheduler.leased:
+            raise InvalidRequestError("kv_transfer_params: there is a lease of this id already")
+
+    def arrived(self, request: Request) -> None:
+        """A request was admitted: promise what it is to lend, keep alive what it is to fetch."""
+        params = request.kv_transfer
+        if self._connector is None or params is None:
+            return
+        if params.do_remote_decode:
+            if request.max_total_tokens == request.num_tokens + 1:  # so it will lend the prompt
+                self._promise(request, params.lease_id, request.num_tokens, self._connector)
+        elif self._scheduler.early.claim(request):
+            self._connector.adopt_load(request.request_id)
+        else:
+            self.forgo(request.request_id)
+            if request.request_id in self._scheduler.early.loads:
+                # Something else is still on its way under this name: compute the prompt here.
+                self._connector.reject(params)
+                request.kv_transfer = None
+            else:
+                self._connector.hold(request.request_id, params)
+
+    def _promise(
+        self, request: Request, lease_id: str | None, num_tokens: int, connector: KVConnector
+    ) -> Promise:
+        lease_id = connector.promise(
+            request.request_id,
+            lease_id,
+            -(-num_tokens // self._description.block_size),
+            request.token_ids[:num_tokens],
+            request.cache_salt,
+        )
+        self._scheduler.leased.begin(lease_id)
+        promise = self._promises[request.request_id] = Promise(request, lease_id)
+        return promise
 
     def gone(self, request: Request) -> None:
-        """A request is about to end before its time."""
-        if self._connector is not None:
-            self._connector.cancel_load(request.request_id)
+        """A request is about to end without lending anything, whatever it fetches or promised."""
+        if self._connector is None:
+            return
+        self._withdraw(request.request_id)
+        self._scheduler.early.drop(request.request_id)
+        self._connector.cancel_load(request.request_id)
+
+    def _withdraw(self, request_id: str) -> None:
+        promise = self._promises.pop(request_id, None)
+        if promise is not None and self._connector is not None:
+            self._connector.withdraw(promise.lease_id)
+
+    def forgo(self, request_id: str) -> None:
+        """An announced request will not come, or is refused; nothing if none was announced."""
+        if self._connector is not None and request_id in self._scheduler.early.loads:
+            self._scheduler.early.drop(request_id)
+            self._connector.cancel_load(request_id)
 
     def announce_kv_transfer(self, request: EngineCoreRequest) -> bool:
         """A request will come, under this id, when a prefill engine has computed its prompt.
@@ -71,12 +132,22 @@ class HandOffs:
         """
         if self._connector is None:
             raise InvalidRequestError("this engine takes no part in hand-offs")
+        scheduler, connector = self._scheduler, self._connector
+        if request.request_id in scheduler.early.loads:
+            return True
+        if request.request_id in scheduler.requests or request.request_id in scheduler.loading:
+            return False
         announced = self._admit_announced(request)
         params = announced.kv_transfer
         if params is None or not params.do_remote_prefill:
             raise InvalidRequestError("only a hand-off to this engine can be announced")
-        self._connector.reach(params)
-        return False
+        busy = bool(scheduler.waiting) or scheduler.gate.paused  # who is here comes first
+        order = None if busy else scheduler.early.reserve(announced)
+        if order is None:
+            connector.reach(params)
+        else:
+            _start(connector, order, early=True)
+        return order is not None
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -86,14 +157,29 @@ class HandOffs:
         if self._connector is None:
             return
         for order in orders:
-            self._connector.start_load(
-                order.request_id,
-                order.params,
-                order.indices,
-                order.local_block_ids,
-                order.token_ids,
-                order.cache_salt,
-            )
+            _start(self._connector, order, early=False)
+
+    def lend_computed(self) -> None:
+        """Let the full blocks that a step has completed travel while others are computed."""
+        if self._connector is None:
+            return
+        leased, size = self._scheduler.leased, self._description.block_size
+        for promise in self._promises.values():
+            request, lent = promise.request, leased.count(promise.lease_id)
+            full = request.num_computed_tokens // size
+            if full > lent:
+                blocks = leased.lend(promise.lease_id, request.block_ids[lent:full])
+                self._connector.lend(promise.lease_id, blocks)
+
+    def finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
+        """A request that computed a prompt for a decode engine is about to finish.
+
+        Returns what the decode engine must be told, if there is anything to lend.
+        """
+        if reason is FinishReason.LENGTH:
+            return self.grant(request)
+        self.gone(request)
+        return None
 
     def grant(self, request: Request) -> dict[str, Any] | None:
         """Lend the computed blocks of a request that is about to finish.
@@ -102,13 +188,22 @@ class HandOffs:
         """
         if self._connector is None:
             return None
-        computed = request.num_computed_tokens
+        computed, leased = request.num_computed_tokens, self._scheduler.leased
+        promise = self._promises.pop(request.request_id, None)
+        if promise is None:
+            wanted = None if request.kv_transfer is None else request.kv_transfer.lease_id
+            lease_id = None if wanted is None or wanted in leased else wanted
+            promise = self._promise(request, lease_id, computed, self._connector)
+            del self._promises[request.request_id]
+        lent = leased.count(promise.lease_id)
+        end = -(-computed // self._description.block_size)
         params = self._connector.grant(
             request.request_id,
-            self._scheduler.lease_blocks(request),
+            leased.lend(promise.lease_id, request.block_ids[lent:end]),
             request.token_ids[:computed],
             request.token_ids[computed:],
             request.cache_salt,
+            promise.lease_id,
         )
         return params.to_dict()
 
@@ -119,7 +214,7 @@ class HandOffs:
         failures = []
         for event in self._connector.poll_events() if self._connector is not None else ():
             if isinstance(event, LeaseEnded):
-                self._scheduler.lease_ended(event.block_ids)
+                self._lease_ended(event)
                 continue
             failed = self._scheduler.load_ended(event.request_id, ok=event.ok)
             if failed is not None:
@@ -129,6 +224,22 @@ class HandOffs:
                 self._scheduler.finish(failed, FinishReason.ERROR)
                 failures.append((failed, error))
         return failures
+
+    def _lease_ended(self, event: LeaseEnded) -> None:
+        self._scheduler.leased.end(event.lease_id)
+        promise = self._promises.get(event.request_id)
+        if promise is not None and promise.lease_id == event.lease_id:
+            # Whoever was to read it will not. If the request finishes, it gets a lease of its own.
+            del self._promises[event.request_id]
+
+    def stats(self) -> KVTransferStats | None:
+        """Totals since the start, and what is held now; None without a hinge."""
+        if self._connector is None:
+            return None
+        stats, early = self._connector.stats(), self._scheduler.early
+        stats.early_loads, stats.early_loads_now = early.begun, len(early)
+        stats.early_loads_adopted, stats.early_loads_dropped = early.adopted, early.dropped
+        return stats
 
     # --- rejection ----------------------------------------------------------------------------
 
@@ -148,6 +259,8 @@ class HandOffs:
 
     def refused(self, message: EngineCoreRequest) -> None:
         """A refused hand-off must not leave its prefill pinned, whatever was wrong with it."""
+        self.forgo(message.request_id)
+        self._withdraw(message.request_id)
         params = message.sampling_params
         raw = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params")
         if isinstance(raw, dict) and raw.get("do_remote_prefill"):
@@ -155,3 +268,15 @@ class HandOffs:
                 self.reject_kv_transfer(message.request_id, raw)
             except DiptychError as exc:
                 log.info("request %s: nothing to release: %s", message.request_id, exc)
+
+
+def _start(connector: KVConnector, order: LoadOrder, *, early: bool) -> None:
+    connector.start_load(
+        order.request_id,
+        order.params,
+        order.indices,
+        order.local_block_ids,
+        order.token_ids,
+        order.cache_salt,
+        early=early,
+    )

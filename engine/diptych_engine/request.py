@@ -148,6 +148,22 @@ class Request:
         )
 
     @property
+    def num_remote_tokens(self) -> int:
+        """Tokens whose KV another engine has. Raises `RuntimeError` if there is none."""
+        if self.kv_transfer is None or self.kv_transfer.remote_num_tokens is None:
+            raise RuntimeError(f"request {self.request_id} has no remote KV")
+        return self.kv_transfer.remote_num_tokens
+
+    def take_over(self) -> int:
+        """Its blocks hold what was lent to it; something always remains to be computed. Returns
+        how many tokens that adds."""
+        before, remote = self.num_computed_tokens, min(self.num_remote_tokens, self.num_tokens - 1)
+        self.num_computed_tokens = remote
+        self.num_cached_tokens = min(remote, self.num_prompt_tokens)
+        self.kv_transfer = None
+        return remote - before
+
+    @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -218,14 +234,18 @@ class LoadOrder:
     cache_salt: str | None
 
     @classmethod
-    def of(cls, request: Request, params: KVTransferParams, first: int, end: int) -> LoadOrder:
-        """For the blocks `first` to `end` of a request."""
+    def of(cls, request: Request, first: int, end: int) -> LoadOrder:
+        """For the blocks `first` to `end` of a request. Raises `RuntimeError` if nothing was lent
+        to it."""
+        params = request.kv_transfer
+        if params is None:
+            raise RuntimeError(f"request {request.request_id} has no remote KV")
         return cls(
             request.request_id,
             params,
             list(range(first, end)),
             request.block_ids[first:end],
-            request.token_ids[: params.remote_num_tokens],
+            request.token_ids[: request.num_remote_tokens],
             request.cache_salt,
         )
 

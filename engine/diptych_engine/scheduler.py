@@ -7,8 +7,8 @@ again later (preemption by recompute). Waiting requests follow. Under the policy
 that of arrival, and waiting requests whose KV came through the hinge go ahead of the others,
 because they hold blocks already; under `priority` it is (priority, arrival, id) everywhere.
 
-The effects that the scheduler asks for (starting a load, granting a lease) are returned as values;
-the engine core carries them out and reports back through `load_ended` and `lease_ended`.
+The effects that the scheduler asks for (starting a load) are returned as values; the engine core
+carries them out and reports back through `load_ended`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 
 from diptych_engine.block_pool import BlockPool
 from diptych_engine.control.pause import PauseGate
+from diptych_engine.early_loads import EarlyLoads, EarlyState
 from diptych_engine.idle_sessions import IdleSessions
 from diptych_engine.journey import JourneyLog, Station
+from diptych_engine.lent_blocks import LentBlocks
 from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import (
@@ -66,9 +68,9 @@ class Scheduler:
     loading: dict[str, Request] = field(default_factory=dict)
     """Requests whose blocks the hinge writes to, cancelled ones included."""
     idle: IdleSessions = field(init=False)
-    leased: list[list[int]] = field(default_factory=list)
-    """Blocks of finished requests, pinned until their lease has ended; one list a lease. Two leases
-    may come from requests of one name: a router that tries again keeps it."""
+    early: EarlyLoads = field(init=False)
+    """What the hinge fetches for requests that are only announced."""
+    leased: LentBlocks = field(init=False)
     load_orders: list[LoadOrder] = field(default_factory=list)
     """Loads to start; the core takes them."""
     gate: PauseGate = field(default_factory=PauseGate)
@@ -80,6 +82,8 @@ class Scheduler:
         self.waiting = make_queue(self.policy)
         self.idle = IdleSessions(self.max_idle_sessions)
         self.prefixes = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
+        self.early = EarlyLoads(self.pool, self.prefixes)
+        self.leased = LentBlocks(self.pool)
 
     # --- requests come and go -----------------------------------------------------------------
 
@@ -94,7 +98,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self._tell(request, Station.QUEUED)
-        self.gate.enter(request, self.waiting)
+        early = self.early.pick_up(request)
+        if early is None:
+            self.gate.enter(request, self.waiting)
+            return
+        self._count_lookup(request, request.num_computed_tokens // self.block_size)
+        if early is EarlyState.LOADING:
+            self._await_load(request)
+        else:
+            self._received(request)
+            self.gate.enter(request, self.waiting, front=True)
 
     def hold(self, request: Request) -> None:
         """Take a request in that cannot be queued before its grammar is there."""
@@ -141,8 +154,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def suspend(self, session: Request) -> Request | None:
-        """Let a running session wait for its next piece. Returns one to end, if there are too
-        many."""
+        """Have a session wait for its next piece. Returns one to end, if there are too many."""
         self.running.remove(session)
         session.become(RequestStatus.WAITING_FOR_STREAMING_REQ)
         session.finish_reason = session.stop_reason = None
@@ -155,19 +167,6 @@ class Scheduler:
         session.become(RequestStatus.WAITING)
         self.gate.enter(session, self.waiting, front=True)
 
-    def lease_blocks(self, request: Request) -> list[int]:
-        """Pin the blocks of a request that is about to finish, beyond its end."""
-        blocks = request.block_ids[: self._blocks_for(request.num_computed_tokens)]
-        self.pool.take(blocks)
-        self.leased.append(blocks)
-        return blocks
-
-    def lease_ended(self, block_ids: list[int]) -> None:
-        """The peer is done with leased blocks, or lost its right to them; others are ignored."""
-        if block_ids in self.leased:
-            self.leased.remove(block_ids)
-            self.pool.release(block_ids)
-
     def load_ended(self, request_id: str, *, ok: bool) -> Request | None:
         """The hinge no longer touches a request's blocks.
 
@@ -175,28 +174,28 @@ class Scheduler:
         """
         request = self.loading.pop(request_id, None)
         if request is None:
+            self.early.ended(request_id, ok=ok)
             return None
         if request.finished:
             self._free_blocks(request)
             return None
-        params = request.kv_transfer
-        if params is None or not ok:
-            discarded = params is None
+        discarded = request.kv_transfer is None
+        if discarded or not ok:
             self._tell(request, Station.KV_FAIL)
             self._free_blocks(request)
             request.become(RequestStatus.WAITING)
             self.waiting.push_front(request)
             return None if discarded else request
-        remote_tokens = min(params.remote_num_tokens or 0, request.num_tokens - 1)
-        self.stats.remote_kv_tokens += remote_tokens - request.num_computed_tokens
-        request.num_computed_tokens = remote_tokens
-        request.num_cached_tokens = min(remote_tokens, request.num_prompt_tokens)
-        request.kv_transfer = None
-        self._tell(request, Station.KV_DONE)
-        self.prefixes.remember(request, 0)
+        self._received(request)
         request.become(RequestStatus.WAITING)
         self.waiting.push_front(request)
         return None
+
+    def _received(self, request: Request) -> None:
+        """The blocks of a request hold what the hinge was to fetch."""
+        self.stats.remote_kv_tokens += request.take_over()
+        self._tell(request, Station.KV_DONE)
+        self.prefixes.remember(request, 0)
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class Scheduler:
             count = min(known - start, budget)
             short = self._blocks_for(start + count) - len(request.block_ids)
             while short > self.pool.num_free:
-                if self._reclaim_idle():
+                if self._reclaim_unused():
                     continue
                 preempted = True
                 if self._preempt(self.running[-1]) is request:
@@ -243,7 +242,7 @@ class Scheduler:
             known = request.num_tokens
             short = self._blocks_for(known) - len(hit) - len(request.block_ids)
             if short > self.pool.num_free - self.pool.num_free_among(hit):
-                if self._reclaim_idle():
+                if self._reclaim_unused():
                     continue
                 if not self.running and self._reclaim_from_waiting():
                     continue
@@ -252,7 +251,8 @@ class Scheduler:
             if not remote and not self._has_room_for(request):
                 break
             self.waiting.pop()
-            self._count_lookup(request, len(hit))
+            if not request.block_ids:
+                self._count_lookup(request, len(hit))
             self.pool.take(hit)
             request.block_ids.extend(hit)
             request.num_computed_tokens = start
@@ -279,11 +279,8 @@ class Scheduler:
         while len(self.running) + self.idle.num_rows >= self.max_num_seqs:
             if not self._reclaim_idle():
                 return False
-        adapter = request.adapter
-        if adapter is None:
-            return True
-        needed = busy_adapters(self.running) | self.pinned_adapters | {adapter.lora_int_id}
-        return len(needed) <= self.max_loras
+        needed = busy_adapters([*self.running, request]) | self.pinned_adapters
+        return request.adapter is None or len(needed) <= self.max_loras
 
     def _start(self, request: Request) -> None:
         request.become(RequestStatus.RUNNING)
@@ -304,6 +301,10 @@ class Scheduler:
                 return True
         return False
 
+    def _reclaim_unused(self) -> bool:
+        """Take blocks that nobody computes with now."""
+        return self._reclaim_idle() or self.early.reclaim()
+
     def _reclaim_idle(self) -> bool:
         """Take the blocks and the row of the session that has been idle longest."""
         session = self.idle.longest_idle()
@@ -315,16 +316,16 @@ class Scheduler:
 
     def _order_load(self, request: Request) -> None:
         """Reserve the destination blocks of a hand-off and ask for what is missing."""
-        params = request.kv_transfer
-        if params is None or params.remote_num_tokens is None:
-            raise RuntimeError(f"request {request.request_id} has no remote KV")
         num_local = len(request.block_ids)
-        num_remote = self._blocks_for(params.remote_num_tokens)
+        num_remote = self._blocks_for(request.num_remote_tokens)
         request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
+        self._await_load(request)
+        self.load_orders.append(LoadOrder.of(request, num_local, num_remote))
+
+    def _await_load(self, request: Request) -> None:
         request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
         self.loading[request.request_id] = request
         self._tell(request, Station.KV_WAIT)
-        self.load_orders.append(LoadOrder.of(request, params, num_local, num_remote))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Apply a step's results. Requests that ended meanwhile get nothing more."""
@@ -347,7 +348,7 @@ class Scheduler:
         here. Returns their ids, for the hinge to give them up."""
         for request in self.loading.values():
             request.kv_transfer = None
-        return list(self.loading)
+        return [*self.loading, *self.early.drop_all()]
 
     # --- blocks -------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class Scheduler:
         return -(-num_tokens // self.block_size)
 
     def _count_lookup(self, request: Request, num_hit_blocks: int) -> None:
-        if self.enable_prefix_caching and request.reads_prefix_cache and not request.block_ids:
+        if self.enable_prefix_caching and request.reads_prefix_cache:
             self.stats.prefix_cache_queries += request.num_tokens
             self.stats.prefix_cache_hits += num_hit_blocks * self.block_size
 

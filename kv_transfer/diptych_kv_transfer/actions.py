@@ -63,12 +63,13 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The blocks of a finished prefill are free again."""
+    """The blocks of a lease are free again, whatever was lent in its name."""
 
     request_id: str
     block_ids: list[int]
     outcome: str
-    """`released`, `revoked` or `expired`."""
+    """`released`, `revoked`, `expired` or `withdrawn`."""
+    lease_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_kv_transfer.actions import Action, LeaseEnded, LoadEnded
+from diptych_kv_transfer.actions import LeaseEnded, LoadEnded
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
 from diptych_kv_transfer.leases import LeaseTable
-from diptych_kv_transfer.loads import LeaseRef, LoadTable, coalesce
+from diptych_kv_transfer.load import LeaseRef
+from diptych_kv_transfer.loads import LoadTable
 from diptych_kv_transfer.messages import TAG_BITS, Hello
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.ucx import UcxTransport
@@ -94,6 +95,31 @@ class KVConnector:
         self.port = driver.port
         self.wake_fd = driver.wake_fd
 
+    # --- lending ------------------------------------------------------------------------------
+
+    def promise(
+        self,
+        request_id: str,
+        lease_id: str | None,
+        num_blocks: int,
+        token_ids: list[int],
+        cache_salt: str | None,
+    ) -> str:
+        """There will be a lease of the blocks that hold the KV of `token_ids`.
+
+        Returns its id: the given one, which no lease that has not ended may have, or a new one.
+        """
+        lease_id = lease_id or f"{self._random_bits(128):032x}"
+        name, digest = lease_id, digest_of(token_ids, cache_salt)
+        self._driver.tell(
+            lambda hinge, now: hinge.leases.promise(name, request_id, num_blocks, digest, now)
+        )
+        return lease_id
+
+    def lend(self, lease_id: str, block_ids: list[int]) -> None:
+        """The first blocks of a promised lease are computed; nothing if it has ended."""
+        self._driver.tell(lambda hinge, _now: hinge.leases.lend(lease_id, block_ids))
+
     def grant(
         self,
         request_id: str,
@@ -101,19 +127,15 @@ class KVConnector:
         token_ids: list[int],
         first_token_ids: list[int],
         cache_salt: str | None,
+        lease_id: str | None = None,
     ) -> KVTransferParams:
         """Lend the blocks that hold the KV of `token_ids`; LeaseEnded gives them back.
 
-        The answer tells a decode engine how to fetch them, and what was sampled after them.
+        lease_id: of the promise, if there was one. The answer tells a decode engine how to fetch
+        the blocks, and what was sampled after them.
         """
-        lease_id = f"{self._random_bits(128):032x}"
-        digest = digest_of(token_ids, cache_salt)
-
-        def grant(hinge: Hinge, now: float) -> list[Action]:
-            hinge.leases.grant(lease_id, request_id, block_ids, digest, now)
-            return []
-
-        self._driver.tell(grant)
+        promised = lease_id or self.promise(request_id, None, len(block_ids), token_ids, cache_salt)
+        self._driver.tell(lambda hinge, now: hinge.leases.grant(promised, block_ids, now))
         return KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self._me.engine_id,
@@ -122,23 +144,36 @@ class KVConnector:
             remote_host=self.host,
             remote_port=self.port,
             remote_num_tokens=len(token_ids),
-            lease_id=lease_id,
+            lease_id=promised,
             lease_seconds=self._lease_seconds,
             epoch=self._me.epoch,
             compat=fingerprint(self._me.compat),
             first_token_ids=first_token_ids,
         )
 
+    def withdraw(self, lease_id: str) -> None:
+        """End a lease of our own; nothing if it has ended."""
+        self._driver.tell(lambda hinge, _now: hinge.leases.revoke(lease_id))
+
+    def revoke(self, params: KVTransferParams) -> None:
+        """End the lease of our own that these parameters name."""
+        self.withdraw(params.lease_id or "")
+
+    def revoke_all(self) -> None:
+        """End every lease of our own; those that are being read end when that is over."""
+        self._driver.tell(lambda hinge, _now: hinge.leases.revoke_all())
+
+    # --- fetching -----------------------------------------------------------------------------
+
     def reach(self, params: KVTransferParams) -> None:
         """Connect to a prefill engine whose blocks will be wanted."""
-        address = lease_of(params).address
+        address = self._lease_of(params).address
         self._driver.tell(lambda hinge, _now: hinge.loads.reach(address))
 
     def hold(self, request_id: str, params: KVTransferParams) -> None:
         """A request with a hand-off queues: connect to its P, and keep the lease alive."""
-        lease = lease_of(params)
-        seconds = params.lease_seconds or self._lease_seconds
-        self._driver.tell(lambda hinge, now: hinge.loads.hold(request_id, lease, seconds, now))
+        lease = self._lease_of(params)
+        self._driver.tell(lambda hinge, now: hinge.loads.hold(request_id, lease, now))
 
     def start_load(
         self,
@@ -148,35 +183,41 @@ class KVConnector:
         local_block_ids: list[int],
         token_ids: list[int],
         cache_salt: str | None,
+        *,
+        early: bool = False,
     ) -> None:
         """Fetch block `indices[i]` of the lease into `local_block_ids[i]`; ends in LoadEnded.
 
-        The request must be held. `token_ids` are those whose KV the lease must be for.
+        `token_ids` are those whose KV the lease must be for. early: the request is only announced,
+        and the lease may be only promised; unless `adopt_load` follows, it ends by itself after
+        `load_timeout_s`, once more in a LoadEnded if it was complete by then.
         """
-        remote = (params.remote_block_ids or [[]])[0]
-        runs, local_runs = coalesce(indices, remote, local_block_ids)
+        lease = self._lease_of(params)
+        wanted = dict(zip(indices, local_block_ids, strict=True))
         digest, tag = digest_of(token_ids, cache_salt), self._random_bits(TAG_BITS - 1)
         self._driver.tell(
-            lambda hinge, now: hinge.loads.start(request_id, digest, tag, runs, local_runs, now)
+            lambda hinge, now: hinge.loads.start(
+                request_id, lease, digest, tag, wanted, now, early=early
+            )
         )
 
+    def adopt_load(self, request_id: str) -> None:
+        """The request of an early load has come."""
+        self._driver.tell(lambda hinge, now: hinge.loads.adopt(request_id, now))
+
     def cancel_load(self, request_id: str) -> None:
-        """Give up a held or started load, and tell P. A started one still ends in LoadEnded."""
-        self._driver.tell(lambda hinge, now: hinge.loads.cancel(request_id))
+        """Give up a held or started load, and tell P; the lease of an early one goes on.
+
+        A started one still ends in LoadEnded, unless that has come already.
+        """
+        self._driver.tell(lambda hinge, now: hinge.loads.cancel(request_id, now))
 
     def reject(self, params: KVTransferParams) -> None:
         """Tell P that its lease is not needed. Repeating it is harmless."""
-        lease = lease_of(params)
-        self._driver.tell(lambda hinge, now: hinge.loads.reject(lease))
+        lease = self._lease_of(params)
+        self._driver.tell(lambda hinge, _now: hinge.loads.reject(lease))
 
-    def revoke(self, params: KVTransferParams) -> None:
-        """End a lease of our own."""
-        lease_id = params.lease_id or ""
-        self._driver.tell(lambda hinge, now: hinge.leases.revoke(lease_id))
-
-    def revoke_all(self) -> None:
-        """End every lease of our own; those that are being read end when that is over."""
-        self._driver.tell(lambda hinge, now: hinge.leases.revoke_all())
+    # --- the driver ---------------------------------------------------------------------------
 
     def poll_events(self) -> list[LeaseEnded | LoadEnded]:
         """What has ended since the last call.
@@ -193,15 +234,15 @@ class KVConnector:
         """Cut all connections. Safe to call twice."""
         self._driver.close()
 
-
-def lease_of(params: KVTransferParams) -> LeaseRef:
-    """The lease that parsed `do_remote_prefill` parameters name."""
-    return LeaseRef(
-        lease_id=params.lease_id or "",
-        address=(params.remote_host or "", params.remote_port or 0),
-        engine_id=params.remote_engine_id or "",
-        epoch=params.epoch or "",
-    )
+    def _lease_of(self, params: KVTransferParams) -> LeaseRef:
+        """The lease that parsed `do_remote_prefill` parameters name."""
+        return LeaseRef(
+            lease_id=params.lease_id or "",
+            address=(params.remote_host or "", params.remote_port or 0),
+            engine_id=params.remote_engine_id or "",
+            epoch=params.epoch or "",
+            seconds=params.lease_seconds or self._lease_seconds,
+        )
 
 
 def digest_of(token_ids: list[int], cache_salt: str | None) -> str:

@@ -54,10 +54,10 @@ class Hinge:
             case Received(peer, data):
                 return self._receive(peer, data, now)
             case TransferEnded(key, ok):
-                side, _, name = key.split(" ", 2)
+                side, tag, name = key.split(" ", 2)
                 if side == "send":
-                    return self.leases.sends_ended(name)
-                return self.loads.receives_ended(name, ok=ok)
+                    return self.leases.sends_ended(name, int(tag))
+                return self.loads.receives_ended(name, int(tag), ok=ok, now=now)
             case PeerLost(peer):
                 self.greeted.discard(peer)
                 return [*self.leases.peer_lost(peer), *self.loads.peer_lost(peer)]

@@ -83,15 +83,25 @@ class HingeThread:
     def stats(self) -> KVTransferStats:
         """Totals since the start, and what is held now."""
         leases, loads, totals = self._hinge.leases, self._hinge.loads, self._totals
-        totals.leases_held = len(leases.leases)
+        held = leases.held
+        totals.leases_held = held[LeaseState.GRANTED] + held[LeaseState.READING]
+        totals.leases_promised_now = held[LeaseState.PROMISED]
+        totals.leases_draining = held.total() - totals.leases_held - totals.leases_promised_now
+        totals.leases_promised = leases.counts[LeaseState.PROMISED]
+        totals.leases_withdrawn = leases.counts[LeaseState.WITHDRAWN]
+        totals.leases_rejected = leases.rejections
         totals.leases_granted = leases.counts[LeaseState.GRANTED]
         totals.leases_released = leases.counts[LeaseState.RELEASED]
         totals.leases_revoked = leases.counts[LeaseState.REVOKED]
         totals.leases_expired = leases.counts[LeaseState.EXPIRED]
         totals.blocks_held = leases.blocks_held
-        totals.loads_in_flight = len(loads.loads)
+        totals.loads_started = loads.started
+        totals.loads_in_flight = loads.in_flight
         totals.loads_completed = loads.completed
         totals.loads_failed = loads.failed
+        totals.leases_refused_here = loads.rejected
+        totals.seconds_receiving = loads.seconds_waited
+        totals.hand_off_counts = list(loads.waited)
         totals.stale_reads_refused = leases.stale_reads_refused
         totals.transport = self._transport.name
         return totals
@@ -157,6 +167,5 @@ class HingeThread:
         if isinstance(event, LoadEnded) and event.ok:
             self._totals.blocks_received += event.num_blocks
             self._totals.bytes_received += event.num_blocks * self._regions.block_bytes
-            self._totals.seconds_receiving += event.seconds
         self._events.append(event)
         os.eventfd_write(self.wake_fd, 1)

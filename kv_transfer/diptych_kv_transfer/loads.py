@@ -1,18 +1,26 @@
 """D's side of the hinge: fetching the blocks of a lease into blocks of our own.
 
     HOLDING ──start──▶ OPENING ──Opened──▶ RECEIVING ──all here──▶ CLOSING ──Closed(held)──▶ done
-       │                  │ Refused             │ cut off             │ Closed(not held)
-       └──────────────────┴────────────────────┴─────────────────────┴──▶ failed
+       │                  │ Refused         │   ▲ Sending   │        │ Closed(not held)       or
+       │                  │                 ▼   └───────────┘        │                       KEPT
+       │                  ├──cancel, time──▶ STOPPING ──Closed and all receives ended──┐
+       └──────────────────┴──────────────────────────────────────────┴────────────────▶ failed
 
 While a request queues its load is HOLDING: the peer is connected, and the lease is renewed from
-then on. `LoadEnded` is reported exactly once for every started load, and only when nothing can
-write to its blocks any more: all receives have ended, or the connection was fenced. It says `ok`
-only after P confirmed that the lease was held throughout. Pure: time is passed in.
+then on. An *early* load is started for a request that is only announced: it may find the lease
+still promised, or not even that. It ends KEPT until somebody adopts it or its time is over; and
+what becomes of it is no reason to end the lease, which others may come for.
+
+`LoadEnded` is reported exactly once for every started load (and once more for one that was KEPT in
+vain), and only when nothing can write to its blocks any more. It says `ok` only after P confirmed
+that the lease was held throughout. A load that is given up asks P to stop, and ends when P has said
+so and its receives are over; only a peer that does not answer has its connection cut, with all that
+goes over it. Pure: time is passed in.
 """
 
 from __future__ import annotations
 
-import enum
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from diptych_kv_transfer.actions import (
@@ -25,60 +33,29 @@ from diptych_kv_transfer.actions import (
     ReceiveBlocks,
     Send,
 )
+from diptych_kv_transfer.load import (
+    NEVER,
+    UNDER_WAY,
+    LeaseRef,
+    Load,
+    LoadState,
+    mismatch,
+)
 from diptych_kv_transfer.messages import (
     Close,
     Closed,
     FromOwner,
     Hello,
-    Open,
     Opened,
     Refused,
     Reject,
     Renew,
-    Run,
+    Sending,
 )
+from diptych_protocol.wire import HAND_OFF_BOUNDS_S
 
-MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
-"""Leases outside are renewed as often as the shortest; their length comes from outside."""
-
-
-class LoadState(enum.Enum):
-    HOLDING = "holding"
-    OPENING = "opening"
-    RECEIVING = "receiving"
-    CLOSING = "closing"
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRef:
-    """Where a lease is, as `kv_transfer_params` name it."""
-
-    lease_id: str
-    address: Address
-    engine_id: str
-    epoch: str
-
-
-@dataclass(slots=True)
-class Load:
-    """One request's hand-off."""
-
-    request_id: str
-    lease: LeaseRef
-    renew_every_s: float
-    renew_at: float
-    state: LoadState = LoadState.HOLDING
-    deadline: float = float("inf")
-    digest: str = ""
-    tag: int = 0
-    runs: list[Run] = field(default_factory=list)
-    local_runs: list[range] = field(default_factory=list)
-    started: bool = False
-    """Somebody waits for its LoadEnded."""
-    started_at: float = 0.0
-    cancelled: bool = False
-    problem: str = ""
-    """Why it cannot succeed any more."""
+STOP_SECONDS = 5.0
+"""How long P may take to stop what was given up before its connection is cut."""
 
 
 @dataclass(slots=True)
@@ -99,51 +76,87 @@ class LoadTable:
     remotes: dict[Address, Remote] = field(default_factory=dict)
     rejects: list[LeaseRef] = field(default_factory=list)
     """Leases to reject as soon as their engine is in touch."""
+    started: int = 0
     completed: int = 0
     failed: int = 0
+    rejected: int = 0
+    """Leases that were told to be not needed."""
+    waited: list[int] = field(default_factory=lambda: [0] * (len(HAND_OFF_BOUNDS_S) + 1))
+    """Completed loads by how long somebody waited for them, as `HAND_OFF_BOUNDS_S` says."""
+    seconds_waited: float = 0.0
 
     # --- what the engine asks -----------------------------------------------------------------
 
-    def hold(
-        self, request_id: str, lease: LeaseRef, lease_seconds: float, now: float
-    ) -> list[Action]:
+    def hold(self, request_id: str, lease: LeaseRef, now: float) -> list[Action]:
         """Connect, and keep the lease alive while the request queues."""
-        every = lease_seconds / 3 if MIN_LEASE_S <= lease_seconds <= MAX_LEASE_S else MIN_LEASE_S
-        self.loads[request_id] = Load(request_id, lease, every, now + every)
+        if self._is_free(request_id):
+            self.loads[request_id] = Load(request_id, lease, now + lease.renew_every_s)
         return self.reach(lease.address)
 
     def start(
         self,
         request_id: str,
+        lease: LeaseRef,
         digest: str,
         tag: int,
-        runs: list[Run],
-        local_runs: list[range],
+        wanted: dict[int, int],
         now: float,
+        *,
+        early: bool = False,
     ) -> list[Action]:
-        """Fetch `runs` of the lease into `local_runs`, pairwise. The request must be held."""
-        load = self.loads[request_id]
-        load.started, load.started_at = True, now
-        load.deadline = now + self.load_timeout_s
-        load.digest, load.tag, load.runs, load.local_runs = digest, tag, runs, local_runs
-        load.state = LoadState.OPENING
-        return [*self.reach(load.lease.address), *self._advance(load.lease.address, now)]
+        """Fetch the wanted blocks: block of the lease -> block of ours.
 
-    def cancel(self, request_id: str) -> list[Action]:
+        The request may be held, or new. Raises `RuntimeError` if its load is under way already.
+        """
+        if not self._is_free(request_id):
+            raise RuntimeError(f"the load of request {request_id} was started before")
+        load = Load(request_id, lease, now + lease.renew_every_s, LoadState.OPENING, early=early)
+        load.deadline, load.waiting_since = now + self.load_timeout_s, now
+        load.digest, load.tag, load.wanted, load.num_blocks = digest, tag, wanted, len(wanted)
+        self.loads[request_id] = load
+        self.started += 1
+        return [*self.reach(lease.address), *self._open(load, now)]
+
+    def adopt(self, request_id: str, now: float) -> list[Action]:
+        """Somebody waits for an early load, or takes what it brought."""
+        load = self.loads.get(request_id)
+        if load is None or not load.early:
+            return []
+        load.early, load.waiting_since = False, now
+        if load.state is LoadState.KEPT:
+            self._count_wait(0.0)
+            del self.loads[request_id]
+            return []
+        if load.state is LoadState.STOPPING:
+            return []
+        load.deadline = now + self.load_timeout_s
+        return self._open(load, now) if load.state is LoadState.OPENING else []
+
+    def cancel(self, request_id: str, now: float) -> list[Action]:
         """Nobody wants the blocks any more; P is told so as soon as it can be."""
         load = self.loads.get(request_id)
-        if load is None or load.cancelled:
+        if load is None:
             return []
-        load.cancelled, load.problem = True, "cancelled"
-        remote = self.remotes.get(load.lease.address, Remote())
-        if load.state is LoadState.HOLDING or remote.hello is None:
-            return [*self._end(load), *self.reject(load.lease)]
-        return []  # under way: its receives must end before its blocks are free
+        load.problem = load.problem or "cancelled"
+        if load.state is LoadState.KEPT:
+            del self.loads[request_id]
+            return []
+        if load.asked:
+            return self._stop(load, now)
+        rejects = [] if load.early else self.reject(load.lease)
+        return [*self._end(load, now), *rejects]
 
     def reject(self, lease: LeaseRef) -> list[Action]:
         """Tell P that a lease is not needed."""
         self.rejects.append(lease)
         return [*self.reach(lease.address), *self._send_rejects(lease.address)]
+
+    def reach(self, address: Address) -> list[Action]:
+        """Be or get in touch with an engine."""
+        if address in self.remotes:
+            return []
+        self.remotes[address] = Remote()
+        return [Connect(address)]
 
     # --- what the transport reports -----------------------------------------------------------
 
@@ -166,42 +179,44 @@ class LoadTable:
     def greeted(self, peer: Peer, hello: Hello, now: float) -> list[Action]:
         """The engine at the other end says who it is."""
         for address, remote in self.remotes.items():
-            if remote.peer == peer:
+            if remote.peer == peer and remote.hello is None:
                 remote.hello = hello
-                return [*self._send_rejects(address), *self._advance(address, now)]
+                waiting = [x for x in self._at(address) if x.state is LoadState.OPENING]
+                opens = [action for load in waiting for action in self._open(load, now)]
+                return [*self._send_rejects(address), *opens]
         return []
 
     def receive(self, peer: Peer, message: FromOwner, now: float) -> list[Action]:
-        load = self._find(peer, message.lease_id)
+        load = self._find(peer, message)
         if load is None:
-            return []
+            return []  # late or repeated
         match message:
             case Opened() if load.state is LoadState.OPENING:
                 load.state = LoadState.RECEIVING
-                if load.local_runs:
-                    return [ReceiveBlocks(peer, load.request_id, load.tag, load.local_runs)]
-                return self._close(load, peer)
-            case Refused() if load.state is LoadState.OPENING:
+                return self._go_on(load, peer, now)
+            case Sending() if load.state is not LoadState.CLOSING:
+                return self._receive_batch(load, peer, message, now)
+            case Refused() if load.state in (LoadState.OPENING, LoadState.STOPPING):
                 load.problem = load.problem or message.reason
-                return self._end(load, now)
-            case Closed() if load.state is LoadState.CLOSING:
-                if not message.held:
-                    load.problem = load.problem or "the lease ended while its blocks were read"
-                return self._end(load, now)
+            case Closed(held=True) if load.state is LoadState.CLOSING:
+                pass
+            case Closed(held=False):
+                load.problem = load.problem or "the lease ended while its blocks were read"
             case _:
-                return []  # late or repeated
+                return []
+        load.over = True
+        return self._go_on(load, peer, now)
 
-    def receives_ended(self, request_id: str, *, ok: bool) -> list[Action]:
-        """All receives of a load have ended; False: some were cut off."""
+    def receives_ended(self, request_id: str, tag: int, *, ok: bool, now: float) -> list[Action]:
+        """The receives from this tag on have ended; False: some were cut off."""
         load = self.loads.get(request_id)
-        if load is None or load.state is not LoadState.RECEIVING:
+        if load is None or tag not in load.receiving:
             return []
-        remote = self.remotes.get(load.lease.address, Remote())
+        load.receiving.remove(tag)
         if not ok:
             load.problem = load.problem or "receiving blocks failed"
-        if remote.peer is None:
-            return self._end(load)
-        return self._close(load, remote.peer)
+        peer = self.remotes.get(load.lease.address, Remote()).peer
+        return [] if peer is None else self._go_on(load, peer, now)
 
     # --- time ---------------------------------------------------------------------------------
 
@@ -209,58 +224,104 @@ class LoadTable:
         """Renew the leases of all loads; give up what is overdue."""
         actions: list[Action] = []
         for load in list(self.loads.values()):
-            remote = self.remotes.get(load.lease.address, Remote())
             if load.deadline <= now:
-                load.problem = load.problem or f"no hand-off within {self.load_timeout_s:g} s"
-                load.deadline = float("inf")
-                # A peer that is slow now may still write later: cut it off first.
-                actions += self._end(load) if remote.peer is None else [Fence(remote.peer)]
+                actions += self._overdue(load, now)
             elif load.renew_at <= now:
-                load.renew_at = now + load.renew_every_s
-                if remote.peer is not None and remote.hello is not None:
-                    actions.append(Send(remote.peer, Renew([load.lease.lease_id])))
+                load.renew_at = now + load.lease.renew_every_s
+                actions += self._renew(load)
         return actions
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinity: never."""
-        return min(
-            (
-                x.renew_at if x.state is LoadState.HOLDING else x.deadline
-                for x in self.loads.values()
-            ),
-            default=float("inf"),
-        )
+        return min((min(x.deadline, x.renew_at) for x in self.loads.values()), default=NEVER)
+
+    def _renew(self, load: Load) -> list[Action]:
+        remote = self.remotes.get(load.lease.address, Remote())
+        if remote.peer is None or remote.hello is None:
+            return self.reach(load.lease.address)
+        return [Send(remote.peer, Renew([load.lease.lease_id]))]
+
+    def _overdue(self, load: Load, now: float) -> list[Action]:
+        if load.state is LoadState.KEPT:
+            del self.loads[load.request_id]
+            return [LoadEnded(load.request_id, False, "nobody came for it")]
+        load.problem = load.problem or f"no hand-off within {self.load_timeout_s:g} s"
+        peer = self.remotes.get(load.lease.address, Remote()).peer
+        if peer is None:
+            return self._end(load, now)
+        if load.asked and not load.last_chance:
+            return self._stop(load, now)
+        # A peer that is slow now may still write later: cut it off first.
+        load.deadline = NEVER
+        return [Fence(peer)]
+
+    @property
+    def in_flight(self) -> int:
+        """Loads that were started and have not ended. Safe to ask from another thread."""
+        return sum(load.state in UNDER_WAY for load in list(self.loads.values()))
 
     # --- inside -------------------------------------------------------------------------------
 
-    def reach(self, address: Address) -> list[Action]:
-        """Be or get in touch with an engine."""
-        if address in self.remotes:
-            return []
-        self.remotes[address] = Remote()
-        return [Connect(address)]
+    def _is_free(self, request_id: str) -> bool:
+        """A load may begin under this name: what is here of it touches no blocks."""
+        load = self.loads.get(request_id)
+        return load is None or load.state not in UNDER_WAY
 
-    def _advance(self, address: Address, now: float) -> list[Action]:
-        """Open what waits for this engine, or learn that it is not the one that was meant."""
-        remote = self.remotes[address]
+    def _open(self, load: Load, now: float) -> list[Action]:
+        """Ask for the blocks, once it is known that this is the engine that was meant."""
+        remote = self.remotes[load.lease.address]
         if remote.peer is None or remote.hello is None:
             return []
-        actions: list[Action] = []
-        for load in [x for x in self.loads.values() if x.lease.address == address]:
-            if load.state is not LoadState.OPENING or not load.started:
-                continue
-            problem = mismatch(load.lease, remote.hello, self.me)
-            if problem:
-                load.problem = problem
-                actions += [Send(remote.peer, Reject(load.lease.lease_id)), *self._end(load, now)]
-            else:
-                claim = Open(load.lease.lease_id, load.digest, load.tag, load.runs)
-                actions.append(Send(remote.peer, claim))
-        return actions
+        load.problem = mismatch(load.lease, remote.hello, self.me)
+        if not load.problem:
+            load.asked = True
+            return [Send(remote.peer, load.open_message())]
+        reject = [] if load.early else self.reject(load.lease)
+        return [*reject, *self._end(load, now)]
 
-    def _close(self, load: Load, peer: Peer) -> list[Action]:
+    def _receive_batch(self, load: Load, peer: Peer, message: Sending, now: float) -> list[Action]:
+        """P is about to send: say where the blocks belong, even if nobody wants them any more, so
+        that its sends end."""
+        if message.first in load.batches:
+            return []  # repeated
+        if load.state is LoadState.OPENING:
+            load.state = LoadState.RECEIVING
+        try:
+            places = load.take(message.runs)
+        except ValueError as exc:
+            load.problem = load.problem or f"the prefill engine broke the protocol: {exc}"
+            return self._go_on(load, peer, now)
+        load.batches.add(message.first)
+        load.receiving.add(message.first)
+        return [ReceiveBlocks(peer, load.request_id, message.first, places)]
+
+    def _go_on(self, load: Load, peer: Peer, now: float) -> list[Action]:
+        """Close, stop or end a load of which something has changed."""
+        if load.over:
+            return [] if load.receiving else self._end(load, now)
+        if load.state is not LoadState.RECEIVING:
+            return []
+        if load.problem:
+            return self._stop(load, now)
+        if load.wanted or load.receiving:
+            return []
         load.state = LoadState.CLOSING
-        return [Send(peer, Close(load.lease.lease_id, ok=not load.problem))]
+        return [Send(peer, Close(load.lease.lease_id, True, load.tag))]
+
+    def _stop(self, load: Load, now: float) -> list[Action]:
+        """Have P stop; its answer and the end of the receives are awaited, but not for ever."""
+        if load.last_chance:
+            return []
+        load.last_chance = True
+        load.deadline, load.renew_at = now + min(STOP_SECONDS, self.load_timeout_s), NEVER
+        if load.state is LoadState.CLOSING:
+            return []  # its answer is on its way
+        load.state = LoadState.STOPPING
+        peer = self.remotes.get(load.lease.address, Remote()).peer
+        if peer is None:
+            return []
+        close = Send(peer, Close(load.lease.lease_id, False, load.tag))
+        return [close] if load.early else [close, *self.reject(load.lease)]
 
     def _send_rejects(self, address: Address) -> list[Action]:
         remote = self.remotes[address]
@@ -268,69 +329,48 @@ class LoadTable:
             return []
         mine = [x for x in self.rejects if x.address == address]
         self.rejects = [x for x in self.rejects if x.address != address]
+        self.rejected += len(mine)
         return [Send(remote.peer, Reject(x.lease_id)) for x in mine]
 
-    def _find(self, peer: Peer, lease_id: str) -> Load | None:
+    def _at(self, address: Address) -> list[Load]:
+        return [load for load in self.loads.values() if load.lease.address == address]
+
+    def _find(self, peer: Peer, message: FromOwner) -> Load | None:
+        """The load that a message is about: that of its claim, not of an earlier one."""
         for load in self.loads.values():
-            if load.lease.lease_id == lease_id:
+            if (load.lease.lease_id, load.tag) == (message.lease_id, message.tag):
                 remote = self.remotes.get(load.lease.address)
-                if remote is not None and remote.peer == peer:
+                if remote is not None and remote.peer == peer and load.state in UNDER_WAY:
                     return load
         return None
 
     def _fail_all(self, address: Address, reason: str) -> list[Action]:
         self.rejects = [x for x in self.rejects if x.address != address]
         actions: list[Action] = []
-        for load in [x for x in self.loads.values() if x.lease.address == address]:
+        for load in [x for x in self._at(address) if x.state in UNDER_WAY]:
             load.problem = load.problem or reason
-            if load.started:
-                actions += self._end(load)
+            actions += self._end(load, now=0.0)
         return actions
 
-    def _end(self, load: Load, now: float = 0.0) -> list[Action]:
-        del self.loads[load.request_id]
-        if not load.started:
-            return []
+    def _end(self, load: Load, now: float) -> list[Action]:
+        """Nothing touches its blocks any more."""
+        held = load.state is LoadState.HOLDING
         ok = not load.problem
+        if ok and load.early:
+            load.state, load.renew_at = LoadState.KEPT, NEVER
+        else:
+            del self.loads[load.request_id]
+        if held:
+            return []
         self.completed += ok
         self.failed += not ok
-        blocks = sum(count for _, count in load.runs) if ok else 0
-        seconds = now - load.started_at if ok else 0.0
-        return [LoadEnded(load.request_id, ok, load.problem, blocks, seconds)]
+        if not ok:
+            return [LoadEnded(load.request_id, False, load.problem)]
+        seconds = now - load.waiting_since
+        if not load.early:
+            self._count_wait(seconds)
+        return [LoadEnded(load.request_id, True, "", load.num_blocks, seconds)]
 
-
-def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello) -> str:
-    """Why the engine that answers is not the one the lease is from, or does not fit ours."""
-    if theirs.version != mine.version:
-        return f"the prefill engine speaks version {theirs.version}, we speak {mine.version}"
-    if (theirs.engine_id, theirs.epoch) != (lease.engine_id, lease.epoch):
-        return f"the prefill engine {lease.engine_id} was restarted or replaced"
-    differing = [
-        f"{name}: {theirs.compat.get(name)!r} there, {mine.compat.get(name)!r} here"
-        for name in sorted(theirs.compat.keys() | mine.compat.keys())
-        if theirs.compat.get(name) != mine.compat.get(name)
-    ]
-    return f"the engines cannot exchange KV ({'; '.join(differing)})" if differing else ""
-
-
-def coalesce(
-    indices: list[int], remote_block_ids: list[int], local_block_ids: list[int]
-) -> tuple[list[Run], list[range]]:
-    """Join neighbours into runs that are contiguous in P's memory and in ours.
-
-    Block `indices[i]` of the lease goes to `local_block_ids[i]`.
-    """
-    runs: list[Run] = []
-    local_runs: list[range] = []
-    for index, local in zip(indices, local_block_ids, strict=True):
-        if runs:
-            first, count = runs[-1]
-            last = remote_block_ids[first + count - 1]
-            joined = index == first + count and remote_block_ids[index] == last + 1
-            if joined and local == local_runs[-1].stop:
-                runs[-1] = (first, count + 1)
-                local_runs[-1] = range(local_runs[-1].start, local + 1)
-                continue
-        runs.append((index, 1))
-        local_runs.append(range(local, local + 1))
-    return runs, local_runs
+    def _count_wait(self, seconds: float) -> None:
+        self.waited[bisect_left(HAND_OFF_BOUNDS_S, seconds)] += 1
+        self.seconds_waited += seconds

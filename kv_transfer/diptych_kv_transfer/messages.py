@@ -5,12 +5,16 @@
            ◀─────────────────────────────  Hello
     Open   ─────────────────────────────▶      claim the lease, name the runs of blocks I lack
            ◀────────────── Opened / Refused
+           ◀───────────────────── Sending      these are ready: post your receives
            ◀═════════════════════ blocks       tagged messages straight into D's blocks
+               … again, while P computes …
     Close  ─────────────────────────────▶
            ◀──────────────────────── Closed    held=True: what you read was valid throughout
     Renew, Reject ──────────────────────▶      keep these leases / end this one, no answer
 
-Every message may be repeated without harm. Fields are only ever added at the end, with a default.
+A claim is named by its lease and its tag, so that whatever is still said of an earlier one is told
+apart. Every message may be repeated without harm. P says Closed without being asked when a claim
+is lost. Fields are only ever added at the end, with a default.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -28,7 +32,7 @@ TAG_BITS = 56
 Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << TAG_BITS)]
 """On the transport it is multiplied by the number of P's ranks: each sends its part of a run."""
 Run = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
-"""(first block of the lease, number of blocks); contiguous in P's memory and in D's."""
+"""(first block of the lease, number of blocks)"""
 
 
 class RemoteProtocolError(Exception):
@@ -52,13 +56,19 @@ class Open(Message, frozen=True):
     digest: Name
     """Of the tokens whose KV the reader expects; another prompt's lease is refused."""
     tag: Tag
-    """Tag of the first run; the others follow, one up each."""
+    """Names the claim. Blocks travel under tags from here on, one up each run."""
     runs: list[Run]
+    """What the reader lacks, each run contiguous in its own memory; a block is in one at most."""
+    early: bool = False
+    """The lease may not be known yet: then there is no answer until it is."""
 
 
 class Close(Message, frozen=True):
     lease_id: LeaseId
     ok: bool
+    """True: all that was asked for has come, and the lease may end if it was held. False: the
+    reader lets go of its claim; another may open the lease."""
+    tag: Tag = 0
 
 
 class Renew(Message, frozen=True):
@@ -71,21 +81,34 @@ class Reject(Message, frozen=True):
 
 class Opened(Message, frozen=True):
     lease_id: LeaseId
+    tag: Tag = 0
 
 
 class Refused(Message, frozen=True):
     lease_id: LeaseId
     reason: str
+    tag: Tag = 0
+
+
+class Sending(Message, frozen=True):
+    lease_id: LeaseId
+    tag: Tag
+    """Of the claim."""
+    first: Tag
+    """The first run travels under this tag, the others follow, one up each."""
+    runs: list[Run]
+    """Parts of those that were asked for, each contiguous on both sides."""
 
 
 class Closed(Message, frozen=True):
     lease_id: LeaseId
     held: bool
     """The claim was held from Open to Close: only then may the reader use what it read."""
+    tag: Tag = 0
 
 
 FromReader = Open | Close | Renew | Reject
-FromOwner = Opened | Refused | Closed
+FromOwner = Opened | Refused | Sending | Closed
 AnyMessage = Hello | FromReader | FromOwner
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,6 +7,7 @@ The names are vLLM's, so that another project's router can drive our engines; `l
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from diptych_protocol.errors import InvalidRequestError
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_LEASE_ID = re.compile("[0-9a-f]{32}")
 
 
 class KVTransferParams(msgspec.Struct, omit_defaults=True):
@@ -35,7 +37,8 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Tokens whose KV the blocks hold."""
     tp_size: int = 1
     lease_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
-    """128 random bits in hex: the capability to read those blocks."""
+    """128 random bits in hex: the capability to read those blocks. A router that tells D of the
+    request while P computes draws it and tells both; otherwise P does."""
     lease_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     epoch: Name | None = None
     """P's incarnation; a P restarted at the same address has another one."""
@@ -60,6 +63,12 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
             )
         if params.do_remote_prefill:
             params._require_address()
+        lease_id = params.lease_id if params.do_remote_decode else None
+        if lease_id is not None and not _LEASE_ID.fullmatch(lease_id):
+            raise InvalidRequestError(
+                "kv_transfer_params: a lease_id is 32 hexadecimal digits",
+                param="kv_transfer_params",
+            )
         return params
 
     def _require_address(self) -> None:

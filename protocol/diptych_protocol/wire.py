@@ -143,8 +143,19 @@ class LogprobsTensors(msgspec.Struct, array_like=True, gc=False):
     """[prompt tokens - 1] int32; 1 = the most likely token."""
 
 
+HAND_OFF_BOUNDS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
+)  # fmt: skip
+"""Upper bounds of the buckets in which hand-offs are counted by their length; one is above all."""
+
+
 class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Running totals of one engine's side of the hinge, since its start."""
+    """Running totals of one engine's side of the hinge, since its start.
+
+    They close: promised = granted + withdrawn + `leases_promised_now`, granted = released + revoked
+    + expired + `leases_held`, started = completed + failed + in flight, and early loads begun =
+    adopted + dropped + `early_loads_now`.
+    """
 
     leases_held: int = 0
     """Leases now GRANTED or READING (a prefill engine's pinned work)."""
@@ -154,18 +165,39 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     leases_expired: int = 0
     blocks_held: int = 0
     loads_in_flight: int = 0
-    """Requests now waiting for blocks (a decode engine's side)."""
+    """Loads that were started and have not ended (a decode engine's side)."""
     loads_completed: int = 0
     loads_failed: int = 0
     blocks_received: int = 0
     bytes_received: int = 0
     seconds_receiving: float = 0.0
-    """Sum over completed loads, from the open to the validated close."""
+    """Sum over completed loads of the time a request waited for it, up to the validated close."""
     blocks_sent: int = 0
     bytes_sent: int = 0
     stale_reads_refused: int = 0
     transport: str = ""
     """What UCX uses on the newest connection, for example `tcp` or `cma`."""
+    leases_promised: int = 0
+    """Each lease is promised before it is granted, be it in the same moment."""
+    leases_withdrawn: int = 0
+    """Promises that ended before they were granted."""
+    leases_promised_now: int = 0
+    """Promises of which neither has happened yet."""
+    leases_draining: int = 0
+    """Leases that have ended, but whose blocks are still being sent."""
+    leases_rejected: int = 0
+    """Leases that ended because somebody told that they were not needed."""
+    loads_started: int = 0
+    leases_refused_here: int = 0
+    """Times that this engine told another that its lease was not needed."""
+    early_loads: int = 0
+    """Loads begun for requests that were only announced."""
+    early_loads_adopted: int = 0
+    early_loads_dropped: int = 0
+    """Early loads that failed, or whose request did not come."""
+    early_loads_now: int = 0
+    hand_off_counts: list[int] = msgspec.field(default_factory=list)
+    """Hand-offs by how long a request waited for them; see `HAND_OFF_BOUNDS_S`."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -276,13 +276,16 @@ def test_leased_blocks_outlive_their_request_until_the_lease_ends() -> None:
     while not (made := scheduler.update(plan, runner.execute(plan))):
         plan = scheduler.schedule()
     assert made[0].request.finish_reason is FinishReason.LENGTH
-    blocks = scheduler.lease_blocks(request)
+    scheduler.leased.begin("lease")
+    assert len(scheduler.leased) == 0, "nothing is lent yet"
+    assert len(scheduler.leased.lend("lease", request.block_ids[:2])) == 2
+    scheduler.leased.lend("lease", request.block_ids[2:])
     scheduler.finish(request, FinishReason.LENGTH)
-    assert len(blocks) == 3
+    assert (len(scheduler.leased), scheduler.leased.count("lease")) == (1, 3)
     assert scheduler.pool.num_free == 5
-    scheduler.lease_ended(blocks)
+    scheduler.leased.end("lease")
     assert scheduler.pool.num_free == 8
-    scheduler.lease_ended(blocks)  # a second report changes nothing
+    scheduler.leased.end("lease")  # a second report changes nothing
     scheduler.pool.check_integrity()
 
 
@@ -290,19 +293,21 @@ def test_two_leases_of_one_name_give_back_their_own_blocks() -> None:
     """A router that tries again keeps the request's name."""
     scheduler, runner = make_scheduler(8, cache=False), ToyRunner()
     leased = []
-    for _ in range(2):
+    for name in ("first", "second"):
         request = make_request("p", list(range(10)), 1)
         scheduler.add(request)
         plan = scheduler.schedule()
         while not scheduler.update(plan, runner.execute(plan)):
             plan = scheduler.schedule()
-        leased.append(scheduler.lease_blocks(request))
+        scheduler.leased.begin(name)
+        leased.append(scheduler.leased.lend(name, request.block_ids))
         scheduler.finish(request, FinishReason.LENGTH)
     assert scheduler.pool.num_free == 2
-    scheduler.lease_ended(leased[0])
+    scheduler.leased.end("first")
     assert scheduler.pool.num_free == 5
     assert set(scheduler.pool.allocate(5)).isdisjoint(leased[1])
-    assert scheduler.leased == [leased[1]]
+    assert "first" not in scheduler.leased
+    assert "second" in scheduler.leased
 
 
 PROMPT = list(range(20))

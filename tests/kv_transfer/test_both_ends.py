@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,13 +21,18 @@ from diptych_kv_transfer.actions import (
     SendBlocks,
 )
 from diptych_kv_transfer.leases import LeaseTable
-from diptych_kv_transfer.loads import LeaseRef, LoadTable
+from diptych_kv_transfer.load import LeaseRef
+from diptych_kv_transfer.loads import LoadTable
 from diptych_kv_transfer.messages import FromOwner, FromReader, Hello, decode, encode
 
 ADDRESS = ("10.0.0.1", 5000)
 P_HELLO = Hello("prefill", "p1", {"dtype": "float32"})
 D_HELLO = Hello("decode", "d1", {"dtype": "float32"})
 LEASE_SECONDS, LOAD_SECONDS = 30.0, 60.0
+
+
+BLOCKS = [4, 5, 9]
+WANTED = {0: 10, 1: 11, 2: 20}
 
 
 class Pair:
@@ -40,18 +46,36 @@ class Pair:
         self.to_d: deque[bytes] = deque()
         self.connection = 0
         self.up = False
-        self.sent: list[range] | None = None
-        self.wanted: list[range] | None = None
-        self.p_memory = {4: "kv", 5: "kv"}
+        self.sent: dict[int, list[range]] = {}
+        """First tag -> runs, of the sends in flight."""
+        self.wanted: dict[int, list[range]] = {}
+        """The same of the receives."""
+        self.p_memory = dict.fromkeys(BLOCKS, "not computed")
         self.d_memory: dict[int, str] = {}
         self.lease_ended: list[str] = []
         self.load_ended: list[LoadEnded] = []
-        self.p.grant("lease", "request", [4, 5], "digest", 0.0)
 
-    def start(self) -> None:
-        lease = LeaseRef("lease", ADDRESS, "prefill", "p1")
-        self.do_d(self.d.hold("request", lease, LEASE_SECONDS, self.now))
-        self.do_d(self.d.start("request", "digest", 7, [(0, 2)], [range(10, 12)], self.now))
+    def promise(self) -> None:
+        if not self.p.counts:
+            self.do_p(self.p.promise("lease", "request", len(BLOCKS), "digest", self.now))
+
+    def compute(self) -> None:
+        """One block more, and P says so; with the last one the lease is granted."""
+        self.promise()
+        ready = sum(kv == "kv" for kv in self.p_memory.values()) + 1
+        if self.lease_ended or ready > len(BLOCKS):
+            return
+        self.p_memory[BLOCKS[ready - 1]] = "kv"
+        if ready < len(BLOCKS):
+            self.do_p(self.p.lend("lease", BLOCKS[:ready]))
+        else:
+            self.do_p(self.p.grant("lease", BLOCKS, self.now))
+
+    def start(self, *, early: bool = False) -> None:
+        lease = LeaseRef("lease", ADDRESS, "prefill", "p1", LEASE_SECONDS)
+        self.do_d(self.d.hold("request", lease, self.now))
+        wanted = dict(WANTED)
+        self.do_d(self.d.start("request", lease, "digest", 7, wanted, self.now, early=early))
 
     def do_d(self, actions: list[Action]) -> None:
         for action in actions:
@@ -63,14 +87,14 @@ class Pair:
                     self.do_d(self.d.connected(address, self.connection))
                 case Send(_, message):
                     self.to_p.append(encode(message))
-                case ReceiveBlocks(_, _, _, runs):
-                    self.wanted = runs
+                case ReceiveBlocks(_, _, tag, runs):
+                    self.wanted[tag] = runs
                 case Fence(_):
                     self.cut()
                 case LoadEnded():
-                    assert self.wanted is None, "blocks given back while a receive is posted"
+                    assert not self.wanted, "blocks given back while a receive is posted"
                     if action.ok:
-                        assert self.d_memory == {10: "kv", 11: "kv"}, "used what was not read"
+                        assert self.d_memory == dict.fromkeys(WANTED.values(), "kv"), "not read"
                     self.load_ended.append(action)
 
     def do_p(self, actions: list[Action]) -> None:
@@ -78,13 +102,14 @@ class Pair:
             match action:
                 case Send(_, message):
                     self.to_d.append(encode(message))
-                case SendBlocks(_, _, _, runs):
-                    self.sent = runs
+                case SendBlocks(_, _, tag, runs):
+                    assert tag not in self.sent
+                    self.sent[tag] = runs
                 case Fence(_):
                     self.cut()
-                case LeaseEnded(_, block_ids, outcome):
-                    assert self.sent is None, "blocks given back while being sent"
-                    self.p_memory = dict.fromkeys(block_ids, "another request's")
+                case LeaseEnded(_, _, outcome):
+                    assert not self.sent, "blocks given back while being sent"
+                    self.p_memory = dict.fromkeys(BLOCKS, "another request's")
                     self.lease_ended.append(outcome)
 
     def deliver_to_p(self, times: int = 1) -> None:
@@ -104,20 +129,21 @@ class Pair:
                     self.do_d(self.d.receive(self.connection, cast(FromOwner, message), self.now))
 
     def move_blocks(self) -> None:
-        if not self.up or self.sent is None or self.wanted is None:
+        if not self.up or not self.sent.keys() & self.wanted.keys():
             return
-        for theirs, mine in zip(self.sent, self.wanted, strict=True):
+        tag = min(self.sent.keys() & self.wanted.keys())
+        for theirs, mine in zip(self.sent.pop(tag), self.wanted.pop(tag), strict=True):
             for source, target in zip(theirs, mine, strict=True):
                 self.d_memory[target] = self.p_memory[source]
-        self.sent = self.wanted = None
-        self.do_p(self.p.sends_ended("lease"))
-        self.do_d(self.d.receives_ended("request", ok=True))
+        self.do_p(self.p.sends_ended("lease", tag))
+        self.do_d(self.d.receives_ended("request", tag, ok=True, now=self.now))
 
     def cut(self) -> None:
         if not self.up:
             return
         self.up = False
-        self.sent = self.wanted = None
+        self.sent.clear()
+        self.wanted.clear()
         self.to_p.clear()
         self.to_d.clear()
         self.do_p(self.p.peer_lost(self.connection))
@@ -129,8 +155,9 @@ class Pair:
         self.do_d(self.d.tick(self.now))
 
     def settle(self) -> None:
-        """Let everything arrive that still can, then let all deadlines pass."""
+        """Let P finish and everything arrive that still can, then let all deadlines pass."""
         for _ in range(50):
+            self.compute()
             self.deliver_to_p()
             self.deliver_to_d()
             self.move_blocks()
@@ -139,13 +166,16 @@ class Pair:
 
 
 FAULTS: dict[str, Callable[[Pair], None]] = {
+    "compute": Pair.compute,
+    "promise": Pair.promise,
     "to P": Pair.deliver_to_p,
     "to P twice": lambda pair: pair.deliver_to_p(2),
     "to D": Pair.deliver_to_d,
     "to D twice": lambda pair: pair.deliver_to_d(2),
     "blocks": Pair.move_blocks,
     "cut": Pair.cut,
-    "cancel": lambda pair: pair.do_d(pair.d.cancel("request")),
+    "cancel": lambda pair: pair.do_d(pair.d.cancel("request", pair.now)),
+    "adopt": lambda pair: pair.do_d(pair.d.adopt("request", pair.now)),
     "revoke": lambda pair: pair.do_p(pair.p.revoke("lease")),
     "wait 5": lambda pair: pair.wait(5.0),
     "wait 31": lambda pair: pair.wait(31.0),
@@ -153,10 +183,16 @@ FAULTS: dict[str, Callable[[Pair], None]] = {
 }
 
 
-def test_an_undisturbed_hand_off_releases_the_lease_and_succeeds() -> None:
+@pytest.mark.parametrize("computed", range(len(BLOCKS) + 1))
+def test_an_undisturbed_hand_off_releases_the_lease_and_succeeds(computed: int) -> None:
+    """However much of the prompt was computed when D asked: all, some, or not even begun."""
     pair = Pair()
-    pair.start()
-    for _ in range(10):
+    for _ in range(computed):
+        pair.compute()
+    pair.start(early=computed < len(BLOCKS))
+    for step in range(20):
+        if step > 8:
+            pair.compute()
         pair.deliver_to_p()
         pair.deliver_to_d()
         pair.move_blocks()
@@ -164,17 +200,28 @@ def test_an_undisturbed_hand_off_releases_the_lease_and_succeeds() -> None:
     assert [ended.ok for ended in pair.load_ended] == [True]
 
 
-@given(st.lists(st.sampled_from(sorted(FAULTS)), max_size=40))
+@given(st.lists(st.sampled_from(sorted(FAULTS)), max_size=40), st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_any_order_of_faults_ends_both_sides_once_and_never_uses_foreign_kv(
-    steps: list[str],
+    steps: list[str], early: bool
 ) -> None:
     pair = Pair()
-    pair.start()
+    if not early:
+        for _ in BLOCKS:
+            pair.compute()
+    pair.start(early=early)
     for step in steps:
         FAULTS[step](pair)
+        closes(pair.d)
     pair.settle()
+    closes(pair.d)
     assert len(pair.lease_ended) == 1
-    assert len(pair.load_ended) == 1
+    first, *more = pair.load_ended
+    assert [ended.ok for ended in more] in ([], [False]), "a kept load may end once more"
+    assert not more or (early and first.ok)
     assert pair.p.leases == {}
     assert pair.d.loads == {}
+
+
+def closes(table: LoadTable) -> None:
+    assert table.started == table.completed + table.failed + table.in_flight

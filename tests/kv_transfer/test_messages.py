@@ -19,6 +19,7 @@ from diptych_kv_transfer.messages import (
     Reject,
     RemoteProtocolError,
     Renew,
+    Sending,
     decode,
     encode,
 )
@@ -28,12 +29,14 @@ MESSAGES: list[AnyMessage] = [
     Hello("prefill-0", "epoch", {"dtype": "float32", "block_size": 16}),
     Open(LEASE, "digest", (1 << 56) - 1, [(0, 3), (7, 1)]),
     Open(LEASE, "digest", 0, []),
-    Close(LEASE, True),
+    Open(LEASE, "digest", 0, [], early=True),
+    Close(LEASE, True, 7),
     Renew([LEASE, "1" * 32]),
     Reject(LEASE),
     Opened(LEASE),
     Refused(LEASE, "unknown lease"),
-    Closed(LEASE, False),
+    Sending(LEASE, 7, 9, [(0, 3)]),
+    Closed(LEASE, False, 7),
 ]
 
 

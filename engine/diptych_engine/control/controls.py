@@ -99,13 +99,17 @@ class Controls:
             return self._core.deferred.when(self._at_rest, _nothing)
         if mode == "keep":
             self._discard_loads()
+        else:
+            self._cancel_loads(self._core.scheduler.early.drop_all())
         if mode != "wait" and self._core.connector is not None:
             self._core.connector.revoke_all()
         return self._core.deferred.when(self._hinge_at_rest, lambda: self._fall_asleep(level))
 
     def _hinge_at_rest(self) -> bool:
         scheduler = self._core.scheduler
-        return self._at_rest() and not (scheduler.loading or scheduler.leased)
+        return self._at_rest() and not (
+            scheduler.loading or scheduler.early.loads or scheduler.leased
+        )
 
     def _fall_asleep(self, level: int) -> None:
         residency, runner = self._core.residency, self._core.runner
@@ -188,7 +192,10 @@ class Controls:
         self._core.scheduler.pool.forget_all(even_held=True)
 
     def _discard_loads(self) -> None:
-        for request_id in self._core.scheduler.discard_loads():
+        self._cancel_loads(self._core.scheduler.discard_loads())
+
+    def _cancel_loads(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
             if self._core.connector is not None:
                 self._core.connector.cancel_load(request_id)
 

@@ -1,0 +1,132 @@
+"""One request's hand-off as D sees it: from which lease, how far, and what is still missing."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.actions import Address
+from diptych_kv_transfer.messages import Hello, Open, Run
+
+NEVER = float("inf")
+MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
+"""Leases outside are renewed as often as the shortest; their length comes from outside."""
+
+
+class LoadState(enum.Enum):
+    HOLDING = "holding"
+    OPENING = "opening"
+    RECEIVING = "receiving"
+    CLOSING = "closing"
+    STOPPING = "stopping"
+    KEPT = "kept"
+
+
+UNDER_WAY = frozenset(
+    {LoadState.OPENING, LoadState.RECEIVING, LoadState.CLOSING, LoadState.STOPPING}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRef:
+    """Where a lease is, as `kv_transfer_params` name it."""
+
+    lease_id: str
+    address: Address
+    engine_id: str
+    epoch: str
+    seconds: float = 30.0
+    """How long it lasts without a sign of life."""
+
+    @property
+    def renew_every_s(self) -> float:
+        return self.seconds / 3 if MIN_LEASE_S <= self.seconds <= MAX_LEASE_S else MIN_LEASE_S
+
+
+@dataclass(slots=True)
+class Load:
+    """One request's hand-off."""
+
+    request_id: str
+    lease: LeaseRef
+    renew_at: float
+    state: LoadState = LoadState.HOLDING
+    deadline: float = NEVER
+    early: bool = False
+    """Nobody waits for it yet: what goes wrong harms only it, and the lease outlives it."""
+    waiting_since: float = 0.0
+    """When somebody began to wait for it."""
+    digest: str = ""
+    tag: int = 0
+    wanted: dict[int, int] = field(default_factory=dict)
+    """Block of the lease -> block of ours, of those that are not on their way yet."""
+    num_blocks: int = 0
+    """How many were wanted at first."""
+    asked: bool = False
+    """Open was sent."""
+    batches: set[int] = field(default_factory=set)
+    """First tags of everything that was announced."""
+    receiving: set[int] = field(default_factory=set)
+    """Those whose receives are posted and have not ended."""
+    over: bool = False
+    """P will send nothing more."""
+    last_chance: bool = False
+    """It was overdue or given up before: next, the connection is cut."""
+    problem: str = ""
+    """Why it cannot succeed any more."""
+
+    def open_message(self) -> Open:
+        runs = coalesce(self.wanted)
+        return Open(self.lease.lease_id, self.digest, self.tag, runs, self.early)
+
+    def take(self, runs: list[Run]) -> list[range]:
+        """Where announced blocks belong, run by run.
+
+        Raises `ValueError`, and takes nothing, for blocks that are not wanted (any more), or that
+        are not neighbours here.
+        """
+        if sum(count for _, count in runs) > len(self.wanted):
+            raise ValueError("it sends more than is wanted")
+        places = []
+        for first, count in runs:
+            start = self.wanted.get(first, -1)
+            for offset in range(count):
+                if start < 0 or self.wanted.get(first + offset) != start + offset:
+                    raise ValueError(f"it sends blocks {first}..{first + count - 1}, unasked")
+            places.append(range(start, start + count))
+        taken = {index for first, count in runs for index in range(first, first + count)}
+        if len(taken) != sum(count for _, count in runs):
+            raise ValueError("it sends a block twice")
+        for index in taken:
+            del self.wanted[index]
+        return places
+
+
+def coalesce(wanted: dict[int, int]) -> list[Run]:
+    """Join neighbours into runs that are contiguous in the lease and in our memory.
+
+    wanted: block of the lease -> block of ours.
+    """
+    runs: list[Run] = []
+    stop = -1
+    for index, block in wanted.items():
+        if runs and index == sum(runs[-1]) and block == stop:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((index, 1))
+        stop = block + 1
+    return runs
+
+
+def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello) -> str:
+    """Why the engine that answers is not the one the lease is from, or does not fit ours."""
+    if theirs.version != mine.version:
+        return f"the prefill engine speaks version {theirs.version}, we speak {mine.version}"
+    if (theirs.engine_id, theirs.epoch) != (lease.engine_id, lease.epoch):
+        return f"the prefill engine {lease.engine_id} was restarted or replaced"
+    differing = [
+        f"{name}: {theirs.compat.get(name)!r} there, {mine.compat.get(name)!r} here"
+        for name in sorted(theirs.compat.keys() | mine.compat.keys())
+        if theirs.compat.get(name) != mine.compat.get(name)
+    ]
+    return f"the engines cannot exchange KV ({'; '.join(differing)})" if differing else ""
