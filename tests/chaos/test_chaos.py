@@ -16,7 +16,15 @@ import psutil
 import pytest
 import pytest_asyncio
 from chaos_campaign import Campaign, campaign, settled
-from chaos_faults import ANYWHERE, ON_A_NETWORK, Fault, black_hole, resets, stop_decode
+from chaos_faults import (
+    ANYWHERE,
+    ON_A_NETWORK,
+    Fault,
+    black_hole,
+    resets,
+    stale_references,
+    stop_decode,
+)
 from chaos_load import Load
 from chaos_service import REST_S, Engine, Footprint, Service
 from faulty_network import why_no_networks
@@ -36,7 +44,9 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campa
         yield chaos
 
 
-@pytest.mark.parametrize("fault", [stop_decode, black_hole, resets], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fault", [stop_decode, stale_references, black_hole, resets], ids=lambda f: f.__name__
+)
 async def test_chaos_costs_no_answer_and_leaves_nothing_behind(
     chaos: Campaign, fault: Fault
 ) -> None:

@@ -14,9 +14,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from chaos_load import Load
-from chaos_service import Engine, Service
+from chaos_service import LEASE_S, Engine, Service
 from faulty_network import BLACK_HOLE, Weather
 from hostile_bytes import pester_core, pester_hinge
+from stale_references import KINDS, Forger
+from wire_kit import Client
 
 from diptych_frontend.core_client import CoreClient
 from diptych_frontend.curve import read_keys
@@ -201,6 +203,27 @@ async def stale_rejections(scene: Scene) -> None:
         line.close()
 
 
+async def stale_references(scene: Scene) -> None:
+    """Somebody takes leases that are another's, over or invented to a decode engine."""
+    prefill, decode = scene.one_of("prefill"), scene.one_of("decode")
+    rng = random.Random(scene.rng.randrange(2**32))
+    kinds = [*KINDS, *scene.rng.choices(KINDS[:-1], k=10)]
+
+    def play() -> list[str]:
+        clients = Client(prefill.process.endpoint), Client(decode.process.endpoint)
+        forger = Forger(*clients, scene.load.questions, LEASE_S, rng)
+        try:
+            return [wrong for kind in kinds if (wrong := forger.try_one(kind))]
+        finally:
+            for client in clients:
+                client.socket.close()
+
+    scene.note(f"bad references from {prefill.name} for {decode.name}")
+    wrong = await asyncio.to_thread(play)
+    if wrong:
+        raise AssertionError("; ".join(wrong))
+
+
 # --- the network ----------------------------------------------------------------------------------
 
 
@@ -269,7 +292,7 @@ Fault = Callable[[Scene], Awaitable[None]]
 ANYWHERE: list[Fault] = [
     *[kill_prefill, kill_decode, kill_a_pair, stop_prefill, stop_decode] * 2,
     lose_the_router, impatient_clients, overload, pause, sleep, forget_prefixes, drain_and_replace,
-    hostile_bytes, stale_rejections,
+    hostile_bytes, stale_rejections, stale_references,
 ]  # fmt: skip
 ON_A_NETWORK: list[Fault] = [
     *[black_hole, bad_line, resets] * 3,

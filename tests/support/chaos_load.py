@@ -74,7 +74,7 @@ class Load:
         self.abort_share = 0.0
         """Of the requests that begin from now on, so many leave early."""
         self._client = client
-        self._questions = questions
+        self.questions = questions
         self._rng = random.Random(seed)
         self._seed = seed
         self._stopping = False
@@ -115,7 +115,7 @@ class Load:
             return None
         rng = self._rng
         name = f"{self._seed}-{len(self.fates)}"
-        fate = Fate(name, rng.choice(self._questions), time.monotonic())
+        fate = Fate(name, rng.choice(self.questions), time.monotonic())
         self.fates.append(fate)
         salt = rng.choice([fate.name, fate.name, f"shared {rng.randrange(NUM_SALTS)}"])
         leaves_after = rng.randrange(ANSWER_TOKENS) if rng.random() < self.abort_share else None

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faulty_network import FaultyNetwork
-from service_kit import engine_config, free_port, make_router
+from service_kit import engine_config, make_router
 
 from diptych_frontend.core_client import CoreClient
 from diptych_frontend.core_launcher import CoreProcess
@@ -40,6 +42,8 @@ NUM_BLOCKS = 128
 MAX_RUNNING, MAX_WAITING = 8, 24
 REST_S = LEASE_S + LOAD_TIMEOUT_S + 10.0
 """Until everything that ended badly has been given back."""
+_PORTS = iter(random.SystemRandom().sample(range(20_000, 32_000), 1000))
+"""Below those that Linux gives to outgoing connections."""
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
@@ -172,13 +176,13 @@ class Service:
             max_num_waiting=MAX_WAITING,
             kv_transfer=KVTransferConfig(
                 listen_host=ip,
-                listen_port=free_port(),
+                listen_port=lasting_port(),
                 lease_seconds=LEASE_S,
                 load_timeout_s=LOAD_TIMEOUT_S,
             ),
         )
         log = self.folder / f"{name}.log"
-        return Engine(name, host, config, f"{ip}:{free_port()}", self.folder, self.network, log)
+        return Engine(name, host, config, f"{ip}:{lasting_port()}", self.folder, self.network, log)
 
     def of(self, role: str) -> list[Engine]:
         return [engine for engine in self.engines if engine.role == role]
@@ -269,6 +273,15 @@ async def running(
         yield service
     finally:
         service.close()
+
+
+def lasting_port() -> int:
+    """A free port that no outgoing connection takes while its owner is started again."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 @contextlib.contextmanager
