@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "Server shutting down"
 INTERNAL_ERROR = "internal error; the engine's log has it under the request's id"
+LAST_CALLS = frozenset({"reject_kv_transfer"})
+"""Answered to the very end: what they free may be somebody else's."""
 Posture = tuple[bool, bool, int]
 """Draining, paused, and the depth of sleep."""
 AT_WORK: Posture = (False, False, 0)
@@ -297,7 +299,7 @@ class EngineCore:
         if utility is None:
             known = ", ".join(sorted(self.utilities))
             raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
-        if self.leaving:
+        if self.leaving and method not in LAST_CALLS:
             raise DiptychError(SHUTTING_DOWN)
         return call_utility(utility, args, convert)
 

@@ -250,10 +250,10 @@ class HandOffs:
         """
         if self._connector is None:
             return
-        params = KVTransferParams.parse(raw_params)
+        params = KVTransferParams.naming_lease(raw_params)
         if params.remote_engine_id == self._description.engine_id:
             self._connector.revoke(params)
-        elif params.do_remote_prefill:
+        else:
             self._connector.reject(params)
         log.info("request %s was rejected before admission; its lease is released", request_id)
 

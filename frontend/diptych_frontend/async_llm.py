@@ -264,7 +264,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         *,
         data_parallel_rank: int | None = None,
     ) -> None:
-        KVTransferParams.parse(kv_transfer_params)
+        KVTransferParams.naming_lease(kv_transfer_params)
         await self._cores.call(
             "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
         )

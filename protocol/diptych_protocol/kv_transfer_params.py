@@ -19,6 +19,9 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _LEASE_ID = re.compile("[0-9a-f]{32}")
 
+LEASE_FIELDS = ("remote_engine_id", "remote_host", "remote_port", "lease_id", "epoch")
+"""What names a lease: which one, and whose."""
+
 
 class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Unknown fields are ignored: other projects add their own."""
@@ -49,13 +52,9 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def parse(cls, raw: Any) -> KVTransferParams:
-        """Validate a dict from outside. Raises `InvalidRequestError` naming the field."""
-        try:
-            params = msgspec.convert(raw, cls)
-        except msgspec.ValidationError as exc:
-            raise InvalidRequestError(
-                f"kv_transfer_params: {exc}", param="kv_transfer_params"
-            ) from exc
+        """Validate a dict from outside, where null means unknown. Raises `InvalidRequestError`
+        naming the field."""
+        params = cls._convert(raw)
         if params.do_remote_decode and params.do_remote_prefill:
             raise InvalidRequestError(
                 "kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other",
@@ -71,20 +70,40 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
             )
         return params
 
+    @classmethod
+    def naming_lease(cls, raw: Any) -> KVTransferParams:
+        """Of a dict from outside, what names a lease: it can be given back whatever is wrong with
+        the rest. Raises `InvalidRequestError` naming the field."""
+        params = cls._convert(
+            {name: raw.get(name) for name in LEASE_FIELDS} if isinstance(raw, dict) else raw
+        )
+        params._require(LEASE_FIELDS)
+        return params
+
+    @classmethod
+    def _convert(cls, raw: Any) -> KVTransferParams:
+        if isinstance(raw, dict):
+            raw = {name: value for name, value in raw.items() if value is not None}
+        try:
+            return msgspec.convert(raw, cls)
+        except msgspec.ValidationError as exc:
+            raise InvalidRequestError(
+                f"kv_transfer_params: {exc}", param="kv_transfer_params"
+            ) from exc
+
     def _require_address(self) -> None:
-        needed = (
-            "remote_engine_id", "remote_host", "remote_port", "remote_num_tokens",
-            "lease_id", "epoch", "compat",
-        )  # fmt: skip
+        self._require((*LEASE_FIELDS, "remote_num_tokens", "compat"))
+        if self.remote_block_ids is not None and len(self.remote_block_ids) != 1:
+            raise InvalidRequestError(
+                "kv_transfer_params: remote_block_ids must hold one list (one KV-cache group)",
+                param="kv_transfer_params",
+            )
+
+    def _require(self, needed: tuple[str, ...]) -> None:
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise InvalidRequestError(
                 f"kv_transfer_params: do_remote_prefill needs {', '.join(missing)}",
-                param="kv_transfer_params",
-            )
-        if self.remote_block_ids is not None and len(self.remote_block_ids) != 1:
-            raise InvalidRequestError(
-                "kv_transfer_params: remote_block_ids must hold one list (one KV-cache group)",
                 param="kv_transfer_params",
             )
 

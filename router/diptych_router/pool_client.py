@@ -227,7 +227,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         *,
         data_parallel_rank: int | None = None,
     ) -> None:
-        KVTransferParams.parse(kv_transfer_params)
+        KVTransferParams.naming_lease(kv_transfer_params)
         await self.pools.reject(request_id, kv_transfer_params)
 
     async def reset_prefix_cache(

@@ -19,7 +19,7 @@ from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.embeddings import EmbeddingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
-from diptych_frontend.openai.rejection import RejectionCleanup
+from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
 from diptych_protocol import DiptychError, EngineClient, InvalidRequestError
 
@@ -68,6 +68,7 @@ def build_app(
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/v1/kv_transfer/reject", RejectRoute(engine), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
             Route("/health", probes.health),

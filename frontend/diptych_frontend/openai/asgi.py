@@ -16,12 +16,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych_frontend.openai.errors import error_answer
+from diptych_frontend.openai.promised_prefill import PromiseFinder
 from diptych_protocol import ClientClosedError, InvalidRequestError
 
 logger = logging.getLogger("diptych.openai")
@@ -31,6 +32,9 @@ WRITE_TIMEOUT_S = 60.0
 """A client that reads nothing for this long is given up."""
 BODY_TIMEOUT_S = 30.0
 """A request's body must arrive within this time."""
+LOOKED_THROUGH = 4
+"""So many times the largest body are read of one that is too large: it may say which blocks wait
+for it elsewhere."""
 EXCHANGE_KEY = "diptych.exchange"
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
 """Served without the API key: probes and scrapers have none."""
@@ -50,6 +54,9 @@ class Exchange:
     request_id: str
     started_at: float = field(default_factory=time.perf_counter)
     body: bytes = b""
+    """As much of it as came, unless that was too large."""
+    promise: dict[str, Any] | None = None
+    """The `kv_transfer_params` of remotely prefilled blocks in a body that was too large."""
     status: int | None = None
     """Set when the answer's headers go out."""
     is_event_stream: bool = False
@@ -213,38 +220,65 @@ class BodyReader:
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+        if declared.isdecimal() and int(declared[:20]) > LOOKED_THROUGH * self._max_bytes:
             raise self._too_large()
+        exchange = exchange_of(scope)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await self._read(receive)
+                complete = await self._read(receive, exchange)
         except TimeoutError as exc:
             raise InvalidRequestError("the body did not arrive in time", status=408) from exc
-        if body is None:
-            return
-        exchange_of(scope).body = body
-        await self._app(scope, _replaying(body, receive), send)
+        if complete:
+            await self._app(scope, _replaying(exchange.body, receive), send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body; None if the client left while sending it."""
-        pieces = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size > self._max_bytes:
-                raise self._too_large()
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                return b"".join(pieces)
+    async def _read(self, receive: Receive, exchange: Exchange) -> bool:
+        """Read the whole body; False if the client left while sending it."""
+        body = _Body(self._max_bytes)
+        more = True
+        try:
+            while more and body.size <= LOOKED_THROUGH * self._max_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return False
+                body.take(message.get("body", b""))
+                more = message.get("more_body", False)
+        finally:
+            exchange.body, exchange.promise = body.whole(), body.promise()
+        if body.size > self._max_bytes:
+            raise self._too_large()
+        return True
 
     def _too_large(self) -> InvalidRequestError:
         return InvalidRequestError(
             f"the body is larger than {self._max_bytes} bytes", status=413, code="body_too_large"
         )
+
+
+class _Body:
+    """What has come of a body: kept up to a size, and beyond that only looked through."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.size = 0
+        self._max_bytes = max_bytes
+        self._pieces: list[bytes] = []
+        self._finder: PromiseFinder | None = None
+
+    def take(self, piece: bytes) -> None:
+        self.size += len(piece)
+        if self._finder is not None:
+            self._finder.feed(piece)
+            return
+        self._pieces.append(piece)
+        if self.size > self._max_bytes:
+            self._finder = PromiseFinder()
+            self._finder.feed(b"".join(self._pieces))
+            self._pieces.clear()
+
+    def whole(self) -> bytes:
+        return b"".join(self._pieces)
+
+    def promise(self) -> dict[str, Any] | None:
+        return self._finder.found() if self._finder is not None else None
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

@@ -1,4 +1,4 @@
-"""Frees a prefill engine's blocks at once when this server refuses the request they wait for.
+"""Frees a prefill engine's blocks at once when the request they wait for will not come.
 
 A router that prefilled somewhere sends us the decode part with `kv_transfer_params`. If we refuse
 it before an engine admits it (bad field, unknown model, no capacity, ...), nobody else would tell
@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange
-from diptych_protocol import EngineClient
+from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange, exchange_of, send_bytes
+from diptych_frontend.openai.promised_prefill import promised_prefill
+from diptych_frontend.openai.request_body import decode_body
+from diptych_protocol import EngineClient, EngineOverloadedError
 
 logger = logging.getLogger("diptych.openai")
 
@@ -23,10 +25,11 @@ NOTIFY_TIMEOUT_S = 10.0
 
 
 class RejectionCleanup:
-    """The outermost layer, so that it covers every route and every reason to refuse.
+    """The outermost layer, so that it covers every route and every reason not to go on.
 
     It acts after the answer has gone out, so it neither delays nor changes it. Requests refused
-    before their body was read (wrong API key, body too large) are left to the lease's expiry.
+    before any of their body was read (wrong API key, a body much too large) are left to the lease's
+    expiry.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineClient) -> None:
@@ -36,9 +39,11 @@ class RejectionCleanup:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
         exchange: Exchange | None = scope.get(EXCHANGE_KEY)
-        if exchange is None or exchange.admitted or (exchange.status or 0) < 400:
+        if exchange is None or exchange.admitted:
             return
-        params = promised_prefill(exchange.body)
+        if exchange.status is not None and exchange.status < 400:
+            return  # no status: the client left
+        params = exchange.promise or promised_prefill(exchange.body)
         if params is not None:
             await self._notify(exchange.request_id, params)
 
@@ -56,18 +61,32 @@ class RejectionCleanup:
             )
 
 
-def promised_prefill(body: bytes) -> dict[str, Any] | None:
-    """The `kv_transfer_params` of a body that announces remotely prefilled blocks, if it does.
+class LostRequest(msgspec.Struct):
+    """Body of POST /v1/kv_transfer/reject. Whatever else it holds is ignored, so that it may be
+    the very body that the decode engine did not get."""
 
-    Looks at any JSON object, because the body may have been refused for being otherwise wrong.
-    """
-    if b"do_remote_prefill" not in body:
-        return None
-    try:
-        request = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    params = request.get("kv_transfer_params") if isinstance(request, dict) else None
-    if isinstance(params, dict) and params.get("do_remote_prefill") is True:
-        return params
-    return None
+    kv_transfer_params: dict[str, Any]
+    """As the prefill engine answered them: who knows them may give its blocks back."""
+    request_id: str | None = None
+
+
+class RejectRoute:
+    """The ASGI endpoint by which a router tells a prefill engine itself, as when it cannot reach
+    the decode engine. Decode engines take it too, and pass it on."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._decoder = msgspec.json.Decoder(LostRequest)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        lost = decode_body(scope, exchange.body, self._decoder)
+        request_id = lost.request_id or exchange.request_id
+        try:
+            async with asyncio.timeout(NOTIFY_TIMEOUT_S):
+                await self._engine.notify_kv_transfer_request_rejected(
+                    request_id, lost.kv_transfer_params
+                )
+        except TimeoutError as exc:
+            raise EngineOverloadedError("the engine does not answer; retry later") from exc
+        await send_bytes(send, 200, b'{"done":true}', [])

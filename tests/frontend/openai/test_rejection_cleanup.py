@@ -8,8 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diptych_frontend.openai import build_app
+from diptych_frontend.openai.promised_prefill import PromiseFinder, promised_prefill
 from diptych_protocol import EngineGenerateError, EngineOverloadedError
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -133,3 +136,36 @@ async def test_trouble_with_the_report_does_not_touch_the_answer(
             called.clear()
     if trouble == "it raises":
         assert "P is gone" in caplog.text
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_promise_is_found_in_pieces_of_any_size(data: st.DataObject) -> None:
+    """Also behind a text that speaks of it."""
+    quoted = json.dumps({"kv_transfer_params": {"do_remote_prefill": True}})
+    whole = json.dumps({"prompt": quoted + "x" * 50, "kv_transfer_params": PARAMS, "n": 1}).encode()
+    whole = whole[: data.draw(st.integers(0, len(whole)), label="cut off at")]
+    finder = PromiseFinder()
+    rest = whole
+    while rest:
+        size = data.draw(st.integers(1, 100))
+        finder.feed(rest[:size])
+        rest = rest[size:]
+    complete = whole.rfind(b"}") > whole.find(b"lease_id") > 0
+    assert finder.found() == promised_prefill(whole) == (PARAMS if complete else None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'"kv_transfer_params": {"do_remote_prefill": true',
+        b'{"kv_transfer_params": [' + b"[" * 100_000,
+        b'{"kv_transfer_params": {"do_remote_prefill": ' + b"[" * 100_000,
+        b'{"kv_transfer_params": {"do_remote_prefill": 1}',
+        b'{"kv_transfer_params": {"do_remote_prefill": ' + b"9" * 10_000,
+        b'{"kv_transfer_params": {"\xff": 1',
+    ],
+)
+def test_in_rubbish_there_is_no_promise(body: bytes) -> None:
+    assert promised_prefill(body) is None

@@ -1,0 +1,66 @@
+"""Finds out which prefill a refused request leaves behind, however broken its body is."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+MAX_PARAMS_BYTES = 1 << 20
+"""The largest `kv_transfer_params` that are looked for: they list a prompt's blocks."""
+_KEY = re.compile(rb'"kv_transfer_params"\s{0,16}:\s{0,16}(?=\{)')
+_LONGEST_KEY = 64
+
+
+def promised_prefill(body: bytes) -> dict[str, Any] | None:
+    """The `kv_transfer_params` of a body that announces remotely prefilled blocks, if it does.
+
+    Looks at any JSON object, and in what is none, or ends too early, for an object of this name.
+    """
+    if b"do_remote_prefill" not in body:
+        return None
+    try:
+        request = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        finder = PromiseFinder()
+        finder.feed(body)
+        return finder.found()
+    return _promise(request.get("kv_transfer_params") if isinstance(request, dict) else None)
+
+
+class PromiseFinder:
+    """The same for a body that comes in pieces and is too large to be kept."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        self._inside = False
+
+    def feed(self, piece: bytes) -> None:
+        if self._inside:
+            self._kept += piece[: MAX_PARAMS_BYTES - len(self._kept)]
+            return
+        seen = self._kept + piece
+        key = _KEY.search(seen)
+        if key is None:
+            self._kept = seen[-_LONGEST_KEY:]  # the key may begin there
+        else:
+            self._inside = True
+            self._kept = seen[key.end() : key.end() + MAX_PARAMS_BYTES]
+
+    def found(self) -> dict[str, Any] | None:
+        """What was announced by the pieces so far."""
+        if not self._inside:
+            return None
+        try:
+            value, _ = json.JSONDecoder().raw_decode(self._kept.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            return None
+        return _promise(value)
+
+
+def _promise(params: Any) -> dict[str, Any] | None:
+    if isinstance(params, dict) and params.get("do_remote_prefill") is True:
+        return params
+    return None
