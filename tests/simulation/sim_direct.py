@@ -1,0 +1,146 @@
+"""Clients that talk to engines themselves: a proxy that knows only `kv_transfer_params`, and
+attackers, who know every lease there ever was and tell engines what they like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from sim_engine import Abort, Add, Call, FromEngine, Posture, Session, SimEngine
+from sim_streams import Stream
+
+from diptych_protocol import EngineCoreOutput, KVTransferParams
+
+Params = dict[str, Any]
+Forge = Callable[[Params, Random], Params]
+
+
+def _of_somebody_else(params: Params, random: Random) -> Params:
+    return params
+
+
+def _out_of_range(params: Params, random: Random) -> Params:
+    blocks = [random.randrange(100, 1000) for _ in params["remote_block_ids"][0]]
+    return {**params, "remote_block_ids": [blocks]}
+
+
+def _other_blocks(params: Params, random: Random) -> Params:
+    blocks = [random.randrange(7) for _ in params["remote_block_ids"][0]]
+    return {**params, "remote_block_ids": [blocks]}
+
+
+def _guessed(params: Params, random: Random) -> Params:
+    return {**params, "lease_id": f"{random.getrandbits(128):032x}"}
+
+
+def _other_epoch(params: Params, random: Random) -> Params:
+    return {**params, "epoch": f"{params['epoch']}x"}
+
+
+def _other_length(params: Params, random: Random) -> Params:
+    return {**params, "remote_num_tokens": random.randrange(1, 9)}
+
+
+def _nowhere(params: Params, random: Random) -> Params:
+    return {**params, "remote_host": "nowhere"}
+
+
+def _nonsense(params: Params, random: Random) -> Params:
+    return {**params, "remote_port": -1, "remote_block_ids": "all"}
+
+
+FORGERIES: dict[str, Forge] = {
+    "somebody else's or a consumed lease": _of_somebody_else,
+    "block ids out of range": _out_of_range,
+    "other block ids": _other_blocks,
+    "a guessed lease": _guessed,
+    "another epoch": _other_epoch,
+    "another number of tokens": _other_length,
+    "an address where nobody is": _nowhere,
+    "parameters that are none": _nonsense,
+}
+
+
+class DirectClient:
+    """Prefill on one engine, decode on another; or only the latter, with forged parameters."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        prefill: SimEngine,
+        decode: Callable[[], SimEngine],
+        *,
+        fickle: float = 0.0,
+    ) -> None:
+        """fickle: how likely it changes its mind between the two, and says so."""
+        self.stream = stream
+        self.session: Session | None = None
+        self._decode = decode
+        self._fickle = fickle
+        self._prefill = prefill
+
+    def begin(self) -> None:
+        """Let the KV be computed and lent."""
+        extra = {"kv_transfer_params": KVTransferParams(do_remote_decode=True).to_dict()}
+        request = self.stream.request(extra)
+        assert request.sampling_params is not None
+        request.sampling_params.max_tokens = 1
+        self._connect(self._prefill, self._prefilled)
+        self._post(Add(request))
+
+    def go_on(self, params: Params) -> None:
+        """Let somebody decode with these parameters."""
+        self._connect(self._decode(), self._decoded)
+        self._post(Add(self.stream.request({"kv_transfer_params": params})))
+
+    def abort(self) -> None:
+        """The user has left."""
+        self.stream.end("aborted")
+        self._post(Abort([self.stream.request_id]))
+
+    def check(self, engine: str) -> None:
+        """An engine has been silent for long: do not wait any more."""
+        if self.session is not None and self.session.engine.name == engine:
+            self.session.open = False
+            self._lost(self.session, "silent")
+
+    def _connect(
+        self, engine: SimEngine, receive: Callable[[list[EngineCoreOutput]], None]
+    ) -> None:
+        def hear(session: Session, message: FromEngine) -> None:
+            if session is self.session and not isinstance(message, Posture):
+                receive([o for o in message if o.request_id == self.stream.request_id])
+
+        name = self.stream.request_id.encode() + engine.name.encode()
+        self.session = Session(name, "client", engine, hear, self._lost)
+        if engine.alive:
+            engine.accept(self.session)
+        else:
+            self._lost(self.session, "not there")
+
+    def _post(self, message: Add | Abort | Call) -> None:
+        if self.session is not None and self.session.open:
+            self.session.engine.post(self.session, message)
+
+    def _lost(self, session: Session, why: str) -> None:
+        if session is self.session and not self.stream.ended:
+            self.stream.end(f"lost: {why}")
+
+    def _prefilled(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            params = output.kv_transfer_params
+            if self.stream.ended:
+                continue
+            if params is None:
+                self.stream.tell(output)  # an error, or all there is
+            elif self._prefill.random.random() < self._fickle:
+                self._post(Call("reject_kv_transfer", (self.stream.request_id, params)))
+                self.stream.end("thought better of it")
+            else:
+                self.go_on(params)
+
+    def _decoded(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            if not self.stream.ended:
+                self.stream.tell(output)

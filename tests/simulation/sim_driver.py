@@ -1,0 +1,162 @@
+"""What runs a hinge in the simulation: the part of `HingeThread`, over the simulated network."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from random import Random
+
+from sim_clock import Clock
+from sim_model import Memory, PoisoningPool
+from sim_network import Network
+
+from diptych_kv_transfer.actions import (
+    Action,
+    Address,
+    Connect,
+    Fence,
+    LeaseEnded,
+    LoadEnded,
+    ReceiveBlocks,
+    Send,
+    SendBlocks,
+)
+from diptych_kv_transfer.events import Event
+from diptych_kv_transfer.hinge import Hinge
+from diptych_kv_transfer.hinge_thread import Command
+from diptych_kv_transfer.messages import encode
+from diptych_protocol import KVTransferStats
+
+KEPT_IN_VAIN = "nobody came for it"
+WAKE_S = 0.0005
+"""How long a thread takes to wake up, at most."""
+
+
+class SimDriver:
+    """One engine's hinge on the network. Like the thread it stands for, it runs beside the core,
+    so anything may happen between a command and its execution."""
+
+    def __init__(
+        self, hinge: Hinge, address: Address, network: Network, memory: Memory, pool: PoisoningPool
+    ) -> None:
+        self.hinge = hinge
+        self.address = address
+        self.memory = memory
+        self.alive = True
+        self.stalled = False
+        self.reports: Counter[str] = Counter()
+        """How often each kind of end was reported: lease outcomes, `load ok` and `load failed`."""
+        self.wake_core: Callable[[], None] = lambda: None
+        self.saw: Callable[[SimDriver], None] = lambda _: None
+        """Called after each change of the hinge."""
+        self._network = network
+        self._clock: Clock = network.clock
+        self._random: Random = network.random
+        self._pool = pool
+        self._offset = self._random.random() * 1000
+        """This machine's clock began earlier: times of two machines cannot be compared."""
+        self._commands: deque[Command] = deque()
+        self._ended: deque[LeaseEnded | LoadEnded] = deque()
+        self._backlog: deque[Event] = deque()
+        self._timer = math.inf
+
+    # --- HingeDriver: for the core ------------------------------------------------------------
+
+    @property
+    def port(self) -> int:
+        return self.address[1]
+
+    @property
+    def wake_fd(self) -> int:
+        """Nobody polls here: `wake_core` is called instead."""
+        return -1
+
+    def tell(self, command: Command) -> None:
+        if not self._commands:
+            self._clock.after(self._random.random() * WAKE_S, self._turn)
+        self._commands.append(command)
+
+    def poll_events(self) -> list[LeaseEnded | LoadEnded]:
+        events = list(self._ended)
+        self._ended.clear()
+        return events
+
+    def stats(self) -> KVTransferStats:
+        return KVTransferStats()
+
+    def close(self) -> None:
+        if self.alive:
+            self.alive = False
+            self._network.crash(self)
+
+    # --- Host: for the network ----------------------------------------------------------------
+
+    def report(self, event: Event) -> None:
+        self._backlog.append(event)
+        self._turn()
+
+    def may_touch(self, blocks: range) -> None:
+        for block in blocks:
+            assert self._pool.holders(block) > 0, f"P2: block {block} is touched though it is free"
+
+    def stall(self) -> None:
+        """SIGSTOP: what happens from now on is noticed later."""
+        self.stalled = True
+
+    def resume(self) -> None:
+        self.stalled = False
+        self._turn()
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """By this machine's clock."""
+        return self._clock.now + self._offset
+
+    def _turn(self) -> None:
+        if self.stalled or not self.alive:
+            return
+        while self._commands:
+            self._do(self._commands.popleft()(self.hinge, self.now))
+        while self._backlog:
+            self._do(self.hinge.handle(self._backlog.popleft(), self.now))
+        self._do(self.hinge.tick(self.now))
+        self._set_timer()
+        self.saw(self)
+
+    def _set_timer(self) -> None:
+        deadline = self.hinge.next_deadline()
+        if deadline < self._timer or self._timer <= self.now:
+            self._timer = deadline
+            if math.isfinite(deadline):
+                self._clock.at(deadline - self._offset, self._turn)
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, message):
+                    self._network.send(peer, encode(message))
+                case SendBlocks(peer, _, tag, runs):
+                    self._network.send_blocks(peer, action.key, tag, runs)
+                case ReceiveBlocks(peer, _, tag, runs):
+                    self._network.receive_blocks(peer, action.key, tag, runs)
+                case Connect(address):
+                    self._network.connect(self, address)
+                case Fence(peer):
+                    self._network.fence(peer)
+                case LeaseEnded() | LoadEnded():
+                    self._report_end(action)
+
+    def _report_end(self, event: LeaseEnded | LoadEnded) -> None:
+        if isinstance(event, LeaseEnded):
+            self.reports[f"lease {event.outcome}"] += 1
+        elif event.reason == KEPT_IN_VAIN:
+            self.reports[KEPT_IN_VAIN] += 1
+        else:
+            self.reports["load ok" if event.ok else "load failed"] += 1
+            ended = self.reports["load ok"] + self.reports["load failed"]
+            assert ended <= self.hinge.loads.started, "P6: a load ended twice"
+        self._ended.append(event)
+        self.wake_core()

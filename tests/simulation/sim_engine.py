@@ -1,0 +1,366 @@
+"""One engine process: the real core, scheduler, block pool and hinge, and a loop in virtual time.
+
+The loop is that of `CoreServer`: take what has arrived, run a step, take what arrived while it ran,
+tell the clients. A step takes some virtual time, and the hinge goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, cast
+
+from sim_clock import Clock
+from sim_driver import SimDriver
+from sim_model import BLOCK, VOCABULARY, HashingRunner, Memory, PoisoningPool
+from sim_network import Network
+
+from diptych_engine.control.controls import Controls
+from diptych_engine.core import EngineCore
+from diptych_engine.grammar_compiler import GrammarCompiler
+from diptych_engine.request import StepPlan, StepResult
+from diptych_engine.scheduler import Scheduler
+from diptych_kv_transfer.connector import KVConnector, make_hinge
+from diptych_kv_transfer.messages import Hello
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDescription,
+    KVTransferConfig,
+)
+from diptych_router.policy import Role
+
+LEASE_S = 2.0
+LOAD_TIMEOUT_S = 3.0
+IDLE_WAIT_S = 1.0
+STEP_S = 0.01
+RESEND_S = 0.1
+"""How often what a partition holds up is tried again."""
+PORT = 7000
+
+
+class NoGrammars:
+    """The part of the grammar compiler: nobody here asks for a form."""
+
+    has_finished = False
+    wake_fd = -1
+
+    def begin(self, _: object) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posture:
+    """What an engine tells its clients unasked."""
+
+    draining: bool
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    request: EngineCoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A utility call; `answer` is told its result, or the exception."""
+
+    method: str
+    args: tuple[Any, ...]
+    answer: Callable[[Any], None] | None = None
+
+
+ToEngine = Add | Abort | Call
+FromEngine = list[EngineCoreOutput] | Posture
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A client's connection to one incarnation of an engine: in order and reliable, or broken."""
+
+    identity: bytes
+    host: str
+    """The client's."""
+    engine: SimEngine
+    receive: Callable[[Session, FromEngine], None]
+    lost: Callable[[Session, str], None]
+    """The client is told that nothing more will come."""
+    open: bool = True
+    told: Posture = Posture(False, False)
+    last_sent: float = 0.0
+    last_received: float = 0.0
+    to_engine: deque[ToEngine] = field(default_factory=deque)
+    to_client: deque[FromEngine] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large and of what kind an engine is."""
+
+    name: str
+    role: Role
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_waiting: int
+    max_model_len: int
+    model: str = "m"
+
+    def of_model(self, model: str) -> Shape:
+        """The same with another model."""
+        return replace(self, model=model)
+
+
+class SimEngine:
+    """One incarnation; a restart makes a new one at the same address."""
+
+    def __init__(
+        self, shape: Shape, incarnation: int, network: Network, lent: list[dict[str, Any]]
+    ) -> None:
+        """`lent` gets the parameters of every lease."""
+        self.shape = shape
+        self.network = network
+        self.clock: Clock = network.clock
+        self.random: Random = network.random
+        self.name = shape.name
+        self._lent = lent
+        epoch = f"{shape.name}.{incarnation}"
+        self.memory = Memory(shape.num_blocks, epoch)
+        self.pool = PoisoningPool(shape.num_blocks, self.memory)
+        compat: dict[str, int | str] = {"model": shape.model, "block_size": BLOCK}
+        config = KVTransferConfig(
+            listen_host=shape.name,
+            listen_port=PORT,
+            lease_seconds=LEASE_S,
+            load_timeout_s=LOAD_TIMEOUT_S,
+        )
+        hinge = make_hinge(config, Hello(shape.name, epoch, compat))
+        address = (shape.name, PORT)
+        self.driver = SimDriver(hinge, address, network, self.memory, self.pool)
+        self.driver.wake_core = self.wake
+        network.hosts[address] = self.driver
+        connector = KVConnector(hinge.me, config, self.driver, self.random.getrandbits)
+        description = EngineDescription(
+            engine_id=shape.name, epoch=epoch, model=shape.model,
+            max_model_len=shape.max_model_len, vocab_size=VOCABULARY, block_size=BLOCK,
+            num_blocks=shape.num_blocks, dtype="float32", compat=compat,
+            max_num_seqs=shape.max_num_seqs, pid=incarnation, kv_transfer=True,
+            kv_transfer_host=shape.name, kv_transfer_port=PORT,
+        )  # fmt: skip
+        scheduler = Scheduler(
+            self.pool,
+            BLOCK,
+            shape.max_num_seqs,
+            shape.max_num_batched_tokens,
+            shape.max_num_waiting,
+        )
+        grammars = cast(GrammarCompiler, NoGrammars())
+        self.runner = HashingRunner(self.memory)
+        self.core = EngineCore(description, scheduler, self.runner, connector, grammars)
+        self.core.utilities.update(Controls(self.core).utilities())
+        self.alive = True
+        self.stalled = False
+        self.saw: Callable[[SimEngine], None] = lambda _: None
+        """Called after each turn of the loop."""
+        self._inbox: deque[tuple[Session, ToEngine]] = deque()
+        self._sessions: dict[bytes, Session] = {}
+        self._turn_due = False
+        self._computing = False
+        self._blocked = False
+        """Nothing could be scheduled; only news can change that."""
+        self._frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    # --- its process --------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """SIGKILL."""
+        self.alive = False
+        self.driver.close()
+        self._break_sessions("crashed")
+
+    def leave(self) -> None:
+        """SIGTERM to the core: it ends what it has, says goodbye, and is gone."""
+        self.core.leaving = True
+        self._receive()
+        self.core.abort(list(self.core.scheduler.requests))
+        self._send_outputs()
+        self.alive = False
+        self.driver.close()
+        self._break_sessions("shut down")
+
+    def stall(self) -> None:
+        """SIGSTOP."""
+        self.stalled = True
+        self.driver.stall()
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.stalled = False
+        self.driver.resume()
+        frozen, self._frozen = self._frozen, []
+        for call, args in frozen:
+            call(*args)
+        self.wake()
+
+    def _running(self, call: Callable[..., None], *args: Any) -> bool:
+        """Whether this process runs; if it is stalled, the call is made when it goes on."""
+        if self.stalled:
+            self._frozen.append((call, args))
+        return self.alive and not self.stalled
+
+    # --- its connections ----------------------------------------------------------------------
+
+    def accept(self, session: Session) -> Posture:
+        """A client has connected. A session that it closes is missed when we next send to it."""
+        self._sessions[session.identity] = session
+        draining, paused, _ = self.core.posture
+        session.told = Posture(draining, paused)
+        return session.told
+
+    def _break_sessions(self, why: str) -> None:
+        for session in self._sessions.values():
+            if session.open:
+                self.clock.after(self._delay(), self._tell_broken, session, why)
+
+    def _tell_broken(self, session: Session, why: str) -> None:
+        if not session.open:
+            return
+        if not self.network.reaches(session.host, self.name):
+            self.clock.after(RESEND_S, self._tell_broken, session, why)
+            return
+        session.open = False
+        session.lost(session, why)
+
+    def post(self, session: Session, message: ToEngine) -> None:
+        """A client sends a message."""
+        session.to_engine.append(message)
+        session.last_sent = max(session.last_sent, self.clock.now + self._delay())
+        self.clock.at(session.last_sent, self._arrive, session)
+
+    def _arrive(self, session: Session) -> None:
+        if not self.alive or not session.open:
+            return
+        if not self.network.reaches(session.host, self.name):
+            self.clock.after(RESEND_S, self._arrive, session)
+            return
+        self._inbox.append((session, session.to_engine.popleft()))
+        self.wake()
+
+    def _send(self, session: Session, message: FromEngine) -> None:
+        session.to_client.append(message)
+        session.last_received = max(session.last_received, self.clock.now + self._delay())
+        self.clock.at(session.last_received, self._deliver, session)
+
+    def _deliver(self, session: Session) -> None:
+        if not session.open:
+            return
+        if not self.network.reaches(session.host, self.name):
+            self.clock.after(RESEND_S, self._deliver, session)
+            return
+        session.receive(session, session.to_client.popleft())
+
+    def _delay(self) -> float:
+        return 0.002 * (0.2 + self.random.random())
+
+    # --- its loop -----------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """There is news, or work."""
+        self._blocked = False
+        if not self._turn_due and not self._computing:
+            self._turn_due = True
+            self.clock.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        if not self._running(self._turn):
+            return
+        self._turn_due = False
+        self._receive()
+        if not self.core.has_work or self._blocked:
+            self._settle()
+            return
+        self._computing = True
+        plan, result = self.core.start_step()
+        self.clock.after(STEP_S * (0.2 + self.random.random()), self._finish, plan, result)
+        self.saw(self)
+
+    def _finish(self, plan: StepPlan, result: StepResult) -> None:
+        if not self._running(self._finish, plan, result):
+            return
+        self._receive()
+        self._computing = False
+        self.core.finish_step(plan, result)
+        if not plan.scheduled:
+            self._blocked = True
+            self.clock.after(IDLE_WAIT_S, self._retry)
+        self._settle()
+
+    def _retry(self) -> None:
+        """The loop looks again from time to time."""
+        if self._blocked and self._running(self._retry):
+            self.wake()
+
+    def _receive(self) -> None:
+        while self._inbox:
+            session, message = self._inbox.popleft()
+            match message:
+                case Add(request):
+                    self.core.add(request, session.identity)
+                case Abort(request_ids):
+                    self.core.abort(request_ids)
+                case Call():
+                    self._call(session, message)
+        self.core.handle_transfer_events()
+
+    def _call(self, session: Session, call: Call) -> None:
+        try:
+            result = self.core.call(call.method, list(call.args))
+        except Exception as exc:  # it fails the call, not the engine
+            result = exc
+        if call.answer is None:
+            return
+        if isinstance(result, Future):
+            raise TypeError("nobody here waits for answers that come later")
+        self.clock.after(self._delay(), self._answer, session, call.answer, result)
+
+    def _answer(self, session: Session, answer: Callable[[Any], None], result: Any) -> None:
+        if session.open:
+            answer(result)
+
+    def _settle(self) -> None:
+        self._tell_posture()
+        self._send_outputs()
+        self.core.deferred.settle()
+        self.saw(self)
+        if self.core.has_work and not self._blocked:
+            self.wake()
+
+    def _tell_posture(self) -> None:
+        draining, paused, _ = self.core.posture
+        posture = Posture(draining, paused)
+        for session in self._sessions.values():
+            if session.open and session.told != posture:
+                session.told = posture
+                self._send(session, posture)
+
+    def _send_outputs(self) -> None:
+        for client, outputs in self.core.take_outputs().items():
+            self._lent += [o.kv_transfer_params for o in outputs if o.kv_transfer_params]
+            session = self._sessions.get(client)
+            if session is not None and session.open:
+                self._send(session, outputs)
+            else:
+                self._sessions.pop(client, None)
+                self.core.client_lost(client)

@@ -1,0 +1,284 @@
+"""A router: the real request table and policy, and what `PoolClient` and its lines do with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+from sim_engine import Abort, Add, Call, FromEngine, Posture, Session, SimEngine, ToEngine
+from sim_network import Network
+
+from diptych_protocol import (
+    DiptychError,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    KVTransferParams,
+    fingerprint,
+)
+from diptych_router import actions
+from diptych_router.policy import Decision, EngineView, Role, choose, heir
+from diptych_router.request_table import RequestTable
+
+PATIENCE_S = 1.5
+"""An engine that is silent or out of reach for so long is lost."""
+RECONNECT_S = 0.2
+HOLD_S = 2.0
+MAX_HELD = 2
+HAND_OFF_TIMEOUT_S = 1.0
+
+
+class Consumer(Protocol):
+    """Who gets the answers."""
+
+    def tell(self, output: EngineCoreOutput) -> None:
+        """A part of an answer, under the request's own id."""
+
+    def fail(self, request_id: str, error: DiptychError) -> None:
+        """There will be no more of it."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A router's line to whoever answers at an engine's address."""
+
+    name: str
+    role: Role
+    session: Session | None = None
+    fingerprint: str = ""
+    posture: Posture = field(default_factory=lambda: Posture(False, False))
+    open_tokens: int = 0
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+    @property
+    def up(self) -> bool:
+        return self.session is not None
+
+    @property
+    def withdrawn(self) -> bool:
+        return self.posture.draining or self.posture.paused
+
+    @property
+    def usable(self) -> bool:
+        return self.up and not self.withdrawn
+
+    @property
+    def lends(self) -> KVTransferParams | None:
+        """What all its leases will say of it."""
+        if self.session is None:
+            return None
+        about = self.session.engine.core.description
+        return KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=about.engine_id,
+            remote_host=about.kv_transfer_host,
+            remote_port=about.kv_transfer_port,
+            epoch=about.epoch,
+            compat=self.fingerprint,
+        )
+
+    def send(self, message: ToEngine) -> None:
+        """To whoever is there; nobody hears it otherwise."""
+        if self.session is not None:
+            self.session.engine.post(self.session, message)
+
+
+class Links:
+    """The `Fleet` of a request table."""
+
+    def __init__(self, links: Iterable[Link]) -> None:
+        self.by_name = {link.name: link for link in links}
+
+    def of(self, role: Role) -> list[Link]:
+        return [link for link in self.by_name.values() if link.role == role and link.up]
+
+    def get(self, key: str) -> Link | None:
+        return self.by_name.get(key)
+
+    def may_begin_at(self, key: str) -> bool:
+        return key in self.by_name and self.by_name[key].usable
+
+    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+        prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
+        return choose(prefill, decode, full, prefill_only=prefill_only)
+
+    def heir(self, fingerprint: str) -> Link | None:
+        chosen = heir([_view(link) for link in self.of("decode")], fingerprint)
+        return self.by_name[chosen.key] if chosen is not None else None
+
+    def draining(self) -> list[Link]:
+        return [link for link in self.of("decode") if link.posture.draining]
+
+
+class SimRouter:
+    """One incarnation of a router."""
+
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        consumer: Consumer,
+        engines: dict[str, SimEngine],
+        note: Callable[[str], None],
+    ) -> None:
+        """`engines`: who answers at each address now. `note` is told what happens to requests."""
+        self.name = name
+        self.alive = True
+        self.links = Links(Link(e.name, e.shape.role) for e in engines.values())
+        self.table = RequestTable(
+            self.links,
+            hold_seconds=HOLD_S,
+            max_held=MAX_HELD,
+            random_bits=network.random.getrandbits,
+        )
+        self._to_do: deque[actions.Action] = deque()
+        self._busy = False
+        self._network = network
+        self._clock = network.clock
+        self._consumer = consumer
+        self._engines = engines
+        self._note = note
+        self._identities = count()
+        for link in self.links.by_name.values():
+            self._connect(link)
+
+    # --- for its clients ----------------------------------------------------------------------
+
+    def submit(self, request: EngineCoreRequest, max_model_len: int) -> None:
+        self._carry_out(self.table.submit(request, max_model_len, self._clock.now))
+
+    def withdraw(self, request_id: str) -> None:
+        self._carry_out(self.table.withdraw([request_id]))
+
+    def crash(self) -> None:
+        """Its engines notice when they next send."""
+        self.alive = False
+        for link in self.links.by_name.values():
+            if link.session is not None:
+                link.session.open = False
+
+    # --- what the table wants done ------------------------------------------------------------
+
+    def _carry_out(self, wanted: Iterable[actions.Action]) -> None:
+        """In the order of the decisions, also where carrying out one leads to the next."""
+        self._to_do.extend(wanted)
+        if self._busy:
+            return
+        self._busy = True
+        while self._to_do:
+            self._do(self._to_do.popleft())
+        self._busy = False
+
+    def _do(self, action: actions.Action) -> None:
+        match action:
+            case actions.Deliver(outputs):
+                for output in outputs:
+                    self._consumer.tell(output)
+            case actions.Add(engine, request):
+                self._add(engine, request)
+            case actions.Announce(engine, request):
+                self._note("announced")
+                self.links.by_name[engine].send(Call("announce_kv_transfer", (request,)))
+            case actions.Abort(engine, core_ids):
+                self.links.by_name[engine].send(Abort(core_ids))
+            case actions.Release(core_id, params):
+                self._release(core_id, params)
+            case actions.AskHandOff(engine, core_id):
+                self._ask_hand_off(engine, core_id)
+            case actions.Fail(request_id, error):
+                self._note("request failed by router")
+                self._consumer.fail(request_id, error)
+            case actions.WakeAt(time):
+                self._clock.at(time, self._wake, time)
+            case actions.Explain(_, facts):
+                if facts["prefill"] == facts["decode"]:
+                    self._note("prompt computed by a decode engine")
+
+    def _add(self, engine: str, request: EngineCoreRequest) -> None:
+        link = self.links.by_name[engine]
+        if not self.table.is_placed(request.request_id):
+            return
+        if link.up:
+            link.send(Add(request))
+        else:
+            self._carry_out(self.table.not_sent(request.request_id, "not there", self._clock.now))
+
+    def _release(self, core_id: str, params: dict[str, Any]) -> None:
+        link = self.links.get(str(params.get("remote_engine_id")))
+        if link is not None:
+            link.send(Call("reject_kv_transfer", (core_id, params)))
+
+    def _ask_hand_off(self, engine: str, core_id: str) -> None:
+        self._note("hand_off asked for")
+        answered: list[Any] = []
+
+        def answer(moved: Any) -> None:
+            if self.alive and not answered:
+                answered.append(moved)
+                if moved is not True:
+                    now = self._clock.now
+                    self._carry_out(self.table.cannot_hand_off(core_id, str(moved), now))
+
+        self.links.by_name[engine].send(Call("hand_off", (core_id,), answer))
+        self._clock.after(HAND_OFF_TIMEOUT_S, answer, "no answer")
+
+    def _wake(self, now: float) -> None:
+        if self.alive:
+            self._carry_out(self.table.tick(now))
+
+    # --- lines --------------------------------------------------------------------------------
+
+    def _connect(self, link: Link) -> None:
+        """Greet whoever answers there; again and again until somebody does."""
+        if not self.alive or link.up:
+            return
+        engine = self._engines[link.name]
+        if not engine.alive or engine.stalled or not self._network.reaches(self.name, link.name):
+            self._clock.after(RECONNECT_S, self._connect, link)
+            return
+        identity = f"{self.name}/{next(self._identities)}".encode()
+        link.session = Session(identity, self.name, engine, self._receive, self._lost)
+        link.fingerprint = fingerprint(engine.core.description.compat)
+        link.posture = engine.accept(link.session)
+        self._news()
+
+    def check(self, name: str) -> None:
+        """Some time ago an engine fell silent: if it still is, it is lost."""
+        session = self.links.by_name[name].session
+        if self.alive and session is not None:
+            engine = session.engine
+            if engine.stalled or not engine.alive or not self._network.reaches(self.name, name):
+                session.open = False
+                self._lost(session, "silent")
+
+    def _lost(self, session: Session, why: str) -> None:
+        link = self.links.by_name[session.engine.name]
+        if not self.alive or link.session is not session:
+            return
+        self._note("router lost an engine")
+        link.session = None
+        self._carry_out(self.table.engine_lost(link.name, why, self._clock.now))
+        self._clock.after(RECONNECT_S, self._connect, link)
+
+    def _receive(self, session: Session, message: FromEngine) -> None:
+        link = self.links.by_name[session.engine.name]
+        if not self.alive or link.session is not session:
+            return
+        if isinstance(message, Posture):
+            link.posture = message
+            self._news()
+            return
+        self._carry_out(self.table.receive(link.name, message))
+        self._carry_out(self.table.take_turns(self._clock.now))
+
+    def _news(self) -> None:
+        self._carry_out(self.table.fleet_changed(self._clock.now))
+
+
+def _view(link: Link) -> EngineView:
+    return EngineView(link.name, link.fingerprint, link.open_tokens, link.usable)

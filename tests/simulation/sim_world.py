@@ -1,0 +1,292 @@
+"""A small service with all its machines in one thread, and everything that happens to it decided
+by one seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+from sim_checks import check_engine_at_rest, check_memory, check_router_at_rest
+from sim_clock import Clock
+from sim_direct import DirectClient, Params
+from sim_driver import SimDriver
+from sim_engine import LEASE_S, LOAD_TIMEOUT_S, Call, Session, Shape, SimEngine
+from sim_model import BLOCK, blocks_of
+from sim_network import Faults, Network
+from sim_router import PATIENCE_S, SimRouter
+from sim_streams import Stream
+
+from diptych_engine.request import RequestStatus
+from diptych_kv_transfer.leases import LeaseState
+from diptych_kv_transfer.load import LoadState
+from diptych_protocol import DiptychError, EngineCoreOutput
+
+BOUND_S = 90.0
+"""P3: after so long every request has come to an end. Eight losses of an engine, each noticed after
+`PATIENCE_S` or the hinge's own time limits, with waits for another engine in between."""
+REST_S = 3 * (LEASE_S + LOAD_TIMEOUT_S)
+MAX_MODEL_LEN = 14
+SALTS = (None, None, "a", "b")
+
+LEASES = list(LeaseState)
+LOADS = list(LoadState)
+STATUSES = list(RequestStatus)
+Moment = tuple[str, int]
+"""`lease`, `load` or `request`, and which of its states some of an engine's have."""
+
+
+class World:
+    """Engines, routers and clients. Everything that happens raises `AssertionError` at once if it
+    breaks a property."""
+
+    def __init__(self, seed: int, note: Callable[[str], None] | None = None) -> None:
+        """`note` is told what happens, with the time."""
+        self.random = Random(seed)
+        self.clock = Clock()
+        self.seen: Counter[str] = Counter()
+        """What has happened, by kind."""
+        self.states: set[int] = set()
+        """Hashes of the states that the world was in: those of all leases, loads and requests."""
+        self.network = Network(self.clock, self.random, self.note)
+        self.engines: dict[str, SimEngine] = {}
+        self.routers: dict[str, SimRouter] = {}
+        self.streams: dict[str, Stream] = {}
+        self.direct: dict[str, DirectClient] = {}
+        self.router_of: dict[str, SimRouter] = {}
+        self.lent: list[Params] = []
+        """The parameters of every lease that was granted."""
+        self.contents: dict[bytes, tuple[int, ...]] = {}
+        """What must stand in every block that somebody may remember."""
+        self.armed: list[tuple[Moment, Callable[[str], object]]] = []
+        """What is to happen when some engine has a lease, load or request in a state."""
+        self.calm = False
+        """No further fault is to happen."""
+        self._say = note
+        self._incarnations = 0
+        self._abstract: dict[str, tuple[tuple[int, ...], ...]] = {}
+        random = self.random
+        self._stems = [self._tokens(5) for _ in range(2)]
+        for role, letter in (("prefill", "p"), ("decode", "d")):
+            for number in range(1 + (random.random() < 0.4)):
+                self._start(
+                    Shape(
+                        f"{letter}{number}",
+                        "prefill" if role == "prefill" else "decode",
+                        num_blocks=random.randrange(MAX_MODEL_LEN // BLOCK, 15),
+                        max_num_seqs=random.randrange(1, 4),
+                        max_num_batched_tokens=random.choice((3, 5, 16)),
+                        max_num_waiting=random.randrange(1, 4),
+                        max_model_len=MAX_MODEL_LEN,
+                    )
+                )
+        for number in range(1 + (random.random() < 0.3)):
+            self.start_router(f"r{number}")
+
+    def note(self, what: str) -> None:
+        """Something of this kind has happened."""
+        self.seen[what] += 1
+        self.say(what)
+
+    def say(self, what: str) -> None:
+        """For the trace."""
+        if self._say is not None:
+            self._say(f"{self.clock.now:9.4f} {what}")
+
+    # --- machines come and go -----------------------------------------------------------------
+
+    def _start(self, shape: Shape) -> None:
+        self._incarnations += 1
+        engine = SimEngine(shape, self._incarnations, self.network, self.lent)
+        engine.saw = self._saw_engine
+        engine.driver.saw = self._saw_driver
+        self.engines[shape.name] = engine
+
+    def restart(self, name: str, model: str | None = None) -> None:
+        """Somebody new at the address of one who is gone."""
+        engine = self.engines[name]
+        if not engine.alive:
+            shape = engine.shape
+            self._start(shape if model is None else shape.of_model(model))
+            self.say(f"{name} starts as {self.engines[name].driver.hinge.me.epoch}")
+
+    def start_router(self, name: str) -> None:
+        """A new incarnation, if there is none."""
+        if name in self.routers and self.routers[name].alive:
+            return
+        self.routers[name] = SimRouter(name, self.network, self, self.engines, self.note)
+
+    def crash_router(self, name: str) -> None:
+        """Its clients see their connections break."""
+        router = self.routers[name]
+        router.crash()
+        for request_id, owner in self.router_of.items():
+            stream = self.streams[request_id]
+            if owner is router and not stream.ended:
+                stream.end("lost: its router crashed")
+
+    def call(self, engine: SimEngine, method: str, *args: object) -> None:
+        """An operator's utility call."""
+        if engine.alive:
+            session = Session(b"operator", "operator", engine, lambda *_: None, lambda *_: None)
+            engine.post(session, Call(method, args))
+
+    # --- clients ------------------------------------------------------------------------------
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.randrange(1, 1000) for _ in range(count))
+
+    def new_stream(self, first_token_ids: tuple[int, ...] = (), after: str = "") -> Stream:
+        """What some client wants; prompts share beginnings."""
+        random = self.random
+        stem = random.choice(self._stems)
+        prompt = stem[: random.randrange(6)] + self._tokens(random.randrange(1, 4))
+        max_tokens, salt = random.randrange(1, 6), random.choice(SALTS)
+        if self.lent and first_token_ids and random.random() < 0.5:
+            prompt = random.choice(list(self.streams.values())).prompt
+        name = f"q{len(self.streams)}{after}"
+        stream = Stream(name, prompt, max_tokens, salt, None, first_token_ids)
+        if random.random() < 0.15 and not first_token_ids:
+            stream = Stream(name, prompt, max_tokens, salt, random.choice(stream.expected))
+        self.streams[stream.request_id] = stream
+        self.expect(stream)
+        self.clock.after(BOUND_S, self._must_have_ended, stream)
+        return stream
+
+    def expect(self, stream: Stream) -> None:
+        """Its blocks may be remembered from now on."""
+        known = stream.prompt + stream.first_token_ids
+        self.contents.update(blocks_of(known, stream.max_tokens, stream.identity))
+
+    def submit(self) -> Stream:
+        """A client asks a router."""
+        stream = self.new_stream()
+        router = self.random.choice(list(self.routers.values()))
+        if not router.alive:
+            stream.end("refused: no router")
+            return stream
+        self.router_of[stream.request_id] = router
+        self.say(f"{stream.request_id} asks {router.name}: {stream.prompt} + {stream.max_tokens}")
+        router.submit(stream.request(), MAX_MODEL_LEN)
+        return stream
+
+    def abort(self, stream: Stream) -> None:
+        """The client has left."""
+        self.say(f"{stream.request_id} is aborted")
+        if stream.request_id in self.direct:
+            self.direct[stream.request_id].abort()
+            return
+        router = self.router_of[stream.request_id]
+        stream.end("aborted")
+        router.withdraw(stream.request_id)
+
+    def tell(self, output: EngineCoreOutput) -> None:
+        """A router delivers a part of an answer."""
+        self.streams[output.request_id].tell(output)
+
+    def fail(self, request_id: str, error: DiptychError) -> None:
+        """A router says that there will be no answer."""
+        self.streams[request_id].fail(error)
+        self.say(f"{request_id} fails: {error}")
+
+    def _must_have_ended(self, stream: Stream) -> None:
+        assert stream.ended, f"P3: {stream.request_id} has not ended after {BOUND_S:g} s"
+
+    def fell_silent(self, name: str) -> None:
+        """An engine cannot be heard; its clients give it up if that lasts."""
+        self.clock.after(PATIENCE_S, self._give_up, name)
+
+    def _give_up(self, name: str) -> None:
+        for router in self.routers.values():
+            router.check(name)
+        if self.engines[name].stalled:
+            for client in self.direct.values():
+                client.check(name)
+
+    # --- watching -----------------------------------------------------------------------------
+
+    def _saw_engine(self, engine: SimEngine) -> None:
+        check_memory(engine, self.contents)
+        self._saw(engine.name)
+
+    def _saw_driver(self, driver: SimDriver) -> None:
+        self._saw(driver.address[0])
+
+    def _saw(self, name: str) -> None:
+        engine = self.engines[name]
+        hinge, scheduler = engine.driver.hinge, engine.core.scheduler
+        now = (
+            tuple(sorted([LEASES.index(x.state) for x in hinge.leases.leases.values()])),
+            tuple(sorted([LOADS.index(x.state) for x in hinge.loads.loads.values()])),
+            tuple(sorted([STATUSES.index(x.status) for x in scheduler.requests.values()])),
+        )
+        if self._abstract.get(name) == now:
+            return
+        self._abstract[name] = now
+        self.states.add(hash(tuple(self._abstract.values())))
+        if self._say is not None:
+            self.say(f"{name}: {_words(now)}")
+        for entry in list(self.armed):
+            (what, state), act = entry
+            if state in now[("lease", "load", "request").index(what)]:
+                self.armed.remove(entry)
+                self.clock.after(self.random.random() * 0.01, act, name)
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def run(self, seconds: float) -> None:
+        """Let time pass."""
+        self.run_until(self.clock.now + seconds)
+
+    def run_until(self, time: float, enough: Callable[[], bool] = lambda: False) -> None:
+        """Let what happens until then happen."""
+        clock = self.clock
+        while clock.next_time <= time and not enough():
+            clock.step()
+        if not enough():
+            clock.now = max(clock.now, time)
+
+    def come_to_rest(self) -> None:
+        """Mend everything, wait for all requests to end and for all leases to run out, and look
+        whether anything is left."""
+        self.calm = True
+        self.network.faults = Faults()
+        self.armed.clear()
+        for pair in sorted(map(sorted, self.network.cut_off)):
+            self.network.heal(pair[0], pair[1])
+        for name in self.routers:
+            self.start_router(name)
+        for name, engine in list(self.engines.items()):
+            if engine.stalled:
+                engine.resume()
+            self.restart(name)
+            self.call(self.engines[name], "wake_up")
+            self.call(self.engines[name], "resume_generation")
+        self.run_until(
+            self.clock.now + BOUND_S, lambda: all(x.ended for x in self.streams.values())
+        )
+        self.run(REST_S)
+        self.check_at_rest()
+
+    def check_at_rest(self) -> None:
+        """P1, P3 and P6, when nothing is under way any more."""
+        for stream in self.streams.values():
+            assert stream.ended, f"P3: {stream.request_id} has not ended"
+        for engine in self.engines.values():
+            check_memory(engine, self.contents)
+            check_engine_at_rest(engine)
+        for router in self.routers.values():
+            check_router_at_rest(router)
+
+
+def _words(state: tuple[tuple[int, ...], ...]) -> str:
+    leases, loads, requests = state
+    return " ".join(
+        f"{what} [{' '.join(names)}]"
+        for what, names in (
+            ("leases", [LEASES[i].value for i in leases]),
+            ("loads", [LOADS[i].value for i in loads]),
+            ("requests", [STATUSES[i].name.lower() for i in requests]),
+        )
+        if names
+    )
