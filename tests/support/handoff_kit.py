@@ -77,7 +77,10 @@ class Engine:
     """An engine core of this process."""
 
     def __init__(self, model: str, name: str, **options: Any) -> None:
-        hinge = KVTransferConfig(lease_seconds=options.pop("lease_seconds", 30.0))
+        hinge = KVTransferConfig(
+            lease_seconds=options.pop("lease_seconds", 30.0),
+            load_timeout_s=options.pop("load_timeout_s", 30.0),
+        )
         fields = {"block_size": BLOCK, "max_model_len": MAX_MODEL_LEN, "max_loras": 2, **options}
         self.name = name
         self.core = make_core(model, engine_id=name, kv_transfer=hinge, **fields)
@@ -138,12 +141,23 @@ def wait_for_news(engines: Sequence[Engine]) -> None:
 
 def drive(engine: Engine, message: EngineCoreRequest, *others: Engine) -> list[EngineCoreOutput]:
     """All outputs of a request that is sent to a core as it is, while other engines go on."""
-    engine.core.add(message, CLIENT)
-    made: list[EngineCoreOutput] = []
+    return drive_all(engine, [message], *others)[message.request_id]
+
+
+def drive_all(
+    engine: Engine, messages: Sequence[EngineCoreRequest], *others: Engine
+) -> dict[str, list[EngineCoreOutput]]:
+    """All outputs of requests that are sent to a core as they are, one a step."""
+    made: dict[str, list[EngineCoreOutput]] = {m.request_id: [] for m in messages}
+    to_come = list(messages)
     deadline = time.monotonic() + DEADLINE_S
-    while not (made and made[-1].finished):
+    while not all(outputs and outputs[-1].finished for outputs in made.values()):
         assert time.monotonic() < deadline, "it does not come to an end"
-        made += [o for o in engine.turn() if o.request_id == message.request_id]
+        if to_come:
+            engine.core.add(to_come.pop(0), CLIENT)
+        for output in engine.turn():
+            if output.request_id in made:
+                made[output.request_id].append(output)
         for other in others:
             other.turn()
         wait_for_news([engine, *others])
