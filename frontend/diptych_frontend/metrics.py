@@ -9,11 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -25,6 +31,7 @@ from diptych_protocol import (
     RequestOutput,
     SchedulerStats,
 )
+from diptych_protocol.wire import HAND_OFF_BOUNDS_S
 
 PREFIX = "diptych:"
 StatsByEngine = Callable[[], Mapping[str, SchedulerStats]]
@@ -207,9 +214,15 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (
 
 _TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (
     ("kv_transfer_leases_held", "Leases now granted or being read.", lambda k: k.leases_held),
+    ("kv_transfer_leases_promised_now", "Leases of prompts that are still computed.",
+     lambda k: k.leases_promised_now),
+    ("kv_transfer_leases_draining", "Leases that have ended, whose blocks are still being sent.",
+     lambda k: k.leases_draining),
     ("kv_transfer_blocks_held", "KV blocks pinned by leases.", lambda k: k.blocks_held),
     ("kv_transfer_loads_in_flight", "Requests whose blocks are on their way.",
      lambda k: k.loads_in_flight),
+    ("kv_transfer_early_loads_now", "Loads for requests that are only announced.",
+     lambda k: k.early_loads_now),
 )  # fmt: skip
 
 _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
@@ -221,13 +234,25 @@ _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
      lambda k: k.seconds_receiving),
     ("kv_transfer_stale_reads_refused", "Reads that were not validated, so not used.",
      lambda k: k.stale_reads_refused),
+    ("kv_transfer_loads_started", "Loads that were begun.", lambda k: k.loads_started),
+    ("kv_transfer_rejections_received", "Leases that ended because nobody wanted them.",
+     lambda k: k.leases_rejected),
+    ("kv_transfer_rejections_sent", "Times that another engine was told so.",
+     lambda k: k.leases_refused_here),
 )  # fmt: skip
 
 _LEASE_STATES: tuple[tuple[str, _Transfer], ...] = (
+    ("promised", lambda k: k.leases_promised),
+    ("withdrawn", lambda k: k.leases_withdrawn),
     ("granted", lambda k: k.leases_granted),
     ("released", lambda k: k.leases_released),
     ("revoked", lambda k: k.leases_revoked),
     ("expired", lambda k: k.leases_expired),
+)
+_EARLY_LOADS: tuple[tuple[str, _Transfer], ...] = (
+    ("begun", lambda k: k.early_loads),
+    ("adopted", lambda k: k.early_loads_adopted),
+    ("dropped", lambda k: k.early_loads_dropped),
 )
 _LOAD_OUTCOMES: tuple[tuple[str, _Transfer], ...] = (
     ("completed", lambda k: k.loads_completed),
@@ -272,6 +297,11 @@ class EngineStatsCollector(Collector):
         yield self._split(
             "kv_transfer_loads", "Loads by outcome.", "outcome", _LOAD_OUTCOMES, transfers
         )
+        yield self._split(
+            "kv_transfer_early_loads", "Loads for requests that were only announced.", "state",
+            _EARLY_LOADS, transfers,
+        )  # fmt: skip
+        yield self._hand_off_seconds(transfers)
         yield self._transports(transfers)
 
     def _gauge(self, name: str, meaning: str, by_engine: Mapping[str, float]) -> Metric:
@@ -298,6 +328,19 @@ class EngineStatsCollector(Collector):
         for engine, stats in transfers.items():
             for part, read in parts:
                 family.add_metric((self._model_name, engine, part), read(stats))
+        return family
+
+    def _hand_off_seconds(self, transfers: Mapping[str, KVTransferStats]) -> Metric:
+        family = HistogramMetricFamily(
+            f"{PREFIX}kv_transfer_hand_off_seconds",
+            "How long requests waited for their blocks, up to the validated close.",
+            labels=("model_name", "engine"),
+        )
+        bounds = [*map(str, HAND_OFF_BOUNDS_S), "+Inf"]
+        for engine, stats in transfers.items():
+            counts = stats.hand_off_counts or [0] * len(bounds)
+            buckets = list(zip(bounds, accumulate(counts), strict=False))
+            family.add_metric((self._model_name, engine), buckets, stats.seconds_receiving)
         return family
 
     def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Metric:

@@ -64,6 +64,10 @@ def test_the_hinge_of_each_engine_is_reported() -> None:
         seconds_receiving=0.5,
         stale_reads_refused=6,
         transport="tcp",
+        leases_withdrawn=7,
+        leases_rejected=8,
+        early_loads_adopted=9,
+        hand_off_counts=[2, 0, 1, *[0] * 12],
     )
     snapshots = {"p": SchedulerStats(kv_transfer=transfer), "d": SchedulerStats()}
     text = ServerMetrics("m", lambda: snapshots).exposition("")[0].decode()
@@ -77,6 +81,13 @@ def test_the_hinge_of_each_engine_is_reported() -> None:
         ("receive_seconds_total", {}, 0.5),
         ("stale_reads_refused_total", {}, 6),
         ("transport_info", {"transport": "tcp"}, 1),
+        ("leases_total", {"state": "withdrawn"}, 7),
+        ("rejections_received_total", {}, 8),
+        ("early_loads_total", {"state": "adopted"}, 9),
+        ("hand_off_seconds_bucket", {"le": "0.0025"}, 2),
+        ("hand_off_seconds_bucket", {"le": "0.005"}, 3),
+        ("hand_off_seconds_count", {}, 3),
+        ("hand_off_seconds_sum", {}, 0.5),
     ):
         key = (f"diptych:kv_transfer_{name}", tuple(sorted({"engine": "p", **labels}.items())))
         assert found[key] == value
