@@ -133,6 +133,32 @@ def test_a_hand_off_that_fails_is_begun_again_with_a_lease_of_its_own(
     assert decode.hinge.loads_failed == refused + 1
 
 
+# --- one request that ends an engine ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"remote_block_ids": [[1], [2]]}, "one KV-cache group"),
+        ({"remote_num_tokens": None}, "remote_num_tokens"),
+        ({"lease_id": None}, "lease_id"),
+        ({"epoch": None, "compat": None}, "epoch, compat"),
+        ({"remote_port": "5000"}, "remote_port"),
+        ({"do_remote_decode": True}, "exclude each other"),
+    ],
+)
+def test_a_reference_that_lacks_something_is_refused_by_the_field(
+    trio: list[Engine], router: LocalRouter, changes: dict[str, Any], named: str
+) -> None:
+    _, prefill, decode = trio
+    lent = lend(prefill, "p", PROMPT)
+    [output] = drive(decode, fetching("d", PROMPT, {**lent, **changes}), prefill)
+    assert output.finish_reason is FinishReason.ERROR
+    assert named in (output.error or "")
+    prefill.core.call("reject_kv_transfer", ["d", lent])
+    router.settle()
+
+
 # --- wrong answers --------------------------------------------------------------------------------
 
 
