@@ -35,7 +35,7 @@ class EarlyLoad:
     announced: Request
     """As far as it is known; it holds the blocks, and is never scheduled."""
     state: EarlyState = EarlyState.LOADING
-    claimed: bool = False
+    claimed_by: Request | None = None
     """Its request is here, but cannot be queued yet."""
 
 
@@ -81,14 +81,14 @@ class EarlyLoads:
         load = self.loads.get(request.request_id)
         if load is None or load.state is EarlyState.DROPPED or not _same(load.announced, request):
             return False
-        load.claimed = True
+        load.claimed_by = request
         return True
 
     def pick_up(self, request: Request) -> EarlyState | None:
         """Give a claimed load's blocks to its request, which is queued now; None: there are
         none."""
         load = self.loads.get(request.request_id)
-        if load is None or not load.claimed:
+        if load is None or load.claimed_by is not request:
             return None
         del self.loads[request.request_id]
         self.adopted += 1
@@ -100,7 +100,7 @@ class EarlyLoads:
     def ended(self, request_id: str, *, ok: bool) -> None:
         """The hinge no longer touches a load's blocks, or nobody came for them in time."""
         load = self.loads.get(request_id)
-        if load is None or (load.state is EarlyState.READY and load.claimed):
+        if load is None or (load.state is EarlyState.READY and load.claimed_by):
             return
         if ok and load.state is EarlyState.LOADING:
             load.state = EarlyState.READY
@@ -109,14 +109,18 @@ class EarlyLoads:
         self._free(load)
 
     def drop(self, request_id: str) -> None:
-        """Its request will not come. Its load, if under way, must be cancelled."""
+        """Its request will not come, or is to compute its prompt here. Its load, if under way, must
+        be cancelled."""
         load = self.loads.get(request_id)
         if load is None or load.state is EarlyState.DROPPED:
             return
         self.dropped += 1
+        if load.claimed_by is not None:
+            load.claimed_by.kv_transfer = None
+            load.claimed_by = None
         if load.state is EarlyState.READY:
             self._free(load)
-        load.state, load.claimed = EarlyState.DROPPED, False
+        load.state = EarlyState.DROPPED
 
     def drop_all(self) -> list[str]:
         """Returns the ids of those that must be cancelled."""
@@ -128,7 +132,7 @@ class EarlyLoads:
     def reclaim(self) -> bool:
         """Free the oldest blocks that wait for their request; False: there are none."""
         for request_id, load in self.loads.items():
-            if load.state is EarlyState.READY and not load.claimed:
+            if load.state is EarlyState.READY and load.claimed_by is None:
                 self.drop(request_id)
                 return True
         return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from diptych_engine.block_pool import BlockPool, extend_block_hashes
 from diptych_engine.request import Request, RequestStatus
+from diptych_protocol import SchedulerStats
 
 HASH_BUDGET_TOKENS = 1 << 15
 """Tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds at most."""
@@ -35,6 +36,12 @@ class PrefixCache:
         self._extend_hashes(request)
         for index in range(first, request.num_computed_tokens // self.block_size):
             self.pool.remember(request.block_ids[index], request.block_hashes[index])
+
+    def count_lookup(self, request: Request, num_hit_tokens: int, stats: SchedulerStats) -> None:
+        """A request has asked what is remembered of it."""
+        if self.enabled and request.reads_prefix_cache:
+            stats.prefix_cache_queries += request.num_tokens
+            stats.prefix_cache_hits += num_hit_tokens
 
     def queued_prompt_tokens(self, requests: Iterable[Request]) -> int:
         """Prompt tokens that steps have yet to compute: not here, not remembered, not on their way.

@@ -98,16 +98,20 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self._tell(request, Station.QUEUED)
-        early = self.early.pick_up(request)
+        early = None if self.gate.paused else self.early.pick_up(request)
         if early is None:
             self.gate.enter(request, self.waiting)
-            return
-        self._count_lookup(request, request.num_computed_tokens // self.block_size)
+        else:
+            self._go_on_from(early, request)
+
+    def _go_on_from(self, early: EarlyState, request: Request) -> None:
+        """A request has the blocks that were reserved for it before it came."""
+        self.prefixes.count_lookup(request, request.num_computed_tokens, self.stats)
         if early is EarlyState.LOADING:
             self._await_load(request)
         else:
             self._received(request)
-            self.gate.enter(request, self.waiting, front=True)
+            self.waiting.push_front(request)
 
     def hold(self, request: Request) -> None:
         """Take a request in that cannot be queued before its grammar is there."""
@@ -234,6 +238,10 @@ class Scheduler:
         """Move waiting requests into the step while budget, rows and blocks last."""
         while self.waiting and budget > 0:
             request = self.waiting.peek()
+            early = self.early.pick_up(request)
+            if early is not None:
+                self._go_on_from(early, self.waiting.pop())
+                continue
             if request.block_ids:  # its KV came through the hinge
                 hit: list[int] = []
             else:
@@ -252,7 +260,7 @@ class Scheduler:
                 break
             self.waiting.pop()
             if not request.block_ids:
-                self._count_lookup(request, len(hit))
+                self.prefixes.count_lookup(request, len(hit) * self.block_size, self.stats)
             self.pool.take(hit)
             request.block_ids.extend(hit)
             request.num_computed_tokens = start
@@ -343,22 +351,10 @@ class Scheduler:
         for request in (*self.waiting, *self.gate.parked):
             self._free_blocks(request)
 
-    def discard_loads(self) -> list[str]:
-        """Use nothing of what the hinge brings from now on: its requests compute their prompts
-        here. Returns their ids, for the hinge to give them up."""
-        for request in self.loading.values():
-            request.kv_transfer = None
-        return [*self.loading, *self.early.drop_all()]
-
     # --- blocks -------------------------------------------------------------------------------
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def _count_lookup(self, request: Request, num_hit_blocks: int) -> None:
-        if self.enable_prefix_caching and request.reads_prefix_cache:
-            self.stats.prefix_cache_queries += request.num_tokens
-            self.stats.prefix_cache_hits += num_hit_blocks * self.block_size
 
     def _preempt(self, victim: Request) -> Request:
         self.running.remove(victim)

@@ -38,8 +38,9 @@ from diptych_kv_transfer.messages import (
 
 MAX_REMEMBERED = 4096
 """Ended leases whose late messages still get the right answer."""
-MAX_EARLY = 1024
-"""Opens of leases that are not known yet; beyond, the oldest is forgotten, and asks again."""
+MAX_EARLY, MAX_EARLY_RUNS = 256, 1024
+"""Opens of leases that are not known yet, and how many runs each may name: they are a stranger's
+claim on our memory. Beyond, the oldest is forgotten; its reader asks again when it is told."""
 NEVER = float("inf")
 AT_ONCE = float("-inf")
 
@@ -192,7 +193,8 @@ class LeaseTable:
         if lease is not None and lease.claim is not None and lease.claim.repeats(peer, message):
             return [Send(peer, Opened(message.lease_id, message.tag))]  # repeated
         self._early.pop(message.lease_id, None)
-        if lease is None and message.early and message.lease_id not in self._ended:
+        early = message.early and len(message.runs) <= MAX_EARLY_RUNS
+        if lease is None and early and message.lease_id not in self._ended:
             self._early[message.lease_id] = peer, message
             if len(self._early) > MAX_EARLY:
                 self._early.popitem(last=False)

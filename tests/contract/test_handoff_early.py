@@ -354,6 +354,32 @@ def test_a_lease_id_belongs_to_one_request(pair: Pair) -> None:
     pair.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("meanwhile", ["nothing", "complete", "reset"])
+def test_a_request_that_comes_during_a_pause_waits_for_its_end(
+    pair: Pair, expected: list[int], meanwhile: str
+) -> None:
+    pair.compute()
+    assert pair.announce()
+    pair.decode.core.call("pause_generation", ["wait", False])
+    while not pair.prefill.ended("p"):
+        pair.prefill.turn()
+    if meanwhile == "complete":
+        pair.until(lambda: pair.ready)
+    pair.come(pair.lent())
+    if meanwhile == "reset":
+        assert pair.decode.call("reset_prefix_cache", True) is True
+    else:
+        pair.until(lambda: pair.ready)
+    pair.decode.turn(3)
+    assert len(pair.decode.tokens("d")) == 1, "P's token, and no other"
+    assert not pair.decode.core.scheduler.loading
+    pair.decode.call("resume_generation")
+    pair.until(lambda: pair.decode.ended("d"))
+    assert pair.decode.tokens("d") == expected
+    assert pair.d().early_loads_adopted == (meanwhile != "reset")
+    pair.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_sleep_of_either_side_leaves_nothing_on_its_way(
     pair: Pair, expected: list[int], level: int

@@ -14,6 +14,7 @@ from diptych_kv_transfer.claims import Claim
 from diptych_kv_transfer.leases import (
     LIVE,
     MAX_EARLY,
+    MAX_EARLY_RUNS,
     MAX_REMEMBERED,
     TRANSITIONS,
     LeaseState,
@@ -299,6 +300,9 @@ def test_early_opens_are_bounded() -> None:
     for number in range(MAX_EARLY + 10):
         table.receive(D, Open(f"{number}", "digest", 7, [], early=True), 0.0)
     assert len(table._early) == MAX_EARLY
+    scattered = [(2 * index, 1) for index in range(MAX_EARLY_RUNS + 1)]
+    [answer] = table.receive(D, opening(scattered, early=True), 0.0)
+    assert answer == Send(D, Refused("lease", "unknown lease", TAG))
 
 
 def test_whoever_lets_go_leaves_the_lease_to_others() -> None:

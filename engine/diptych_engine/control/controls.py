@@ -192,7 +192,12 @@ class Controls:
         self._core.scheduler.pool.forget_all(even_held=True)
 
     def _discard_loads(self) -> None:
-        self._cancel_loads(self._core.scheduler.discard_loads())
+        """Use nothing of what the hinge brings from now on: its requests compute their prompts
+        here."""
+        scheduler = self._core.scheduler
+        for request in scheduler.loading.values():
+            request.kv_transfer = None
+        self._cancel_loads([*scheduler.loading, *scheduler.early.drop_all()])
 
     def _cancel_loads(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
