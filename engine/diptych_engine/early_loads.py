@@ -137,6 +137,15 @@ class EarlyLoads:
                 return True
         return False
 
+    def reclaim_claimed(self) -> bool:
+        """Free the youngest blocks whose request waits for its turn, and computes its prompt then;
+        False: there are none."""
+        for request_id, load in reversed(self.loads.items()):
+            if load.state is EarlyState.READY and load.claimed_by is not None:
+                self.drop(request_id)
+                return True
+        return False
+
     def _free(self, load: EarlyLoad) -> None:
         self.pool.release(load.announced.block_ids)
         del self.loads[load.announced.request_id]

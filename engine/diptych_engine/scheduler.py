@@ -307,7 +307,7 @@ class Scheduler:
             if request.block_ids and request is not self.waiting.peek():
                 self._take_blocks(request)
                 return True
-        return False
+        return self.early.reclaim_claimed()
 
     def _reclaim_unused(self) -> bool:
         """Take blocks that nobody computes with now."""

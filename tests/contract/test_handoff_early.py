@@ -380,6 +380,26 @@ def test_a_request_that_comes_during_a_pause_waits_for_its_end(
     pair.assert_nothing_is_left()
 
 
+def test_a_large_request_before_it_in_the_queue_gets_its_blocks(expected: list[int]) -> None:
+    """Whoever is first takes what others only wait with; they compute their prompts."""
+    pair = Pair(num_blocks=20)
+    try:
+        pair.compute()
+        assert pair.announce()
+        pair.until(lambda: pair.ready)
+        pair.decode.core.call("pause_generation", ["wait", False])
+        pair.decode.add("large", [5] * 200, max_tokens=4)  # 13 blocks, and 10 are free
+        pair.come(pair.lent())
+        pair.decode.call("resume_generation")
+        pair.until(lambda: pair.decode.ended("large") and pair.decode.ended("d"))
+        assert pair.decode.tokens("d") == expected
+        assert pair.decode.order == ["large", "d"]
+        assert pair.d().early_loads_dropped == 1
+        pair.assert_nothing_is_left()
+    finally:
+        pair.close()
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_sleep_of_either_side_leaves_nothing_on_its_way(
     pair: Pair, expected: list[int], level: int
