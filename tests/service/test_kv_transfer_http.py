@@ -156,6 +156,20 @@ async def test_a_proxy_gets_what_one_engine_says(
     await eventually(pods.nothing_held)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "wish"), [(COMPLETIONS, {"logprobs": 1}), (CHAT, {"logprobs": True})]
+)
+async def test_a_proxy_may_ask_for_logprobs(
+    pods: Pods, path: str, wish: Json, stream: bool, eventually: Any
+) -> None:
+    body = body_of(path, stream=stream, **wish)
+    wanted = await answer_of(pods.p, path, body)
+    lent = await pods.lend(path, body_of(path, **wish))
+    assert await answer_of(pods.d, path, {**body, "kv_transfer_params": lent}) == wanted
+    await eventually(pods.nothing_held)
+
+
 # --- every refusal on every route -----------------------------------------------------------------
 
 Refuse = Callable[[Pods, str, Json], Awaitable[int | None]]
