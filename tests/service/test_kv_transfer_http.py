@@ -345,3 +345,21 @@ async def test_a_report_that_names_no_lease_is_refused(pods: Pods, params: Any) 
     answer = await pods.p.post("/v1/kv_transfer/reject", json={"kv_transfer_params": params})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "kv_transfer_params"
+
+
+async def test_a_pod_that_leaves_still_frees_what_it_refuses(pods: Pods) -> None:
+    """The last test of this module: the pod does not come back."""
+    body = body_of(COMPLETIONS)
+    await pods.decode.drain(5.0)
+    lent = await pods.lend(COMPLETIONS, body)
+    assert await changed(temperature=-1)(pods, COMPLETIONS, lent) == 400
+    await until_free(pods)
+    lent = await pods.lend(COMPLETIONS, body)
+    assert (await answer_of(pods.d, COMPLETIONS, {**body, "kv_transfer_params": lent}))[0]
+    await until_free(pods)
+
+    pods.decode.shutdown()
+    lost = {**body, "kv_transfer_params": await pods.lend(COMPLETIONS, body)}
+    assert (await pods.d.post(COMPLETIONS, json=lost)).status_code == 503
+    assert (await pods.p.post("/v1/kv_transfer/reject", json=lost)).status_code == 200
+    await until_free(pods)

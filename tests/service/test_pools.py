@@ -72,6 +72,45 @@ async def test_what_decode_remembers_does_not_travel_again(pair: Pair) -> None:
     assert after.kv_transfer.blocks_received - before.kv_transfer.blocks_received <= 1
 
 
+async def early_loads(pair: Pair) -> tuple[int, int, int]:
+    """How many loads D began on an announcement, and how many came to something and to nothing."""
+    transfer = (await pair.decode.refresh_stats()).kv_transfer
+    assert transfer is not None
+    assert transfer.early_loads_now == 0
+    return transfer.early_loads, transfer.early_loads_adopted, transfer.early_loads_dropped
+
+
+async def test_decode_is_told_while_prefill_computes(pair: Pair, eventually: Any) -> None:
+    begun, adopted, dropped = await early_loads(pair)
+    await generate(pair.pools, "What is announced has a place before it comes. " * 60)
+    assert await early_loads(pair) == (begun + 1, adopted + 1, dropped)
+    await eventually(pair.all_blocks_free)
+
+
+@pytest.mark.parametrize("end", ["the user leaves", "its first token ends it"])
+async def test_what_was_announced_and_does_not_come_leaves_decode_empty(
+    pair: Pair, end: str, eventually: Any
+) -> None:
+    begun, adopted, dropped = await early_loads(pair)
+    if end == "the user leaves":
+        task = asyncio.create_task(generate(pair.pools, "Nobody waits for the end of this. " * 90))
+        await eventually(lambda: told(pair))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    else:
+        prompt = "This ends as soon as it begins. " * 60
+        whole = await generate(pair.prefill, prompt, max_tokens=1)
+        await generate(pair.pools, prompt, stop_token_ids=whole.outputs[0].token_ids)
+    await eventually(pair.all_blocks_free)
+    assert await early_loads(pair) == (begun + 1, adopted, dropped + 1)
+
+
+async def told(pair: Pair) -> bool:
+    """D keeps room for something that is yet to come."""
+    transfer = (await pair.decode.refresh_stats()).kv_transfer
+    return transfer is not None and transfer.early_loads_now > 0
+
+
 async def test_many_requests_at_once_finish_and_leave_no_block(pair: Pair, eventually: Any) -> None:
     outputs = await asyncio.gather(
         *(generate(pair.pools, f"Story number {i}: " + "so " * i, max_tokens=12) for i in range(16))
