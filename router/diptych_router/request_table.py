@@ -132,6 +132,10 @@ class RequestTable:
                 actions += _offered(output)
                 if not output.finished:
                     strays.append(output.request_id)
+            elif output.finish_reason is None and output.kv_transfer_params is None:
+                routed.absorb(output)  # most outputs are like this one
+                if output.new_token_ids:
+                    deliver.append(output)
             elif output.finish_reason is FinishReason.ERROR:
                 why = output.error or "the engine gave no reason"
                 actions += _offered(output)
