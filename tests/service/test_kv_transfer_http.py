@@ -51,10 +51,15 @@ class Pods:
         assert answer.status_code == 200, answer.text
         lent: Json = answer.json()["kv_transfer_params"]
         assert lent["do_remote_prefill"] is True
-        stats = await self.prefill.refresh_stats()
-        assert stats.kv_transfer is not None
-        assert stats.kv_transfer.leases_held == 1
+        async with asyncio.timeout(20):  # the hinge counts it a moment later
+            while await self.leases_held() != 1:
+                await asyncio.sleep(0.01)
         return lent
+
+    async def leases_held(self) -> int:
+        transfer = (await self.prefill.refresh_stats()).kv_transfer
+        assert transfer is not None
+        return transfer.leases_held
 
     async def nothing_held(self) -> bool:
         """P lends nothing, and has all its blocks."""
@@ -164,10 +169,29 @@ async def test_a_proxy_may_ask_for_logprobs(
     pods: Pods, path: str, wish: Json, stream: bool, eventually: Any
 ) -> None:
     body = body_of(path, stream=stream, **wish)
-    wanted = await answer_of(pods.p, path, body)
+    wanted = await logprobs_of(pods.p, path, body)
+    assert len(wanted) == body["max_tokens"]
     lent = await pods.lend(path, body_of(path, **wish))
-    assert await answer_of(pods.d, path, {**body, "kv_transfer_params": lent}) == wanted
+    got = await logprobs_of(pods.d, path, {**body, "kv_transfer_params": lent})
+    assert [token for token, _ in got] == [token for token, _ in wanted]
+    assert [value for _, value in got] == pytest.approx([v for _, v in wanted], abs=0.01)
     await eventually(pods.nothing_held)
+
+
+async def logprobs_of(http: httpx.AsyncClient, path: str, body: Json) -> list[tuple[str, float]]:
+    """Every token with its log-probability, the first one included, streamed or not."""
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    found = []
+    for event in map(json.loads, lines or [answer.text]):
+        assert "error" not in event, event
+        for told in (choice.get("logprobs") for choice in event["choices"]):
+            if told is not None and path == CHAT:
+                found += [(entry["token"], entry["logprob"]) for entry in told["content"]]
+            elif told is not None:
+                found += zip(told["tokens"], told["token_logprobs"], strict=True)
+    return found
 
 
 # --- every refusal on every route -----------------------------------------------------------------
