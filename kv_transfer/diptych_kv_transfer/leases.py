@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from diptych_kv_transfer.actions import Action, Fence, LeaseEnded, Peer, Send, SendBlocks
 from diptych_kv_transfer.claims import Claim
+from diptych_kv_transfer.early_opens import MAX_EARLY_RUNS, EarlyOpens
 from diptych_kv_transfer.messages import (
     Close,
     Closed,
@@ -38,9 +39,6 @@ from diptych_kv_transfer.messages import (
 
 MAX_REMEMBERED = 4096
 """Ended leases whose late messages still get the right answer."""
-MAX_EARLY, MAX_EARLY_RUNS = 256, 1024
-"""Opens of leases that are not known yet, and how many runs each may name: they are a stranger's
-claim on our memory. Beyond, the oldest is forgotten; its reader asks again when it is told."""
 NEVER = float("inf")
 AT_ONCE = float("-inf")
 
@@ -114,9 +112,12 @@ class LeaseTable:
     stale_reads_refused: int = 0
     rejections: int = 0
     """Leases that somebody else than this engine ended."""
-    _early: OrderedDict[str, tuple[Peer, Open]] = field(default_factory=OrderedDict)
+    _early: EarlyOpens = field(init=False)
     _ended: OrderedDict[str, tuple[LeaseState, Claim | None]] = field(default_factory=OrderedDict)
     """How leases ended, and the claim by which one was released."""
+
+    def __post_init__(self) -> None:
+        self._early = EarlyOpens(self.lease_seconds)
 
     # --- what the engine says -----------------------------------------------------------------
 
@@ -132,8 +133,8 @@ class LeaseTable:
         self._ended.pop(lease_id, None)
         self.leases[lease_id] = Lease(lease_id, request_id, digest, num_blocks)
         self.counts[LeaseState.PROMISED] += 1
-        early = self._early.pop(lease_id, None)
-        return [] if early is None else self._open(*early, now)
+        early = self._early.pop(lease_id)
+        return [] if early is None else self._open(early.peer, early.message, now)
 
     def lend(self, lease_id: str, block_ids: list[int]) -> list[Action]:
         """The first blocks of a promised lease hold their KV; the list only ever grows."""
@@ -179,6 +180,7 @@ class LeaseTable:
                 return self._close(peer, message)
             case Renew():
                 for lease_id in message.lease_ids:
+                    self._early.renew(lease_id, now)
                     lease = self.leases.get(lease_id)
                     if lease is not None and lease.state in LIVE and lease.expires_at < NEVER:
                         lease.expires_at = now + self.lease_seconds
@@ -192,12 +194,10 @@ class LeaseTable:
         lease = self.leases.get(message.lease_id)
         if lease is not None and lease.claim is not None and lease.claim.repeats(peer, message):
             return [Send(peer, Opened(message.lease_id, message.tag))]  # repeated
-        self._early.pop(message.lease_id, None)
+        self._early.pop(message.lease_id)
         early = message.early and len(message.runs) <= MAX_EARLY_RUNS
         if lease is None and early and message.lease_id not in self._ended:
-            self._early[message.lease_id] = peer, message
-            if len(self._early) > MAX_EARLY:
-                self._early.popitem(last=False)
+            self._early.put(peer, message, now)
             return []
         reason = self._why_not(lease, message)
         if lease is None or reason:
@@ -230,9 +230,7 @@ class LeaseTable:
     def _close(self, peer: Peer, message: Close) -> list[Action]:
         lease_id, tag = message.lease_id, message.tag
         lease = self.leases.get(lease_id)
-        early = self._early.get(lease_id)
-        if early is not None and (early[0], early[1].tag) == (peer, tag):
-            del self._early[lease_id]
+        self._early.close(peer, lease_id, tag)
         claim = None if lease is None else lease.claim
         if lease is None or claim is None or (claim.peer, claim.tag) != (peer, tag):
             state, by = self._ended.get(lease_id, (None, None))
@@ -259,7 +257,7 @@ class LeaseTable:
 
     def peer_lost(self, peer: Peer) -> list[Action]:
         """A connection is gone, and with it every send on it."""
-        self._early = OrderedDict((k, v) for k, v in self._early.items() if v[0] != peer)
+        self._early.peer_lost(peer)
         actions: list[Action] = []
         for lease in list(self.leases.values()):
             lease.sending = {tag: to for tag, to in lease.sending.items() if to != peer}
@@ -276,6 +274,7 @@ class LeaseTable:
 
     def tick(self, now: float) -> list[Action]:
         """End what is overdue."""
+        self._early.tick(now)
         actions: list[Action] = []
         for lease in [x for x in self.leases.values() if x.deadline <= now]:
             if lease.state in LIVE:
@@ -289,7 +288,8 @@ class LeaseTable:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinity: never."""
-        return min((lease.deadline for lease in self.leases.values()), default=NEVER)
+        leases = min((lease.deadline for lease in self.leases.values()), default=NEVER)
+        return min(leases, self._early.next_deadline())
 
     # --- inside -------------------------------------------------------------------------------
 

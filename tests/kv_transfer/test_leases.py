@@ -11,10 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from diptych_kv_transfer.actions import Action, Fence, LeaseEnded, Send, SendBlocks
 from diptych_kv_transfer.claims import Claim
+from diptych_kv_transfer.early_opens import MAX_EARLY, MAX_EARLY_RUNS
 from diptych_kv_transfer.leases import (
     LIVE,
-    MAX_EARLY,
-    MAX_EARLY_RUNS,
     MAX_REMEMBERED,
     TRANSITIONS,
     LeaseState,
@@ -293,6 +292,19 @@ def test_an_early_open_is_forgotten_with_its_reader(how: str) -> None:
         [answer] = table.receive(D, opening(), 0.0)
         assert answer == Send(D, Refused("lease", "unknown lease", TAG))
     assert table.promise("lease", "request", len(BLOCKS), "digest", 1.0) == []
+
+
+def test_an_early_open_whose_reader_is_not_heard_of_is_forgotten() -> None:
+    table = LeaseTable(LEASE_SECONDS)
+    table.receive(D, opening(early=True), 0.0)
+    assert table.next_deadline() == LEASE_SECONDS
+    table.receive(D, Renew(["lease"]), 20.0)
+    table.tick(LEASE_SECONDS)
+    assert len(table._early) == 1
+    table.tick(20.0 + LEASE_SECONDS)
+    assert len(table._early) == 0
+    assert table.next_deadline() == float("inf")
+    assert table.promise("lease", "request", 4, "digest", 60.0) == [], "nobody reads it"
 
 
 def test_early_opens_are_bounded() -> None:
