@@ -6,6 +6,9 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
+MAX_AT_ONCE = 5000
+"""More events without time passing are taken for a loop."""
+
 
 class Clock:
     """A queue of calls to come. Two for the same time happen in the order in which they came in."""
@@ -17,6 +20,7 @@ class Clock:
         """Calls made so far."""
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = 0
+        self._since_time_passed = 0
 
     def after(self, delay: float, call: Callable[..., object], *args: Any) -> None:
         """Make a call when so many seconds have passed."""
@@ -36,7 +40,10 @@ class Clock:
         """Make the next call; False if there is none."""
         if not self._queue:
             return False
-        self.now, _, call, args = heapq.heappop(self._queue)
+        time, _, call, args = heapq.heappop(self._queue)
+        self._since_time_passed = self._since_time_passed + 1 if time == self.now else 0
+        assert self._since_time_passed < MAX_AT_ONCE, "P3: something goes on without end at once"
+        self.now = time
         self.events += 1
         call(*args)
         return True

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from sim_engine import Abort, Add, Call, FromEngine, Posture, Session, SimEngine
+from sim_engine import PATIENCE_S, Abort, Add, Call, FromEngine, Posture, Session, SimEngine
 from sim_streams import Stream
 
 from diptych_protocol import EngineCoreOutput, KVTransferParams
@@ -71,13 +71,13 @@ class DirectClient:
         prefill: SimEngine,
         decode: Callable[[], SimEngine],
         *,
-        fickle: float = 0.0,
+        lent: Callable[[Params], bool] = lambda _: False,
     ) -> None:
-        """fickle: how likely it changes its mind between the two, and says so."""
+        """`lent` is told what prefill lends; whether it is now somebody else's affair."""
         self.stream = stream
         self.session: Session | None = None
         self._decode = decode
-        self._fickle = fickle
+        self._lent = lent
         self._prefill = prefill
 
     def begin(self) -> None:
@@ -100,10 +100,17 @@ class DirectClient:
         self._post(Abort([self.stream.request_id]))
 
     def check(self, engine: str) -> None:
-        """An engine has been silent for long: do not wait any more."""
-        if self.session is not None and self.session.engine.name == engine:
-            self.session.open = False
-            self._lost(self.session, "silent")
+        """An engine fell silent some time ago: if it still is, do not wait any more."""
+        session = self.session
+        if session is None or session.engine.name != engine:
+            return
+        if session.open and not session.engine.heard_by(session.host):
+            session.open = False
+            self._lost(session, "silent")
+
+    def reject(self, params: Params) -> None:
+        """Tell whoever was spoken to last that a lease is not needed."""
+        self._post(Call("reject_kv_transfer", (self.stream.request_id, params)))
 
     def _connect(
         self, engine: SimEngine, receive: Callable[[list[EngineCoreOutput]], None]
@@ -114,10 +121,11 @@ class DirectClient:
 
         name = self.stream.request_id.encode() + engine.name.encode()
         self.session = Session(name, "client", engine, hear, self._lost)
-        if engine.alive:
-            engine.accept(self.session)
-        else:
+        if not engine.alive:
             self._lost(self.session, "not there")
+            return
+        engine.accept(self.session)
+        engine.clock.after(PATIENCE_S, self.check, engine.name)
 
     def _post(self, message: Add | Abort | Call) -> None:
         if self.session is not None and self.session.open:
@@ -134,9 +142,8 @@ class DirectClient:
                 continue
             if params is None:
                 self.stream.tell(output)  # an error, or all there is
-            elif self._prefill.random.random() < self._fickle:
-                self._post(Call("reject_kv_transfer", (self.stream.request_id, params)))
-                self.stream.end("thought better of it")
+            elif self._lent(params):
+                self.stream.end("went no further")
             else:
                 self.go_on(params)
 

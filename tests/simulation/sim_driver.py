@@ -48,6 +48,8 @@ class SimDriver:
         self.reports: Counter[str] = Counter()
         """How often each kind of end was reported: lease outcomes, `load ok` and `load failed`."""
         self.wake_core: Callable[[], None] = lambda: None
+        self.validate: Callable[[str], None] = lambda _: None
+        """Called with the id of a request whose load is said to be good."""
         self.saw: Callable[[SimDriver], None] = lambda _: None
         """Called after each change of the hinge."""
         self._network = network
@@ -74,7 +76,7 @@ class SimDriver:
 
     def tell(self, command: Command) -> None:
         if not self._commands:
-            self._clock.after(self._random.random() * WAKE_S, self._turn)
+            self._clock.after(self._random.random() * WAKE_S, self._obey)
         self._commands.append(command)
 
     def poll_events(self) -> list[LeaseEnded | LoadEnded]:
@@ -96,6 +98,10 @@ class SimDriver:
         self._backlog.append(event)
         self._turn()
 
+    @property
+    def compat(self) -> dict[str, int | str]:
+        return self.hinge.me.compat
+
     def may_touch(self, blocks: range) -> None:
         for block in blocks:
             assert self._pool.holders(block) > 0, f"P2: block {block} is touched though it is free"
@@ -106,7 +112,7 @@ class SimDriver:
 
     def resume(self) -> None:
         self.stalled = False
-        self._turn()
+        self._obey()
 
     # --- the thread ---------------------------------------------------------------------------
 
@@ -115,11 +121,17 @@ class SimDriver:
         """By this machine's clock."""
         return self._clock.now + self._offset
 
-    def _turn(self) -> None:
+    def _obey(self) -> None:
+        """Carry commands out. What the hinge was doing when they came is done before."""
         if self.stalled or not self.alive:
             return
         while self._commands:
             self._do(self._commands.popleft()(self.hinge, self.now))
+        self._turn()
+
+    def _turn(self) -> None:
+        if self.stalled or not self.alive:
+            return
         while self._backlog:
             self._do(self.hinge.handle(self._backlog.popleft(), self.now))
         self._do(self.hinge.tick(self.now))
@@ -158,5 +170,7 @@ class SimDriver:
             self.reports["load ok" if event.ok else "load failed"] += 1
             ended = self.reports["load ok"] + self.reports["load failed"]
             assert ended <= self.hinge.loads.started, "P6: a load ended twice"
+            if event.ok:
+                self.validate(event.request_id)
         self._ended.append(event)
         self.wake_core()

@@ -33,8 +33,12 @@ from diptych_protocol import (
 )
 from diptych_router.policy import Role
 
-LEASE_S = 2.0
-LOAD_TIMEOUT_S = 3.0
+MAX_LEASE_S = 2.0
+MAX_LOAD_TIMEOUT_S = 3.0
+SLOW_STEP = 0.02
+"""How many steps take a hundred times as long, while the hinge goes on."""
+PATIENCE_S = 1.5
+"""An engine that is silent or out of reach for so long is lost to its clients."""
 IDLE_WAIT_S = 1.0
 STEP_S = 0.01
 RESEND_S = 0.1
@@ -116,6 +120,8 @@ class Shape:
     max_num_batched_tokens: int
     max_num_waiting: int
     max_model_len: int
+    lease_seconds: float
+    load_timeout_s: float
     model: str = "m"
 
     def of_model(self, model: str) -> Shape:
@@ -143,8 +149,8 @@ class SimEngine:
         config = KVTransferConfig(
             listen_host=shape.name,
             listen_port=PORT,
-            lease_seconds=LEASE_S,
-            load_timeout_s=LOAD_TIMEOUT_S,
+            lease_seconds=shape.lease_seconds,
+            load_timeout_s=shape.load_timeout_s,
         )
         hinge = make_hinge(config, Hello(shape.name, epoch, compat))
         address = (shape.name, PORT)
@@ -213,6 +219,10 @@ class SimEngine:
         for call, args in frozen:
             call(*args)
         self.wake()
+
+    def heard_by(self, host: str) -> bool:
+        """Somebody there gets answers: it lives, runs, and can be reached."""
+        return self.alive and not self.stalled and self.network.reaches(host, self.name)
 
     def _running(self, call: Callable[..., None], *args: Any) -> bool:
         """Whether this process runs; if it is stalled, the call is made when it goes on."""
@@ -293,7 +303,10 @@ class SimEngine:
             return
         self._computing = True
         plan, result = self.core.start_step()
-        self.clock.after(STEP_S * (0.2 + self.random.random()), self._finish, plan, result)
+        seconds = STEP_S * (0.2 + self.random.random())
+        if self.random.random() < SLOW_STEP:
+            seconds *= 100
+        self.clock.after(seconds, self._finish, plan, result)
         self.saw(self)
 
     def _finish(self, plan: StepPlan, result: StepResult) -> None:

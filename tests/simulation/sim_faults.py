@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from sim_direct import FORGERIES, DirectClient
+from sim_direct import FORGERIES, DirectClient, Params
 from sim_engine import SimEngine
 from sim_network import Faults
 from sim_world import LEASES, LOADS, STATUSES, Moment, World
@@ -47,31 +47,57 @@ def burst(world: World, where: str) -> bool:
 
 
 def proxy(world: World, where: str) -> bool:
-    """Somebody else's router, which knows only the public vocabulary."""
+    """Somebody else's router, which knows only the public vocabulary, and may change its mind."""
+    changes_its_mind = world.random.random() < 0.3
+
+    def lent(client: DirectClient, params: Params) -> bool:
+        if changes_its_mind:
+            client.reject(params)
+        return changes_its_mind
+
+    return _prefill(world, lent)
+
+
+def forge(world: World, where: str) -> bool:
+    """Somebody who gets to know a lease asks a decode engine to use it as she says, instead of its
+    owner or beside her."""
+    random = world.random
+    kind, beside = random.choice(list(FORGERIES)), random.random() < 0.3
+
+    def lent(client: DirectClient, params: Params) -> bool:
+        decode = _engine(world, where, "decode")
+        if decode is None:
+            return True
+        world.note(f"forged: {kind}")
+        told = random.choice(([random.randrange(1, 1000)], None))
+        known = client.stream.prompt if random.random() < 0.2 else None
+        stream = world.new_stream(
+            after="f",
+            prompt=known,
+            length=params["remote_num_tokens"] + (told is None),
+            first_token_ids=tuple(told or ()),
+        )
+        thief = world.direct[stream.request_id] = DirectClient(stream, decode, lambda: decode)
+        forged = FORGERIES[kind](random.choice([params, *world.lent[-2:]]), random)
+        thief.go_on({**forged, "first_token_ids": told})
+        return not beside
+
+    return _prefill(world, lent)
+
+
+def _prefill(world: World, lent: Callable[[DirectClient, Params], bool]) -> bool:
     prefill, decode = _engine(world, "", "prefill"), _engine(world, "", "decode")
     if prefill is None or decode is None:
         return False
     stream = world.new_stream(after="x")
-    client = DirectClient(stream, prefill, lambda: world.engines[decode.name], fickle=0.2)
+    client = DirectClient(
+        stream,
+        prefill,
+        lambda: world.engines[decode.name],
+        lent=lambda params: lent(client, params),
+    )
     world.direct[stream.request_id] = client
     client.begin()
-    return True
-
-
-def forge(world: World, where: str) -> bool:
-    """Somebody who knows a lease asks a decode engine to use it as she says."""
-    random = world.random
-    decode = _engine(world, where, "decode")
-    if decode is None or not world.lent:
-        return False
-    kind = random.choice(list(FORGERIES))
-    params = FORGERIES[kind](random.choice(world.lent[-3:]), random)
-    first = random.choice((params["first_token_ids"], [random.randrange(1, 1000)], None))
-    stream = world.new_stream(after="f", first_token_ids=tuple(first or ()))
-    client = DirectClient(stream, decode, lambda: decode)
-    world.direct[stream.request_id] = client
-    world.note(f"forged: {kind}")
-    client.go_on({**params, "first_token_ids": first})
     return True
 
 

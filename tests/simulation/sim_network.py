@@ -42,6 +42,10 @@ class Host(Protocol):
     def alive(self) -> bool:
         """It has not crashed."""
 
+    @property
+    def compat(self) -> dict[str, int | str]:
+        """What KV it understands."""
+
     def report(self, event: Event) -> None:
         """Something happened on its connections. If it is stalled, it will learn of it later."""
 
@@ -283,6 +287,8 @@ class Network:
 
     def _move(self, sender: End, receiver: End, tag: int) -> None:
         """Both sides of a run are there: let its pieces travel."""
+        fit = sender.host.compat == receiver.host.compat
+        assert fit, "P2: blocks travel between engines whose KV differs"
         sending, source = sender.sends.pop(tag)
         receiving, target = receiver.receives.pop(tag)
         if self.random.random() < self.faults.fail_transfer or len(source) != len(target):

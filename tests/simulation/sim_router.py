@@ -22,8 +22,6 @@ from diptych_router import actions
 from diptych_router.policy import Decision, EngineView, Role, choose, heir
 from diptych_router.request_table import RequestTable
 
-PATIENCE_S = 1.5
-"""An engine that is silent or out of reach for so long is lost."""
 RECONNECT_S = 0.2
 HOLD_S = 2.0
 MAX_HELD = 2
@@ -138,7 +136,6 @@ class SimRouter:
         )
         self._to_do: deque[actions.Action] = deque()
         self._busy = False
-        self._network = network
         self._clock = network.clock
         self._consumer = consumer
         self._engines = engines
@@ -238,7 +235,7 @@ class SimRouter:
         if not self.alive or link.up:
             return
         engine = self._engines[link.name]
-        if not engine.alive or engine.stalled or not self._network.reaches(self.name, link.name):
+        if not engine.heard_by(self.name):
             self._clock.after(RECONNECT_S, self._connect, link)
             return
         identity = f"{self.name}/{next(self._identities)}".encode()
@@ -250,11 +247,9 @@ class SimRouter:
     def check(self, name: str) -> None:
         """Some time ago an engine fell silent: if it still is, it is lost."""
         session = self.links.by_name[name].session
-        if self.alive and session is not None:
-            engine = session.engine
-            if engine.stalled or not engine.alive or not self._network.reaches(self.name, name):
-                session.open = False
-                self._lost(session, "silent")
+        if self.alive and session is not None and not session.engine.heard_by(self.name):
+            session.open = False
+            self._lost(session, "silent")
 
     def _lost(self, session: Session, why: str) -> None:
         link = self.links.by_name[session.engine.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sim_faults import FAULTS, plan
-from sim_world import World
+from sim_world import BOUND_S, World
 
 from diptych_kv_transfer.leases import LeaseState
 
@@ -23,6 +23,8 @@ def run_schedule(seed: int, note: Callable[[str], None] | None = None) -> World:
         world.submit()
         world.run(random.random() ** 2 * 0.1)
     world.run(0.3)
+    # P3 holds while faults last, too: nothing is mended before all have got their answers.
+    world.run_until(world.clock.now + BOUND_S, world.all_ended)
     world.come_to_rest()
     _count(world)
     return world

@@ -5,16 +5,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from sim_checks import check_engine_at_rest, check_memory, check_router_at_rest
 from sim_clock import Clock
 from sim_direct import DirectClient, Params
 from sim_driver import SimDriver
-from sim_engine import LEASE_S, LOAD_TIMEOUT_S, Call, Session, Shape, SimEngine
+from sim_engine import (
+    MAX_LEASE_S,
+    MAX_LOAD_TIMEOUT_S,
+    PATIENCE_S,
+    Call,
+    Session,
+    Shape,
+    SimEngine,
+)
 from sim_model import BLOCK, blocks_of
 from sim_network import Faults, Network
-from sim_router import PATIENCE_S, SimRouter
+from sim_router import SimRouter
 from sim_streams import Stream
 
 from diptych_engine.request import RequestStatus
@@ -25,7 +34,7 @@ from diptych_protocol import DiptychError, EngineCoreOutput
 BOUND_S = 90.0
 """P3: after so long every request has come to an end. Eight losses of an engine, each noticed after
 `PATIENCE_S` or the hinge's own time limits, with waits for another engine in between."""
-REST_S = 3 * (LEASE_S + LOAD_TIMEOUT_S)
+REST_S = 3 * (MAX_LEASE_S + MAX_LOAD_TIMEOUT_S)
 MAX_MODEL_LEN = 14
 SALTS = (None, None, "a", "b")
 
@@ -66,6 +75,9 @@ class World:
         self._incarnations = 0
         self._abstract: dict[str, tuple[tuple[int, ...], ...]] = {}
         random = self.random
+        lease_s = random.choice((0.2, MAX_LEASE_S))
+        load_timeout_s = random.choice((0.1, 0.4, MAX_LOAD_TIMEOUT_S))
+        models = random.choice(("m", "m", "m", "m", "mn"))
         self._stems = [self._tokens(5) for _ in range(2)]
         for role, letter in (("prefill", "p"), ("decode", "d")):
             for number in range(1 + (random.random() < 0.4)):
@@ -78,6 +90,9 @@ class World:
                         max_num_batched_tokens=random.choice((3, 5, 16)),
                         max_num_waiting=random.randrange(1, 4),
                         max_model_len=MAX_MODEL_LEN,
+                        lease_seconds=lease_s,
+                        load_timeout_s=load_timeout_s,
+                        model=random.choice(models),
                     )
                 )
         for number in range(1 + (random.random() < 0.3)):
@@ -100,6 +115,7 @@ class World:
         engine = SimEngine(shape, self._incarnations, self.network, self.lent)
         engine.saw = self._saw_engine
         engine.driver.saw = self._saw_driver
+        engine.driver.validate = partial(self._must_be_validated, engine)
         self.engines[shape.name] = engine
 
     def restart(self, name: str, model: str | None = None) -> None:
@@ -136,14 +152,19 @@ class World:
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.random.randrange(1, 1000) for _ in range(count))
 
-    def new_stream(self, first_token_ids: tuple[int, ...] = (), after: str = "") -> Stream:
+    def new_stream(
+        self,
+        after: str = "",
+        prompt: tuple[int, ...] | None = None,
+        length: int | None = None,
+        first_token_ids: tuple[int, ...] = (),
+    ) -> Stream:
         """What some client wants; prompts share beginnings."""
         random = self.random
-        stem = random.choice(self._stems)
-        prompt = stem[: random.randrange(6)] + self._tokens(random.randrange(1, 4))
+        own = random.choice(self._stems)[: random.randrange(6)]
+        own += self._tokens(random.randrange(1, 4) if length is None else length)
+        prompt = prompt or own[-(length or 0) :]
         max_tokens, salt = random.randrange(1, 6), random.choice(SALTS)
-        if self.lent and first_token_ids and random.random() < 0.5:
-            prompt = random.choice(list(self.streams.values())).prompt
         name = f"q{len(self.streams)}{after}"
         stream = Stream(name, prompt, max_tokens, salt, None, first_token_ids)
         if random.random() < 0.15 and not first_token_ids:
@@ -199,9 +220,21 @@ class World:
     def _give_up(self, name: str) -> None:
         for router in self.routers.values():
             router.check(name)
-        if self.engines[name].stalled:
-            for client in self.direct.values():
-                client.check(name)
+        for client in self.direct.values():
+            client.check(name)
+
+    def _must_be_validated(self, engine: SimEngine, request_id: str) -> None:
+        """P2: whoever lent it says that it was held throughout, if there is anybody to ask."""
+        scheduler = engine.core.scheduler
+        early = scheduler.early.loads.get(request_id)
+        request = scheduler.loading.get(request_id) if early is None else early.announced
+        params = None if request is None else request.kv_transfer
+        owner = self.engines.get(str(params and params.remote_engine_id))
+        if params is None or owner is None or owner.driver.hinge.me.epoch != params.epoch:
+            return
+        ended = owner.driver.hinge.leases._ended.get(str(params.lease_id))
+        held = ended is not None and ended[0] is LeaseState.RELEASED
+        assert held, f"P2: {request_id} uses KV before its lease is known to have been held"
 
     # --- watching -----------------------------------------------------------------------------
 
@@ -246,6 +279,10 @@ class World:
         if not enough():
             clock.now = max(clock.now, time)
 
+    def all_ended(self) -> bool:
+        """Nobody waits for an answer."""
+        return all(stream.ended for stream in self.streams.values())
+
     def come_to_rest(self) -> None:
         """Mend everything, wait for all requests to end and for all leases to run out, and look
         whether anything is left."""
@@ -262,9 +299,7 @@ class World:
             self.restart(name)
             self.call(self.engines[name], "wake_up")
             self.call(self.engines[name], "resume_generation")
-        self.run_until(
-            self.clock.now + BOUND_S, lambda: all(x.ended for x in self.streams.values())
-        )
+        self.run_until(self.clock.now + BOUND_S, self.all_ended)
         self.run(REST_S)
         self.check_at_rest()
 

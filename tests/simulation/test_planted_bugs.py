@@ -1,0 +1,180 @@
+"""The simulator can fail: bugs that somebody might make are planted, and it finds each of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from sim_schedule import run_schedule
+
+from diptych_engine.block_pool import BlockPool
+from diptych_engine.early_loads import EarlyLoads
+from diptych_engine.lent_blocks import LentBlocks
+from diptych_engine.request import Request, RequestStatus
+from diptych_engine.scheduler import Scheduler
+from diptych_kv_transfer import connector, loads
+from diptych_kv_transfer.actions import Action, LeaseEnded
+from diptych_kv_transfer.leases import NEVER, Lease, LeaseTable
+from diptych_kv_transfer.load import Load, LoadState
+from diptych_kv_transfer.loads import LoadTable
+from diptych_protocol import EngineCoreRequest, SamplingParams
+from diptych_router.request_table import RequestTable
+from diptych_router.routed_request import RoutedRequest
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+MAX_SCHEDULES = 2000
+
+
+def lease_that_is_not_bound_to_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(connector, "digest_of", lambda *_: "any")
+
+
+def decode_that_does_not_wait_for_closed(patch: pytest.MonkeyPatch) -> None:
+    honest = LoadTable._go_on
+
+    def go_on(self: LoadTable, load: Load, peer: int, now: float) -> list[Action]:
+        actions = honest(self, load, peer, now)
+        return [*actions, *self._end(load, now)] if load.state is LoadState.CLOSING else actions
+
+    patch.setattr(LoadTable, "_go_on", go_on)
+
+
+def decode_that_uses_what_failed(patch: pytest.MonkeyPatch) -> None:
+    honest = Scheduler.load_ended
+    patch.setattr(Scheduler, "load_ended", lambda self, name, *, ok: honest(self, name, ok=True))
+
+
+def decode_that_frees_blocks_that_are_written_to(patch: pytest.MonkeyPatch) -> None:
+    honest = Scheduler.finish
+
+    def finish(self: Scheduler, request: Request, *args: Any) -> None:
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            self._free_blocks(request)
+        honest(self, request, *args)
+
+    patch.setattr(Scheduler, "finish", finish)
+
+
+def decode_that_reuses_an_early_load_under_way(patch: pytest.MonkeyPatch) -> None:
+    honest = EarlyLoads.drop
+
+    def drop(self: EarlyLoads, request_id: str) -> None:
+        load = self.loads.get(request_id)
+        if load is not None:
+            blocks, load.announced.block_ids = load.announced.block_ids, []
+            self.pool.release(blocks)
+        honest(self, request_id)
+
+    patch.setattr(EarlyLoads, "drop", drop)
+
+
+def prefill_that_frees_blocks_while_they_are_sent(patch: pytest.MonkeyPatch) -> None:
+    honest = LeaseTable._give_back_if_done
+
+    def give_back(self: LeaseTable, lease: Lease) -> list[Action]:
+        lease.sending.clear()
+        return honest(self, lease)
+
+    patch.setattr(LeaseTable, "_give_back_if_done", give_back)
+
+
+def prefill_that_forgets_the_end_of_a_lease(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LentBlocks, "end", lambda self, lease_id: self._blocks.pop(lease_id, None))
+
+
+def prefill_that_ends_leases_twice(patch: pytest.MonkeyPatch) -> None:
+    honest = LeaseTable._give_back_if_done
+
+    def give_back(self: LeaseTable, lease: Lease) -> list[Action]:
+        ends = honest(self, lease)
+        return [*ends, *(end for end in ends if isinstance(end, LeaseEnded))]
+
+    patch.setattr(LeaseTable, "_give_back_if_done", give_back)
+
+
+def lease_that_does_not_expire(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "deadline", NEVER)
+
+
+def lost_connection_that_ends_no_load(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadTable, "_fail_all", lambda self, address, reason: [])
+
+
+def load_without_a_time_limit(patch: pytest.MonkeyPatch) -> None:
+    honest = LoadTable.start
+
+    def start(self: LoadTable, request_id: str, *args: Any, **kwargs: Any) -> list[Action]:
+        actions = honest(self, request_id, *args, **kwargs)
+        if request_id in self.loads:
+            self.loads[request_id].deadline = NEVER
+        return actions
+
+    patch.setattr(LoadTable, "start", start)
+
+
+def engines_that_do_not_look_whether_they_fit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loads, "mismatch", lambda lease, theirs, mine: "")
+
+
+def router_that_forgets_what_was_delivered(patch: pytest.MonkeyPatch) -> None:
+    honest = RoutedRequest._with
+
+    def with_params(self: RoutedRequest, params: SamplingParams | None) -> EngineCoreRequest:
+        return msgspec.structs.replace(honest(self, params), generated_token_ids=None)
+
+    patch.setattr(RoutedRequest, "_with", with_params)
+
+
+def router_that_forgets_a_request_in_a_loss(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestTable, "engine_lost", lambda self, engine, why, now: ())
+
+
+def cache_that_ignores_the_salt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("diptych_engine.block_pool.root_hash", lambda salt: b"")
+
+
+def pool_that_remembers_what_it_gave_away(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "_forget", lambda self, block: None)
+
+
+PLANTS: dict[Plant, str] = {
+    # bug: the property that it breaks
+    lease_that_is_not_bound_to_a_prompt: "P2",
+    decode_that_does_not_wait_for_closed: "P2",
+    decode_that_uses_what_failed: "P2",
+    decode_that_frees_blocks_that_are_written_to: "P2",
+    decode_that_reuses_an_early_load_under_way: "P2",
+    prefill_that_frees_blocks_while_they_are_sent: "P2",
+    prefill_that_forgets_the_end_of_a_lease: "P1",
+    prefill_that_ends_leases_twice: "P6",
+    lease_that_does_not_expire: "P1",
+    lost_connection_that_ends_no_load: "P3",
+    load_without_a_time_limit: "P1",
+    engines_that_do_not_look_whether_they_fit: "P2",
+    router_that_forgets_what_was_delivered: "P2",
+    router_that_forgets_a_request_in_a_loss: "P3",
+    cache_that_ignores_the_salt: "P2",
+    pool_that_remembers_what_it_gave_away: "P2",
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_the_simulator_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    for seed in range(MAX_SCHEDULES):
+        try:
+            run_schedule(seed)
+        except Exception as exc:  # a bug may break other things first
+            if str(exc).startswith(PLANTS[plant]):
+                return
+    pytest.fail(f"{MAX_SCHEDULES} schedules do not break {PLANTS[plant]}")
