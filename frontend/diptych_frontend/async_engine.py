@@ -88,8 +88,11 @@ class AsyncEngine(EngineClient):
         """Called before each request: whoever starts with the first one does it here."""
 
     @abstractmethod
-    def _submit(self, request: EngineCoreRequest) -> None:
-        """Send a request on its way. Raises `EngineOverloadedError` when nobody can take it."""
+    def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
+        """Send a request on its way. Raises `EngineOverloadedError` when nobody can take it.
+
+        leader: the request for another answer to the same prompt, which was submitted first.
+        """
 
     @abstractmethod
     def _withdraw(self, request_ids: list[str]) -> None:
@@ -320,7 +323,7 @@ class AsyncEngine(EngineClient):
     ) -> None:
         """Register a request, or one of the children of a parent, and send it to an engine."""
         self.output_processor.add(request, prompt, queue, parent_req, index)
-        self._submit(request)
+        self._submit(request, queue.request_ids[0] if index else None)
         if self._tracer is not None:
             self._tracer.begin(request)
 

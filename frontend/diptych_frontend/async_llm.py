@@ -222,7 +222,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             self._tracer.take(message)
         self._deliver(message.outputs)
 
-    def _submit(self, request: EngineCoreRequest) -> None:
+    def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
         if self._log_requests:
             log.info("request %s: %s", request.request_id, request.params)
         request.client_index = self._client_index

@@ -123,8 +123,9 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     # --- requests -----------------------------------------------------------------------------
 
-    def _submit(self, request: EngineCoreRequest) -> None:
-        self._carry_out(self.table.submit(request, self.max_model_len, self._loop.time()))
+    def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
+        now = self._loop.time()
+        self._carry_out(self.table.submit(request, self.max_model_len, now, leader))
 
     def _withdraw(self, request_ids: list[str]) -> None:
         self._carry_out(self.table.withdraw(request_ids))

@@ -53,7 +53,9 @@ from diptych_router.actions import (
 )
 from diptych_router.fleet import Engine, Fleet
 from diptych_router.held_requests import HeldRequests
+from diptych_router.policy import Decision
 from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
+from diptych_router.siblings import Siblings, same_way
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class RequestTable:
         self._charges: dict[str, list[tuple[Engine, int]]] = {}
         """What each request adds to the open tokens of engines."""
         self._turns: list[_Turn] = []
+        self._siblings = Siblings()
 
     def is_placed(self, core_id: str) -> bool:
         """An engine has this placement, or is to get it."""
@@ -98,10 +101,12 @@ class RequestTable:
     # --- users --------------------------------------------------------------------------------
 
     def submit(
-        self, request: EngineCoreRequest, max_model_len: int, now: float
+        self, request: EngineCoreRequest, max_model_len: int, now: float, leader: str | None = None
     ) -> Sequence[Action]:
-        """A new request."""
+        """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
         routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
+        if leader and self._siblings.wait(request.request_id, self.requests.get(leader)):
+            return ()
         return self._begin(routed, now)
 
     def withdraw(self, request_ids: Iterable[str]) -> Sequence[Action]:
@@ -164,7 +169,7 @@ class RequestTable:
                 actions += self._hand_over(turn.routed, now)
             else:
                 actions += self._retry(turn.routed, turn.setback, turn.why, now)
-        return actions
+        return [*actions, *self._follow(now)]
 
     def not_sent(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """An `Add` did not reach its engine."""
@@ -178,7 +183,7 @@ class RequestTable:
         actions: list[Action] = []
         for routed in [r for r in self._placed.values() if r.engine == engine]:
             actions += self._retry(routed, setback, why, now)
-        return actions
+        return [*actions, *self._follow(now)]
 
     def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """An engine was asked to hand a placement off, and could not: begin again elsewhere."""
@@ -206,7 +211,7 @@ class RequestTable:
                 continue
             self.held.release(routed.request_id)
             actions += self._begin(routed, now)
-        return [*actions, *self._move_streams()]
+        return [*actions, *self._follow(now), *self._move_streams()]
 
     def tick(self, now: float) -> Sequence[Action]:
         """Give up what has waited for too long."""
@@ -231,18 +236,33 @@ class RequestTable:
 
     # --- a request's way ----------------------------------------------------------------------
 
-    def _begin(self, routed: RoutedRequest, now: float, before: str = "") -> list[Action]:
+    def _follow(self, now: float) -> list[Action]:
+        """Begin further answers to prompts whose KV stands where they go."""
+        actions: list[Action] = []
+        for routed, leader in self._siblings.take_ready(self.requests):
+            way = same_way(leader, self._fleet.may_begin_at)
+            actions += self._begin(routed, now, decision=way)
+        return actions
+
+    def _begin(
+        self,
+        routed: RoutedRequest,
+        now: float,
+        before: str = "",
+        decision: Decision | None = None,
+    ) -> list[Action]:
         """Start an attempt with what is known so far, or wait until that is possible.
 
-        before: what went wrong with the attempt before this one.
+        before: what went wrong with the attempt before this one. decision: where, if that is clear.
         """
-        decision = self._fleet.choose(routed.full, prefill_only=routed.prefill_only)
+        if decision is None:
+            decision = self._fleet.choose(routed.full, prefill_only=routed.prefill_only)
         decode = self._fleet.get(decision.decode) if decision is not None else None
         if decision is None or decode is None:
             return self._hold(routed, now, before)
         prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
         routed.attempts += 1
-        routed.decode_engine = decode.key
+        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
         facts = {
             "prefill": prefill.name,
             "decode": decode.name,

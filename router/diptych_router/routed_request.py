@@ -80,6 +80,8 @@ class RoutedRequest:
     stage: Stage = Stage.PREFILL
     engine: str = ""
     """Key of the engine that works on it now."""
+    prefill_engine: str = ""
+    """Key of the engine chosen for its prompt; empty: the one that decodes."""
     decode_engine: str = ""
     """Key of the engine chosen to take over after prefill."""
     lease: dict[str, Any] | None = None
@@ -110,6 +112,11 @@ class RoutedRequest:
     @property
     def prompt_tokens(self) -> int:
         return len(self.original.prompt_token_ids or ())
+
+    @property
+    def has_decoded(self) -> bool:
+        """An engine has decoded for it, so that one holds the KV of its prompt."""
+        return self.stage is Stage.DECODE and self.lease is None and bool(self.generated)
 
     @property
     def prefill_only(self) -> bool:

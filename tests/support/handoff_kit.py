@@ -261,12 +261,26 @@ class LocalRouter:
         collector = Collector[RequestOutput]([part.request_id for part in parts])
         for index, part in enumerate(parts):
             self.outputs.add(part, None, collector, parent, index)
-            self._carry_out(self.table.submit(part, MAX_MODEL_LEN, time.monotonic()))
+            leader = parts[0].request_id if index else None
+            self._carry_out(self.table.submit(part, MAX_MODEL_LEN, time.monotonic(), leader))
         return collector
 
     def abandon(self, collector: Collector[RequestOutput]) -> None:
         """The consumer leaves."""
-        self._carry_out(self.table.withdraw(self.outputs.abort(collector.request_ids, True)))
+        self.withdraw(self.outputs.abort(collector.request_ids, internal=True))
+
+    def withdraw(self, request_ids: list[str]) -> None:
+        self._carry_out(self.table.withdraw(request_ids))
+
+    def fleet_changed(self) -> None:
+        self._carry_out(self.table.fleet_changed(time.monotonic()))
+
+    def lose(self, key: str) -> None:
+        """An engine ends what it has of us, and the line to it is lost for a moment."""
+        seat = self.fleet.get(key)
+        if seat is not None:
+            seat.engine.core.client_lost(CLIENT)
+            self._carry_out(self.table.engine_lost(key, "the line is cut", time.monotonic()))
 
     def turn(self) -> None:
         """Let every engine do a step, and pass on what came of it."""
@@ -285,7 +299,7 @@ class LocalRouter:
         streams = [r for r in self.table.requests.values() if r.engine == first.key]
         if any(len(routed.generated) >= self._move_after for routed in streams):
             first.withdrawn = True
-            self._carry_out(self.table.fleet_changed(time.monotonic()))
+            self.fleet_changed()
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -1,0 +1,48 @@
+"""Several answers to one prompt: one goes ahead, and the others find its KV where it has been.
+
+All of them at once would compute the prompt, and ship it, once for each answer. So the others begin
+when the first one decodes: prefill then remembers all of the prompt but its last block, and so does
+decode, and they take the same way if it is still open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from diptych_router.policy import Decision
+from diptych_router.routed_request import RoutedRequest
+
+
+@dataclass(slots=True)
+class Siblings:
+    """Who waits for whom. Whatever becomes of the one that goes ahead, the others go on."""
+
+    _followers: dict[str, tuple[RoutedRequest, list[str]]] = field(default_factory=dict)
+    """By the id of who goes ahead: itself, and who waits for it."""
+
+    def wait(self, request_id: str, leader: RoutedRequest | None) -> bool:
+        """Let a request wait for another answer to its prompt; False: that need not be."""
+        if leader is None or leader.has_decoded:
+            return False
+        self._followers.setdefault(leader.request_id, (leader, []))[1].append(request_id)
+        return True
+
+    def take_ready(
+        self, requests: Mapping[str, RoutedRequest]
+    ) -> list[tuple[RoutedRequest, RoutedRequest]]:
+        """Who need wait no longer, each with the one that went ahead, of all open requests."""
+        ready = []
+        for name, (leader, followers) in list(self._followers.items()):
+            if name not in requests or leader.has_decoded or leader.attempts > 1:
+                del self._followers[name]
+                ready += [(requests[f], leader) for f in followers if f in requests]
+        return ready
+
+
+def same_way(leader: RoutedRequest, is_open: Callable[[str], bool]) -> Decision | None:
+    """The engines that the one ahead went to, if they may get requests still."""
+    prefill, decode = leader.prefill_engine, leader.decode_engine
+    if not decode or not is_open(decode) or (prefill and not is_open(prefill)):
+        return None
+    return Decision(prefill or None, decode, "as another answer to its prompt")
