@@ -115,9 +115,13 @@ def test_a_hand_off_that_fails_is_begun_again_with_a_lease_of_its_own(
     """The lease goes before decode can open it: none of it is used, and nobody tries again."""
     prefill, decode = router.engines
     expected = answers(alone, request("r", PROMPT, **LONG))
+    for seat in router.fleet.seats.values():
+        seat.announces = False  # decode would be done before anybody could interfere
     collector = router.send(request("r", PROMPT, **LONG))
     router.until(lambda: bool(prefill.core.scheduler.leased))
-    prefill.core.hand_offs._connector.revoke_all()
+    prefill.core.connector.revoke_all()
+    while prefill.core.scheduler.leased:
+        prefill.turn()
     refused = decode.hinge.loads_failed
     last: list[int] = []
 

@@ -173,6 +173,8 @@ class Seat:
     open_tokens: int = 0
     withdrawn: bool = False
     up: bool = True
+    announces: bool = True
+    """What it is to lend is announced."""
 
     @property
     def key(self) -> str:
@@ -188,6 +190,8 @@ class Seat:
 
     @property
     def lends(self) -> KVTransferParams | None:
+        if not self.announces:
+            return None
         about = self.engine.core.description
         return KVTransferParams(
             do_remote_prefill=True,
