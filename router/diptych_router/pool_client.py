@@ -128,7 +128,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         self._carry_out(self.table.submit(request, self.max_model_len, now, leader))
 
     def _withdraw(self, request_ids: list[str]) -> None:
-        self._carry_out(self.table.withdraw(request_ids))
+        self._carry_out(self.table.withdraw(request_ids, self._loop.time()))
 
     def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
         self._carry_out(self.table.receive(link.key, message.outputs))

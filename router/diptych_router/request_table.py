@@ -18,7 +18,8 @@ What always holds:
   under that id, or an `Abort` of it, even if that is all that is left to do.
 - **Every request ends**: with a last output that is delivered, or with one `Fail`, or because it is
   withdrawn. Attempts are bounded (`MAX_ERRORS`, `MAX_LOSSES`) and so is the time without an engine
-  (`WakeAt`); what an engine takes to answer is its own affair and that of who watches the line.
+  (`WakeAt`); who waits for another answer to its prompt begins when that is over, at the latest.
+  What an engine takes to answer is its own affair and that of who watches the line.
 
 Pure but for the log: no socket, thread or clock. Who calls it carries out what it returns, in
 order; what an event returns that came of carrying something out is done after what is left of that.
@@ -105,11 +106,11 @@ class RequestTable:
     ) -> Sequence[Action]:
         """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
         routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
-        if leader and self._siblings.wait(request.request_id, self.requests.get(leader)):
+        if leader and self._siblings.wait(routed, self.requests.get(leader)):
             return ()
         return self._begin(routed, now)
 
-    def withdraw(self, request_ids: Iterable[str]) -> Sequence[Action]:
+    def withdraw(self, request_ids: Iterable[str], now: float) -> Sequence[Action]:
         """Nobody wants these any more, or they have ended before their engines knew. Unknown ids
         are ignored."""
         actions: list[Action] = []
@@ -121,7 +122,8 @@ class RequestTable:
             if routed.core_id in self._placed:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
             actions += self._forget(routed)
-        return [*(Abort(engine, ids) for engine, ids in by_engine.items()), *actions]
+        actions[:0] = (Abort(engine, ids) for engine, ids in by_engine.items())
+        return self._and_followers(actions, now)
 
     # --- engines ------------------------------------------------------------------------------
 
@@ -169,12 +171,14 @@ class RequestTable:
                 actions += self._hand_over(turn.routed, now)
             else:
                 actions += self._retry(turn.routed, turn.setback, turn.why, now)
-        return [*actions, *self._follow(now)]
+        return self._and_followers(actions, now)
 
     def not_sent(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """An `Add` did not reach its engine."""
         routed = self._placed.get(core_id)
-        return self._retry(routed, Setback.LOSS, why, now) if routed is not None else ()
+        if routed is None:
+            return ()
+        return self._and_followers(self._retry(routed, Setback.LOSS, why, now), now)
 
     def engine_lost(self, engine: str, why: str, now: float) -> Sequence[Action]:
         """An engine is gone, and every placement with it."""
@@ -183,7 +187,7 @@ class RequestTable:
         actions: list[Action] = []
         for routed in [r for r in self._placed.values() if r.engine == engine]:
             actions += self._retry(routed, setback, why, now)
-        return [*actions, *self._follow(now)]
+        return self._and_followers(actions, now)
 
     def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """An engine was asked to hand a placement off, and could not: begin again elsewhere."""
@@ -194,7 +198,7 @@ class RequestTable:
         link = self._fleet.get(engine)
         name = link.name if link is not None else engine
         again = self._retry(routed, Setback.MOVE, f"engine {name} leaves: {why}", now)
-        return [Abort(engine, [core_id]), *again]
+        return self._and_followers([Abort(engine, [core_id]), *again], now)
 
     # --- the fleet, and time ------------------------------------------------------------------
 
@@ -211,7 +215,7 @@ class RequestTable:
                 continue
             self.held.release(routed.request_id)
             actions += self._begin(routed, now)
-        return [*actions, *self._follow(now), *self._move_streams()]
+        return [*self._and_followers(actions, now), *self._move_streams()]
 
     def tick(self, now: float) -> Sequence[Action]:
         """Give up what has waited for too long."""
@@ -220,7 +224,7 @@ class RequestTable:
         for routed in self.held.overdue(now):
             log.warning("request %s: %s", routed.request_id, reason)
             actions += self._fail(routed, EngineOverloadedError(reason))
-        return actions
+        return self._and_followers(actions, now)
 
     def _move_streams(self) -> list[Action]:
         """Ask engines that leave to hand off what they decode, if somebody can take it over."""
@@ -236,20 +240,15 @@ class RequestTable:
 
     # --- a request's way ----------------------------------------------------------------------
 
-    def _follow(self, now: float) -> list[Action]:
-        """Begin further answers to prompts whose KV stands where they go."""
-        actions: list[Action] = []
+    def _and_followers(self, actions: list[Action], now: float) -> list[Action]:
+        """And begin further answers to prompts whose KV stands where they go."""
         for routed, leader in self._siblings.take_ready(self.requests):
             way = same_way(leader, self._fleet.may_begin_at)
             actions += self._begin(routed, now, decision=way)
         return actions
 
     def _begin(
-        self,
-        routed: RoutedRequest,
-        now: float,
-        before: str = "",
-        decision: Decision | None = None,
+        self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
     ) -> list[Action]:
         """Start an attempt with what is known so far, or wait until that is possible.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from core_kit import CLIENT, tokens
 from handoff_kit import (
+    DEADLINE_S,
     Engine,
     LocalRouter,
     drive,
@@ -22,6 +24,7 @@ from handoff_kit import (
 )
 
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, FinishReason
+from diptych_router.routed_request import Stage
 
 PROMPT = prompt_of(3, 38)
 LONG: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -118,10 +121,14 @@ def test_a_hand_off_that_fails_is_begun_again_with_a_lease_of_its_own(
     for seat in router.fleet.seats.values():
         seat.announces = False  # decode would be done before anybody could interfere
     collector = router.send(request("r", PROMPT, **LONG))
-    router.until(lambda: bool(prefill.core.scheduler.leased))
+    [routed] = router.table.requests.values()
+    router.until(lambda: routed.stage is Stage.DECODE)  # and decode has not looked at it yet
+    assert prefill.core.connector is not None
     prefill.core.connector.revoke_all()
+    deadline = time.monotonic() + DEADLINE_S
     while prefill.core.scheduler.leased:
-        prefill.turn()
+        assert time.monotonic() < deadline, "it stays lent"
+        assert not prefill.turn(), "it has said everything"
     refused = decode.hinge.loads_failed
     last: list[int] = []
 

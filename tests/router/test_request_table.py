@@ -112,13 +112,13 @@ class World:
         self.to_do: deque[Action] = deque()
         self.busy = False
 
-    def submit(self, name: str, **params: Any) -> None:
+    def submit(self, name: str, leader: str | None = None, **params: Any) -> None:
         request = EngineCoreRequest(
             name, list(range(PROMPT)), None, SamplingParams(**{"max_tokens": 4, **params}),
             None, 2, 0.0, None, None, None,
         )  # fmt: skip
         self.delivered[name] = []
-        self.carry_out(self.table.submit(request, 100, self.now))
+        self.carry_out(self.table.submit(request, 100, self.now, leader))
 
     def say(self, engine: str, *outputs: EngineCoreOutput) -> None:
         for output in outputs:
@@ -142,7 +142,7 @@ class World:
     def leave(self, name: str) -> None:
         if name not in self.ended:
             self.ended[name] = "left"
-            self.carry_out(self.table.withdraw([name]))
+            self.carry_out(self.table.withdraw([name], self.now))
 
     def carry_out(self, actions: Iterable[Action]) -> None:
         self.to_do.extend(actions)
@@ -264,7 +264,7 @@ def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
     world.carry_out(world.table.receive("p", [output]))
     world.fleet.engines["p"].open.clear()
     world.ended["r"] = "stop string"
-    assert world.table.withdraw(["r"]) == [
+    assert world.table.withdraw(["r"], 0.0) == [
         Release("r/1", {"lease_id": "L1", "do_remote_prefill": True, "compat": "f"}),
         Abort("d", ["r/2"]),  # the announcement
     ]
@@ -489,6 +489,51 @@ def test_sending_may_find_out_first_that_an_engine_is_gone() -> None:
     world.check_end()
 
 
+def test_another_answer_to_a_prompt_begins_when_the_first_decodes_and_takes_its_way() -> None:
+    world = World("p", "p2", "d", "d2")
+    world.submit("a")
+    world.submit("b", leader="a")
+    assert world.placements() == [("p", "a/1")]
+    prefilled(world, "a")
+    assert world.placements() == [("d", "a/2")]
+    world.say("d", world.answer("a/2"))
+    assert world.placements() == [("p", "b/1"), ("d", "a/2")]
+    world.leave("a")
+    world.leave("b")
+    world.check_end()
+
+
+@pytest.mark.parametrize("end", ["leaves", "finds nobody", "is not sent", "fails"])
+def test_whoever_waits_for_another_answer_goes_on_when_that_one_is_over(end: str) -> None:
+    world = World("p", "p2", "d")
+    if end == "finds nobody":
+        world.change("d", up=False)
+    world.submit("a", max_tokens=2)
+    world.submit("b", leader="a")
+    match end:
+        case "leaves":
+            world.leave("a")
+        case "finds nobody":
+            world.now = world.wake_at[0]
+            world.carry_out(world.table.tick(world.now))
+            assert world.ended == {"a": "failed"}
+            world.change("d", up=True)
+        case "is not sent":
+            world.fleet.engines["p"].open.clear()
+            world.carry_out(world.table.not_sent("a/1", "not connected", world.now))
+        case "fails":
+            for attempt in range(1, 4):
+                [at] = [e for e, core_id in world.placements() if core_id.startswith("a/")]
+                error = FinishReason.ERROR
+                world.say(at, EngineCoreOutput(f"a/{attempt}", [], finish_reason=error))
+                if "b" in {core_id[0] for _, core_id in world.placements()}:
+                    break
+    assert "b" in {core_id[0] for _, core_id in world.placements()}
+    world.leave("a")
+    world.leave("b")
+    world.check_end()
+
+
 # --- any order of events --------------------------------------------------------------------------
 
 
@@ -523,7 +568,8 @@ def happen(world: World, random: Random, step: int) -> None:
     link = world.fleet.engines[engine]
     match random.randrange(12):
         case 0 | 1 if step < 40:
-            world.submit(f"r{step}", max_tokens=random.choice([1, 2, 5]))
+            ahead = random.choice([None, *world.delivered])
+            world.submit(f"r{step}", ahead, max_tokens=random.choice([1, 2, 5]))
         case 2 if world.delivered:
             world.leave(random.choice(list(world.delivered)))
         case 3 if link.up:

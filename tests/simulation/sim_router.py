@@ -150,7 +150,7 @@ class SimRouter:
         self._carry_out(self.table.submit(request, max_model_len, self._clock.now))
 
     def withdraw(self, request_id: str) -> None:
-        self._carry_out(self.table.withdraw([request_id]))
+        self._carry_out(self.table.withdraw([request_id], self._clock.now))
 
     def crash(self) -> None:
         """Its engines notice when they next send."""

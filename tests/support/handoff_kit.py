@@ -274,7 +274,7 @@ class LocalRouter:
         self.withdraw(self.outputs.abort(collector.request_ids, internal=True))
 
     def withdraw(self, request_ids: list[str]) -> None:
-        self._carry_out(self.table.withdraw(request_ids))
+        self._carry_out(self.table.withdraw(request_ids, time.monotonic()))
 
     def fleet_changed(self) -> None:
         self._carry_out(self.table.fleet_changed(time.monotonic()))
@@ -309,7 +309,7 @@ class LocalRouter:
         for action in actions:
             match action:
                 case Deliver(outputs):
-                    self._carry_out(self.table.withdraw(self.outputs.process(outputs)))
+                    self.withdraw(self.outputs.process(outputs))
                 case Add(key, request):
                     if self.table.is_placed(request.request_id):
                         self.fleet.seats[key].engine.core.add(request, CLIENT)
