@@ -163,11 +163,11 @@ async def test_contract_B02_a_child_that_cannot_be_sent_takes_the_others_along(
 ) -> None:
     submit, sent = engine._submit, []
 
-    def fail_at_the_third(request: Any) -> None:
+    def fail_at_the_third(request: Any, leader: str | None = None) -> None:
         if len(sent) == 2:
             raise EngineOverloadedError("no room for the third")
         sent.append(request.request_id)
-        submit(request)
+        submit(request, leader)
 
     monkeypatch.setattr(engine, "_submit", fail_at_the_third)
     with pytest.raises(EngineOverloadedError, match="third"):
