@@ -1,6 +1,6 @@
 """A service of real processes in short chaos; `make chaos` does all of this at length.
 
-P4, P8 and P10 use the same service, which must be as well after each test as before.
+P4, P7, P8 and P10 use the same service, which must be as well after each test as before.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 
 import psutil
@@ -22,16 +23,18 @@ from chaos_faults import (
     Fault,
     black_hole,
     resets,
-    stale_references,
     stop_decode,
 )
 from chaos_load import Load
 from chaos_service import REST_S, Engine, Footprint, Service
 from faulty_network import why_no_networks
 from hostile_bytes import pester_core, pester_hinge
+from rejections import BOUND_S, UNSERVABLE, Pair, worst_of
 from sensitive_model import Question
 
 MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
+REJECTIONS = int(os.environ.get("DIPTYCH_TEST_REJECTIONS", "10"))
+"""Of each kind."""
 REPLACEMENTS = int(os.environ.get("DIPTYCH_TEST_REPLACEMENTS", "2"))
 IDLE_S, IDLE_CPU_S = 2.0, 0.1
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,13 +43,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campaign]:
     folder = tmp_path_factory.mktemp("chaos")
-    async with campaign(folder, networked=not why_no_networks()) as chaos:
+    names = ("prefill-0", "decode-0", "decode-1")
+    async with campaign(folder, networked=not why_no_networks(), names=names) as chaos:
         yield chaos
 
 
-@pytest.mark.parametrize(
-    "fault", [stop_decode, stale_references, black_hole, resets], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("fault", [stop_decode, black_hole, resets], ids=lambda f: f.__name__)
 async def test_chaos_costs_no_answer_and_leaves_nothing_behind(
     chaos: Campaign, fault: Fault
 ) -> None:
@@ -83,6 +85,63 @@ async def test_P4_mutated_messages_to_both_ports_harm_no_other_request(chaos: Ca
     assert [engine.pid for engine in service.engines] == pids
     for engine in service.engines:
         engine.fail_if_dead()
+
+
+@pytest.fixture
+def pair(chaos: Campaign) -> Iterator[Pair]:
+    """Engines that are connected."""
+    service = chaos.service
+    pair = Pair(service.of("prefill")[0], service.of("decode")[0])
+    yield pair
+    pair.close()
+
+
+async def test_P7_a_rejection_frees_prefill_at_once_whatever_state_decode_is_in(
+    chaos: Campaign, pair: Pair
+) -> None:
+    def play() -> list[float]:
+        pair.refused(**UNSERVABLE)  # now there is a connection
+        worst = [worst_of("unservable", partial(pair.refused, **UNSERVABLE), REJECTIONS)]
+        worst.append(
+            worst_of("decode is full", lambda: (pair.fill(), pair.refused())[1], REJECTIONS)
+        )
+        pair.empty()
+        for begin, end in (
+            (("pause_generation", "keep", False), "resume_generation"),
+            (("sleep", 0, "abort"), "wake_up"),
+        ):
+            assert pair.decode.call(*begin) is None
+            after = f"after {begin[0]}"
+            refused = partial(pair.refused, **UNSERVABLE)
+            worst.append(worst_of(f"unservable, {after}", refused, REJECTIONS))
+            worst.append(worst_of(f"told to decode, {after}", pair.told_to_decode, REJECTIONS))
+            assert pair.decode.call(end) is None
+        return worst
+
+    worst = await asyncio.to_thread(play)
+    assert max(worst) < BOUND_S
+    await chaos.service.ready()
+    assert await chaos.service.at_rest(REST_S) == []
+
+
+async def test_P7_a_rejection_frees_prefill_without_decode_or_without_a_connection(
+    chaos: Campaign, pair: Pair
+) -> None:
+    gone = chaos.service.of("decode")[0]
+
+    def play() -> list[float]:
+        worst = [worst_of("never connected", pair.refused_by_a_stranger, REJECTIONS)]
+        gone.signal(signal.SIGSTOP)
+        try:
+            worst.append(worst_of("told to prefill", pair.told_to_prefill, REJECTIONS))
+        finally:
+            gone.signal(signal.SIGCONT)
+        return worst
+
+    worst = await asyncio.to_thread(play)
+    assert max(worst) < 2 * BOUND_S
+    await chaos.service.ready()
+    assert await chaos.service.at_rest(REST_S) == []
 
 
 async def test_P10_an_idle_service_costs_no_cpu_and_its_accounts_close(chaos: Campaign) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from chaos_faults import ANYWHERE, ON_A_NETWORK, Fault, Scene
 from chaos_load import Fate, Load
-from chaos_service import REST_S, Engine, Footprint, Service, running
+from chaos_service import NAMES, REST_S, Engine, Footprint, Service, running
 from faulty_network import FaultyNetwork
 from sensitive_model import Question, questions, save_sensitive_model
 
@@ -136,7 +136,9 @@ class Campaign:
 
 
 @contextlib.asynccontextmanager
-async def campaign(folder: Path, *, networked: bool) -> AsyncIterator[Campaign]:
+async def campaign(
+    folder: Path, *, networked: bool, names: Sequence[str] = NAMES
+) -> AsyncIterator[Campaign]:
     """A service to play with; `networked`: on hosts of its own, with a network that can fail."""
     model = save_sensitive_model(folder / "model")
     asked = questions(model, 60)
@@ -144,7 +146,7 @@ async def campaign(folder: Path, *, networked: bool) -> AsyncIterator[Campaign]:
         network = None
         if networked:
             network = stack.enter_context(FaultyNetwork(5, random.Random(folder.name)))
-        async with running(model, folder, network) as service:
+        async with running(model, folder, network, names) as service:
             await warm_up(service, asked)
             yield Campaign(service, asked, ON_A_NETWORK if networked else ANYWHERE)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from sensitive_model import ANSWER_TOKENS, Question
 
 from diptych_protocol import (
+    ClientClosedError,
     DiptychError,
     EngineDeadError,
     EngineGenerateError,
@@ -24,7 +25,9 @@ from diptych_protocol import (
 )
 from diptych_router.pool_client import PoolClient
 
-EXPECTED_ERRORS = (EngineDeadError, EngineGenerateError, EngineOverloadedError)
+EXPECTED_ERRORS = (
+    ClientClosedError, EngineDeadError, EngineGenerateError, EngineOverloadedError,
+)  # fmt: skip
 """What a request may end in while things break."""
 NUM_SALTS = 3
 """Most requests find nothing in a prefix cache; the others share so many salts."""

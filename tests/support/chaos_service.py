@@ -97,7 +97,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to start it; a router finds it when it is ready."""
-        with _environment(self._ucx_settings()), _standard_error_to(self.log):
+        with _environment(self._ucx_settings()), _output_to(self.log):
             if self.network is None:
                 self.process = self._launch()
             else:
@@ -299,14 +299,17 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _standard_error_to(path: Path) -> Iterator[None]:
+def _output_to(path: Path) -> Iterator[None]:
     """Processes that start meanwhile write their logs there."""
+    sys.stdout.flush()
     sys.stderr.flush()
-    own = os.dup(2)
+    own = [os.dup(descriptor) for descriptor in (1, 2)]
     with path.open("ab") as file:
-        os.dup2(file.fileno(), 2)
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     try:
         yield
     finally:
-        os.dup2(own, 2)
-        os.close(own)
+        for descriptor, former in zip((1, 2), own, strict=True):
+            os.dup2(former, descriptor)
+            os.close(former)
