@@ -24,11 +24,19 @@ from chaos_faults import (
     black_hole,
     resets,
     stop_decode,
+    visit_hinge,
+)
+    ANYWHERE,
+    ON_A_NETWORK,
+    Fault,
+    black_hole,
+    resets,
+    stop_decode,
 )
 from chaos_load import Load
 from chaos_service import REST_S, Engine, Footprint, Service
 from faulty_network import why_no_networks
-from hostile_bytes import pester_core, pester_hinge
+from hostile_bytes import pester_core
 from rejections import BOUND_S, UNSERVABLE, Pair, worst_of
 from sensitive_model import Question
 
@@ -79,7 +87,7 @@ async def test_P4_mutated_messages_to_both_ports_harm_no_other_request(chaos: Ca
     for engine in service.engines:
         endpoint = engine.process.endpoint
         await asyncio.to_thread(pester_core, endpoint, rng, share - to_hinge)
-        cuts += await asyncio.to_thread(pester_hinge, engine.hinge, rng, to_hinge)
+        cuts += await asyncio.to_thread(visit_hinge, engine, rng, to_hinge)
         await canary(service, chaos.asked)
     assert cuts > 0
     assert [engine.pid for engine in service.engines] == pids

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from chaos_load import Load
-from chaos_service import LEASE_S, Engine, Service
+from chaos_service import LEASE_S, Engine, Service, environment
 from faulty_network import BLACK_HOLE, Weather
 from hostile_bytes import pester_core, pester_hinge
 from stale_references import KINDS, Forger
@@ -169,7 +169,13 @@ async def hostile_bytes(scene: Scene) -> None:
     seed, count = scene.rng.randrange(2**32), 300
     scene.note(f"{count} mutated messages for {engine.name}, seed {seed}")
     pester_core(engine.process.endpoint, random.Random(seed), count)
-    await asyncio.to_thread(pester_hinge, engine.hinge, random.Random(seed), count // 10)
+    await asyncio.to_thread(visit_hinge, engine, random.Random(seed), count // 10)
+
+
+def visit_hinge(engine: Engine, rng: random.Random, count: int) -> int:
+    """`pester_hinge` from the router's host."""
+    with environment(engine.ucx_settings(0)):
+        return pester_hinge(engine.hinge, rng, count)
 
 
 async def stale_rejections(scene: Scene) -> None:

@@ -97,7 +97,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to start it; a router finds it when it is ready."""
-        with _environment(self._ucx_settings()), _output_to(self.log):
+        with environment(self.ucx_settings(self.host)), _output_to(self.log):
             if self.network is None:
                 self.process = self._launch()
             else:
@@ -108,11 +108,12 @@ class Engine:
     def _launch(self) -> CoreProcess:
         return CoreProcess(self.config, f"tcp://{self.address}", self.keys_dir)
 
-    def _ucx_settings(self) -> dict[str, str]:
+    def ucx_settings(self, host: int) -> dict[str, str]:
+        """How a process on that host is to speak to this engine's hinge."""
         if self.network is None:
             return {}
         # Namespaces of one machine share its memory, and UCX would go that way.
-        return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self.network.device(self.host)}
+        return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self.network.device(host)}
 
     def signal(self, number: signal.Signals) -> None:
         self.process.process.send_signal(number)
@@ -285,7 +286,8 @@ def lasting_port() -> int:
 
 
 @contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
+def environment(settings: dict[str, str]) -> Iterator[None]:
+    """Variables for what is read meanwhile."""
     former = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

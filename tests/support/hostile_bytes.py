@@ -27,7 +27,7 @@ from diptych_kv_transfer.messages import (
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import UtilityCall
 
-MAX_WAIT_S = 5.0
+MAX_WAIT_S = 20.0
 BATCH = 500
 """So many messages are under way at most."""
 
@@ -84,14 +84,17 @@ def control_messages(rng: random.Random) -> list[AnyMessage]:
 def pester_hinge(address: tuple[str, int], rng: random.Random, count: int) -> int:
     """Send a hinge's control port so many messages, sound ones and mutated ones.
 
-    It cuts us off for what it cannot read; then we come again. Returns how often it did.
+    It cuts us off for what it cannot read; then we come again. Returns how often it did. Raises
+    `TimeoutError` if it does not let us in.
     """
     transport = UcxTransport("127.0.0.1", 0)
     cuts = 0
     peer = None
     deadline = time.monotonic() + MAX_WAIT_S
     try:
-        while count > 0 and time.monotonic() < deadline:
+        while count > 0:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no connection to the hinge at {address}")
             if peer is None:
                 transport.connect(address)
             for event in transport.poll(0.0 if peer is not None else 0.2):

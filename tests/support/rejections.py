@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from chaos_service import MAX_RUNNING, MAX_WAITING, Engine
+from chaos_service import MAX_RUNNING, MAX_WAITING, Engine, environment
 from sensitive_model import VOCABULARY
 from wire_kit import Client
 
@@ -34,6 +34,7 @@ class Pair:
             Client(prefill.process.endpoint),
             Client(decode.process.endpoint),
         )
+        self._prefill = prefill
         self._rng = random.Random(1)
         self._names = (f"rejection-{number}" for number in itertools.count())
         self._fillers: list[str] = []
@@ -98,10 +99,11 @@ class Pair:
         """A decode engine that never met the prefill engine has to connect first: it is a hinge of
         this process."""
         _, params = self.lend()
-        connector = open_connector(
-            KVTransferConfig(), engine_id="d", epoch="1", compat={},
-            kv_memory=[np.zeros((1, 64), np.uint8)],
-        )  # fmt: skip
+        with environment(self._prefill.ucx_settings(0)):
+            connector = open_connector(
+                KVTransferConfig(), engine_id="d", epoch="1", compat={},
+                kv_memory=[np.zeros((1, 64), np.uint8)],
+            )  # fmt: skip
         try:
             connector.reject(KVTransferParams.parse(params))
             return self._until_free()
