@@ -23,15 +23,9 @@ from chaos_faults import (
     Fault,
     black_hole,
     resets,
+    stale_references,
     stop_decode,
     visit_hinge,
-)
-    ANYWHERE,
-    ON_A_NETWORK,
-    Fault,
-    black_hole,
-    resets,
-    stop_decode,
 )
 from chaos_load import Load
 from chaos_service import REST_S, Engine, Footprint, Service
@@ -56,7 +50,9 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campa
         yield chaos
 
 
-@pytest.mark.parametrize("fault", [stop_decode, black_hole, resets], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fault", [stop_decode, stale_references, black_hole, resets], ids=lambda f: f.__name__
+)
 async def test_chaos_costs_no_answer_and_leaves_nothing_behind(
     chaos: Campaign, fault: Fault
 ) -> None:
@@ -110,9 +106,7 @@ async def test_P7_a_rejection_frees_prefill_at_once_whatever_state_decode_is_in(
     def play() -> list[float]:
         pair.refused(**UNSERVABLE)  # now there is a connection
         worst = [worst_of("unservable", partial(pair.refused, **UNSERVABLE), REJECTIONS)]
-        worst.append(
-            worst_of("decode is full", lambda: (pair.fill(), pair.refused())[1], REJECTIONS)
-        )
+        worst.append(worst_of("decode is full", pair.refused_when_full, REJECTIONS))
         pair.empty()
         for begin, end in (
             (("pause_generation", "keep", False), "resume_generation"),
