@@ -55,8 +55,6 @@ def build_core(config: EngineConfig) -> EngineCore:
             "num_layers": model.num_hidden_layers,
             "kv_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,
-            "block_size": config.block_size,
-            "tensor_parallel_size": config.tensor_parallel_size,
             "dtype": runner.dtype_name,
             "layout": "block-major/1",
             "revision": config.revision,
@@ -90,6 +88,10 @@ def build_core(config: EngineConfig) -> EngineCore:
             epoch=description.epoch,
             compat=description.compat,
             kv_memory=runner.kv_memory(),
+            geometry={
+                "block_size": config.block_size,
+                "tensor_parallel_size": config.tensor_parallel_size,
+            },
         )
         description.kv_transfer_host = connector.host
         description.kv_transfer_port = connector.port

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych_kv_transfer.messages import AnyMessage
+from diptych_kv_transfer.staging import Staging
 
 Peer = int
 """A connection, named by the transport; never used again for another one."""
@@ -40,11 +41,28 @@ class ReceiveBlocks:
     request_id: str
     tag: int
     runs: list[range]
+    staged: bool = False
+    """The runs are of the request's staging area."""
 
     @property
     def key(self) -> str:
         """Names this action among all that are under way."""
         return f"receive {self.tag} {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Make room for the blocks of a request, until its LoadEnded."""
+
+    request_id: str
+    staging: Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """What was staged for a request is valid: copy it into our blocks."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +101,6 @@ class LoadEnded:
     seconds: float = 0.0
 
 
-Action = Send | SendBlocks | ReceiveBlocks | Connect | Fence | LeaseEnded | LoadEnded
+Action = (
+    Send | SendBlocks | ReceiveBlocks | Stage | Unpack | Connect | Fence | LeaseEnded | LoadEnded
+)

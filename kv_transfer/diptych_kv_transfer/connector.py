@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from diptych_kv_transfer.actions import LeaseEnded, LoadEnded
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
+from diptych_kv_transfer.layout import Layout
 from diptych_kv_transfer.leases import LeaseTable
 from diptych_kv_transfer.load import LeaseRef
 from diptych_kv_transfer.loads import LoadTable
@@ -54,23 +55,28 @@ def open_connector(
     epoch: str,
     compat: Mapping[str, str | int],
     kv_memory: Sequence[NDArray[np.uint8]],
+    geometry: Mapping[str, int] | None = None,
 ) -> KVConnector:
     """Listen, and start a hinge over UCX.
 
     Args:
+        compat: what must be equal in engines that exchange KV, by name.
+        geometry: what may differ, by the names of `layout.GEOMETRY`; without it, nothing may.
         kv_memory: [num_blocks, block_bytes] of each rank, contiguous; must outlive the connector.
 
     Raises `OSError` when the address cannot be had.
     """
-    hinge = make_hinge(config, Hello(engine_id, epoch, dict(compat)))
+    me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}))
+    hinge = make_hinge(config, me)
     transport = UcxTransport(config.listen_host, config.listen_port)
-    driver = HingeThread(hinge, transport, Regions(kv_memory))
+    driver = HingeThread(hinge, transport, Regions(kv_memory, Layout.of(me.compat, me.geometry)))
     return KVConnector(hinge.me, config, driver)
 
 
 def make_hinge(config: KVTransferConfig, me: Hello) -> Hinge:
     """The hinge of an engine that calls itself `me`."""
-    return Hinge(me, LeaseTable(config.lease_seconds), LoadTable(me, config.load_timeout_s))
+    loads = LoadTable(me, config.load_timeout_s, config.staging_bytes)
+    return Hinge(me, LeaseTable(config.lease_seconds), loads)
 
 
 class KVConnector:
@@ -144,6 +150,8 @@ class KVConnector:
             remote_host=self.host,
             remote_port=self.port,
             remote_num_tokens=len(token_ids),
+            remote_block_size=self._me.geometry.get("block_size"),
+            tp_size=self._me.geometry.get("tensor_parallel_size", 1),
             lease_id=promised,
             lease_seconds=self._lease_seconds,
             epoch=self._me.epoch,
@@ -188,6 +196,8 @@ class KVConnector:
     ) -> None:
         """Fetch block `indices[i]` of the lease into `local_block_ids[i]`; ends in LoadEnded.
 
+        Blocks are counted as ours: a lease in blocks of another size is repacked.
+
         `token_ids` are those whose KV the lease must be for. early: the request is only announced,
         and the lease may be only promised; unless `adopt_load` follows, it ends by itself after
         `load_timeout_s`, once more in a LoadEnded if it was complete by then.
@@ -197,7 +207,7 @@ class KVConnector:
         digest, tag = digest_of(token_ids, cache_salt), self._random_bits(TAG_BITS - 1)
         self._driver.tell(
             lambda hinge, now: hinge.loads.start(
-                request_id, lease, digest, tag, wanted, now, early=early
+                request_id, lease, digest, tag, wanted, len(token_ids), now, early=early
             )
         )
 

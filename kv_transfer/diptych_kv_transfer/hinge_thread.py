@@ -23,6 +23,8 @@ from diptych_kv_transfer.actions import (
     ReceiveBlocks,
     Send,
     SendBlocks,
+    Stage,
+    Unpack,
 )
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.leases import LeaseState
@@ -152,10 +154,17 @@ class HingeThread:
                     buffers = regions.buffers(runs)
                     first = tag * regions.num_ranks
                     self._transport.send_blocks(peer, action.key, first, buffers)
-                case ReceiveBlocks(peer, _, tag, runs):
-                    buffers = regions.buffers(runs)
-                    first = tag * regions.num_ranks
-                    self._transport.receive_blocks(peer, action.key, first, buffers)
+                case ReceiveBlocks(peer, request_id, tag, runs, staged):
+                    num_ranks, buffers = (
+                        regions.staged_buffers(request_id, runs)
+                        if staged
+                        else (regions.num_ranks, regions.buffers(runs))
+                    )
+                    self._transport.receive_blocks(peer, action.key, tag * num_ranks, buffers)
+                case Stage(request_id, staging):
+                    regions.stage(request_id, staging)
+                case Unpack(request_id):
+                    regions.unpack(request_id)
                 case Connect(address):
                     self._transport.connect(address)
                 case Fence(peer):
@@ -164,6 +173,8 @@ class HingeThread:
                     self._report(action)
 
     def _report(self, event: LeaseEnded | LoadEnded) -> None:
+        if isinstance(event, LoadEnded):
+            self._regions.drop(event.request_id)
         if isinstance(event, LoadEnded) and event.ok:
             self._totals.blocks_received += event.num_blocks
             self._totals.bytes_received += event.num_blocks * self._regions.block_bytes

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diptych_kv_transfer.actions import Address
+from diptych_kv_transfer.layout import Layout
 from diptych_kv_transfer.messages import Hello, Open, Run
+from diptych_kv_transfer.staging import Staging, plan_staging
+from diptych_protocol.kv_transfer_params import differences
 
 NEVER = float("inf")
 MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
@@ -61,7 +65,11 @@ class Load:
     wanted: dict[int, int] = field(default_factory=dict)
     """Block of the lease -> block of ours, of those that are not on their way yet."""
     num_blocks: int = 0
-    """How many were wanted at first."""
+    """How many of ours were wanted at first."""
+    num_tokens: int = 0
+    """Whose KV the lease is for."""
+    staging: Staging | None = None
+    """The peer's geometry is another one: `wanted` leads there, not to our blocks."""
     asked: bool = False
     """Open was sent."""
     batches: set[int] = field(default_factory=set)
@@ -74,6 +82,19 @@ class Load:
     """It was overdue or given up before: next, the connection is cut."""
     problem: str = ""
     """Why it cannot succeed any more."""
+
+    def fit_to(self, theirs: Hello, mine: Hello) -> None:
+        """Plan how to receive from an engine of this geometry, which can be done."""
+        there, here = layout_of(theirs), layout_of(mine)
+        if theirs.geometry == mine.geometry or not self.wanted or there is None or here is None:
+            return
+        self.staging = plan_staging(there, here, self.wanted, self.num_tokens)
+        self.wanted = self.staging.places
+
+    @property
+    def waits_for_room(self) -> bool:
+        """It will be opened when there is room for what it brings."""
+        return self.staging is not None and not self.asked and self.state is LoadState.OPENING
 
     def open_message(self) -> Open:
         runs = coalesce(self.wanted)
@@ -102,6 +123,29 @@ class Load:
         return places
 
 
+def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, Staging]]:
+    """Those of the loads that wait for room, in bytes, that can have it now.
+
+    They come in their order, none before another, and one that is alone may be of any size.
+    """
+    staged = [(load, load.staging) for load in loads if load.staging is not None]
+    taken = sum(s.num_bytes for load, s in staged if load.asked and load.state in UNDER_WAY)
+    chosen = []
+    for load, staging in staged:
+        if not load.waits_for_room:
+            continue
+        if taken and taken + staging.num_bytes > room:
+            break
+        taken += staging.num_bytes
+        chosen.append((load, staging))
+    return chosen
+
+
+def layout_of(hello: Hello) -> Layout | None:
+    """How an engine keeps its KV; None if it does not say so in a way that we understand."""
+    return Layout.of(hello.compat, hello.geometry)
+
+
 def coalesce(wanted: dict[int, int]) -> list[Run]:
     """Join neighbours into runs that are contiguous in the lease and in our memory.
 
@@ -124,9 +168,7 @@ def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello) -> str:
         return f"the prefill engine speaks version {theirs.version}, we speak {mine.version}"
     if (theirs.engine_id, theirs.epoch) != (lease.engine_id, lease.epoch):
         return f"the prefill engine {lease.engine_id} was restarted or replaced"
-    differing = [
-        f"{name}: {theirs.compat.get(name)!r} there, {mine.compat.get(name)!r} here"
-        for name in sorted(theirs.compat.keys() | mine.compat.keys())
-        if theirs.compat.get(name) != mine.compat.get(name)
-    ]
+    differing = differences(theirs.compat, mine.compat)
+    if layout_of(theirs) is None or layout_of(mine) is None:
+        differing += differences(theirs.geometry, mine.geometry)  # nobody could repack that
     return f"the engines cannot exchange KV ({'; '.join(differing)})" if differing else ""

@@ -32,6 +32,8 @@ from diptych_kv_transfer.actions import (
     Peer,
     ReceiveBlocks,
     Send,
+    Stage,
+    Unpack,
 )
 from diptych_kv_transfer.load import (
     NEVER,
@@ -40,6 +42,7 @@ from diptych_kv_transfer.load import (
     Load,
     LoadState,
     mismatch,
+    next_to_stage,
 )
 from diptych_kv_transfer.messages import (
     Close,
@@ -72,6 +75,8 @@ class LoadTable:
 
     me: Hello
     load_timeout_s: float
+    staging_bytes: int = 256 << 20
+    """For blocks of another geometry, of all loads together; a single one may take more."""
     loads: dict[str, Load] = field(default_factory=dict)
     remotes: dict[Address, Remote] = field(default_factory=dict)
     rejects: list[LeaseRef] = field(default_factory=list)
@@ -100,12 +105,14 @@ class LoadTable:
         digest: str,
         tag: int,
         wanted: dict[int, int],
+        num_tokens: int,
         now: float,
         *,
         early: bool = False,
     ) -> list[Action]:
-        """Fetch the wanted blocks: block of the lease -> block of ours.
+        """Fetch the wanted blocks: block of the lease, counted as ours -> block of ours.
 
+        num_tokens: of the lease; the wanted blocks are its last ones.
         The request may be held, or new. Raises `RuntimeError` if its load is under way already.
         """
         if not self._is_free(request_id):
@@ -113,6 +120,7 @@ class LoadTable:
         load = Load(request_id, lease, now + lease.renew_every_s, LoadState.OPENING, early=early)
         load.deadline, load.waiting_since = now + self.load_timeout_s, now
         load.digest, load.tag, load.wanted, load.num_blocks = digest, tag, wanted, len(wanted)
+        load.num_tokens = num_tokens
         self.loads[request_id] = load
         self.started += 1
         return [*self.reach(lease.address), *self._open(load, now)]
@@ -247,7 +255,7 @@ class LoadTable:
             return [LoadEnded(load.request_id, False, "nobody came for it")]
         load.problem = load.problem or f"no hand-off within {self.load_timeout_s:g} s"
         peer = self.remotes.get(load.lease.address, Remote()).peer
-        if peer is None:
+        if peer is None or load.waits_for_room:
             return self._end(load, now)
         if load.asked and not load.last_chance:
             return self._stop(load, now)
@@ -274,10 +282,24 @@ class LoadTable:
             return []
         load.problem = mismatch(load.lease, remote.hello, self.me)
         if not load.problem:
+            if not load.asked and load.staging is None:
+                load.fit_to(remote.hello, self.me)
+            if not load.asked and load.staging is not None:
+                return self._open_staged()
             load.asked = True
             return [Send(remote.peer, load.open_message())]
         reject = [] if load.early else self.reject(load.lease)
         return [*reject, *self._end(load, now)]
+
+    def _open_staged(self) -> list[Action]:
+        """Ask for what has to be staged, first come first served, while there is room."""
+        actions: list[Action] = []
+        for load, staging in next_to_stage(self.loads.values(), self.staging_bytes):
+            peer = self.remotes.get(load.lease.address, Remote()).peer
+            if peer is not None:
+                load.asked = True
+                actions += [Stage(load.request_id, staging), Send(peer, load.open_message())]
+        return actions
 
     def _receive_batch(self, load: Load, peer: Peer, message: Sending, now: float) -> list[Action]:
         """P is about to send: say where the blocks belong, even if nobody wants them any more, so
@@ -293,7 +315,8 @@ class LoadTable:
             return self._go_on(load, peer, now)
         load.batches.add(message.first)
         load.receiving.add(message.first)
-        return [ReceiveBlocks(peer, load.request_id, message.first, places)]
+        staged = load.staging is not None
+        return [ReceiveBlocks(peer, load.request_id, message.first, places, staged)]
 
     def _go_on(self, load: Load, peer: Peer, now: float) -> list[Action]:
         """Close, stop or end a load of which something has changed."""
@@ -364,12 +387,15 @@ class LoadTable:
             return []
         self.completed += ok
         self.failed += not ok
+        staged = load.staging is not None
+        others = self._open_staged() if staged else []
         if not ok:
-            return [LoadEnded(load.request_id, False, load.problem)]
+            return [LoadEnded(load.request_id, False, load.problem), *others]
         seconds = now - load.waiting_since
         if not load.early:
             self._count_wait(seconds)
-        return [LoadEnded(load.request_id, True, "", load.num_blocks, seconds)]
+        ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds)
+        return [Unpack(load.request_id), ended, *others] if staged else [ended]
 
     def _count_wait(self, seconds: float) -> None:
         self.waited[bisect_left(HAND_OFF_BOUNDS_S, seconds)] += 1

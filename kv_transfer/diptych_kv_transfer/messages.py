@@ -49,6 +49,8 @@ class Hello(Message, frozen=True):
     compat: dict[Name, int | Name]
     """Everything that must be equal to exchange KV, by name."""
     version: int = VERSION
+    geometry: dict[Name, int] = {}
+    """What may differ, because blocks can be repacked: see `layout.GEOMETRY`."""
 
 
 class Open(Message, frozen=True):

@@ -1,28 +1,72 @@
-"""The memory that the hinge reads and writes."""
+"""The memory that the hinge reads and writes: our KV, and room for KV of another geometry."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from diptych_kv_transfer.layout import Layout
+from diptych_kv_transfer.repack import Shards, repack
+from diptych_kv_transfer.staging import Staging
 from diptych_kv_transfer.transport import Buffer
 
 
 class Regions:
-    """The KV memory of one engine, all its ranks."""
+    """All the memory of one engine that takes part in transfers. For one thread."""
 
-    def __init__(self, shards: Sequence[NDArray[np.uint8]]) -> None:
-        """`shards`: [num_blocks, bytes of its part of a block] by rank, contiguous."""
+    def __init__(self, shards: Shards, layout: Layout | None) -> None:
+        """
+        Args:
+            shards: [num_blocks, bytes of its part of a block] by rank, contiguous.
+            layout: of these blocks; None: nothing can be repacked into them.
+        """
         self._shards = shards
+        self._layout = layout
+        self._staged: dict[str, tuple[Staging, Shards]] = {}
         self.block_bytes = sum(shard.shape[1] for shard in shards)
         """Of one block, all ranks."""
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self._shards)
+        self.num_ranks = len(shards)
 
     def buffers(self, runs: Sequence[range]) -> list[Buffer]:
-        """The bytes of runs of blocks: of each run every rank's."""
-        return [shard[run.start : run.stop].reshape(-1) for run in runs for shard in self._shards]
+        """The bytes of runs of our blocks: of each run every rank's."""
+        return _cut(self._shards, runs)
+
+    def stage(self, request_id: str, staging: Staging) -> None:
+        """Make room for what comes for a request."""
+        shape = staging.num_blocks, staging.layout.block_bytes
+        ranks = range(staging.layout.num_ranks)
+        self._staged[request_id] = staging, [np.empty(shape, np.uint8) for _ in ranks]
+
+    def staged_buffers(self, request_id: str, runs: Sequence[range]) -> tuple[int, list[Buffer]]:
+        """The number of ranks that send, and as `buffers`, of runs of a request's staging area."""
+        staging, shards = self._staged[request_id]
+        return staging.layout.num_ranks, _cut(shards, runs)
+
+    def unpack(self, request_id: str) -> None:
+        """Copy what was staged for a request to where it belongs."""
+        staging, shards = self._staged[request_id]
+        if self._layout is None:
+            raise RuntimeError("blocks of another geometry, and no layout of our own")
+        repack(
+            shards,
+            staging.layout,
+            self._shards,
+            self._layout,
+            staging.local_block_ids,
+            staging.start,
+            staging.end,
+        )
+
+    def drop(self, request_id: str) -> None:
+        """Give a request's staging area back, if it has one."""
+        self._staged.pop(request_id, None)
+
+    @property
+    def bytes_staged(self) -> int:
+        """Safe to ask from another thread."""
+        return sum(staging.num_bytes for staging, _ in list(self._staged.values()))
+
+
+def _cut(shards: Shards, runs: Sequence[range]) -> list[Buffer]:
+    return [shard[run.start : run.stop].reshape(-1) for run in runs for shard in shards]

@@ -49,6 +49,8 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Fingerprint of everything that must be equal for KV to be exchanged."""
     first_token_ids: list[int] | None = None
     """Tokens that P already sampled; D continues after them."""
+    remote_block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Tokens that each of the blocks holds; None: as many as D's."""
 
     @classmethod
     def parse(cls, raw: Any) -> KVTransferParams:

@@ -75,7 +75,7 @@ class Pair:
         lease = LeaseRef("lease", ADDRESS, "prefill", "p1", LEASE_SECONDS)
         self.do_d(self.d.hold("request", lease, self.now))
         wanted = dict(WANTED)
-        self.do_d(self.d.start("request", lease, "digest", 7, wanted, self.now, early=early))
+        self.do_d(self.d.start("request", lease, "digest", 7, wanted, 1, self.now, early=early))
 
     def do_d(self, actions: list[Action]) -> None:
         for action in actions:

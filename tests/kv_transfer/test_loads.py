@@ -55,7 +55,7 @@ def greeted(hello: Hello = P) -> LoadTable:
 
 
 def start(table: LoadTable, *, early: bool = False) -> list[Action]:
-    return table.start("r", LEASE, "digest", TAG, dict(WANTED), 0.0, early=early)
+    return table.start("r", LEASE, "digest", TAG, dict(WANTED), 1, 0.0, early=early)
 
 
 def at(state: LoadState, *, early: bool = False) -> LoadTable:
@@ -115,7 +115,7 @@ def test_a_refusal_fails_the_load_with_its_reason() -> None:
 
 def test_nothing_wanted_closes_without_receiving() -> None:
     table = greeted()
-    table.start("r", LEASE, "digest", TAG, {}, 0.0)
+    table.start("r", LEASE, "digest", TAG, {}, 1, 0.0)
     assert table.receive(PEER, OPENED, 0.0) == [Send(PEER, Close("lease", True, TAG))]
 
 
@@ -204,7 +204,7 @@ def test_an_overdue_load_is_stopped_first_and_fenced_only_if_p_does_not_answer(
 def test_an_overdue_load_of_a_live_peer_harms_no_other() -> None:
     table = at(LoadState.RECEIVING)
     other = LeaseRef("other", ADDRESS, "prefill", "p1")
-    table.start("s", other, "digest", 9, {0: 1}, 55.0)
+    table.start("s", other, "digest", 9, {0: 1}, 1, 55.0)
     assert table.tick(60.0) == [STOP, REJECT]
     assert table.receive(PEER, NOT_HELD, 60.1) == []
     assert only_end(received(table)).request_id == "r"
