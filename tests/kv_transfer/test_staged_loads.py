@@ -1,0 +1,174 @@
+"""Loads from an engine of another geometry: staged, validated, unpacked; refused if they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych_kv_transfer.actions import Action, LoadEnded, ReceiveBlocks, Send, Stage, Unpack
+from diptych_kv_transfer.load import LeaseRef, LoadState
+from diptych_kv_transfer.loads import LoadTable
+from diptych_kv_transfer.messages import Closed, Hello, Open, Opened, Refused, Reject, Sending
+
+COMPAT: dict[str, str | int] = {
+    "num_layers": 2, "kv_heads": 4, "head_dim": 8, "dtype": "float32",
+}  # fmt: skip
+TOKEN_BYTES = 2 * 2 * 4 * 8 * 4
+ADDRESS = ("p", 1)
+PEER, TAG = 3, 70
+
+
+def hello(block_size: int, ranks: int = 1, name: str = "prefill", **compat: Any) -> Hello:
+    geometry = {"block_size": block_size, "tensor_parallel_size": ranks}
+    return Hello(name, f"{name}'s", COMPAT | compat, geometry=geometry)
+
+
+def lease(lease_id: str = "lease") -> LeaseRef:
+    return LeaseRef(lease_id, ADDRESS, "prefill", "prefill's")
+
+
+def table(mine: Hello, theirs: Hello, room: int = 1 << 30) -> LoadTable:
+    """In touch with P."""
+    made = LoadTable(mine, 60.0, room)
+    made.reach(ADDRESS)
+    made.connected(ADDRESS, PEER)
+    made.greeted(PEER, theirs, 0.0)
+    return made
+
+
+def begin(
+    loads: LoadTable, name: str = "r", tag: int = TAG, *, tokens: int = 100, **options: Any
+) -> list[Action]:
+    """All the blocks of so many tokens of a lease of the same name, into our blocks from 10 on."""
+    wanted = options.pop("wanted", {i: 10 + i for i in range(-(-tokens // 32))})
+    return loads.start(name, lease(name), "digest", tag, wanted, tokens, 0.0, **options)
+
+
+def arrive(loads: LoadTable, name: str, num_blocks: int, tag: int = TAG) -> list[Action]:
+    """P opens, sends everything in one run, and D has received it."""
+    loads.receive(PEER, Opened(name, tag), 1.0)
+    [posted] = loads.receive(PEER, Sending(name, tag, tag, [(0, num_blocks)]), 1.0)
+    assert posted == ReceiveBlocks(PEER, name, tag, [range(num_blocks)], staged=True)
+    return loads.receives_ended(name, tag, ok=True, now=2.0)
+
+
+D, P = hello(32, 1, "decode"), hello(16, 2)
+
+
+def test_p_s_blocks_are_asked_for_and_unpacked_only_when_the_lease_was_held() -> None:
+    loads = table(D, P)
+    stage, opened = begin(loads)
+    assert isinstance(stage, Stage)
+    staging = stage.staging
+    assert (staging.first, staging.num_blocks, staging.start, staging.end) == (0, 7, 0, 100)
+    assert staging.local_block_ids == [10, 11, 12, 13]
+    assert staging.num_bytes == 7 * 16 * TOKEN_BYTES
+    assert opened == Send(PEER, Open("r", "digest", TAG, [(0, 7)]))
+    [close] = arrive(loads, "r", 7)
+    assert isinstance(close, Send)
+    unpack, ended = loads.receive(PEER, Closed("r", held=True, tag=TAG), 3.0)
+    assert unpack == Unpack("r")
+    assert isinstance(ended, LoadEnded)
+    assert ended.ok
+    assert ended.num_blocks == 4
+
+
+def test_a_cached_prefix_is_not_fetched_but_for_what_shares_a_block_with_the_rest() -> None:
+    loads = table(hello(16, 1, "decode"), hello(64))
+    stage, opened = begin(loads, tokens=150, wanted={5: 1, 6: 2, 7: 3, 8: 4, 9: 5})
+    assert isinstance(stage, Stage)
+    staging = stage.staging
+    assert (staging.first, staging.num_blocks, staging.start, staging.end) == (1, 2, 80, 150)
+    assert opened == Send(PEER, Open("r", "digest", TAG, [(1, 2)]))
+
+
+def test_nothing_is_staged_when_everything_is_cached() -> None:
+    assert begin(table(D, P), wanted={}) == [Send(PEER, Open("r", "digest", TAG, []))]
+
+
+def test_equal_geometry_needs_no_staging() -> None:
+    actions = begin(table(D, hello(32, 1)))
+    assert actions == [Send(PEER, Open("r", "digest", TAG, [(0, 4)]))]
+
+
+@pytest.mark.parametrize(
+    "answer", [Closed("r", held=False, tag=TAG), Refused("r", "the lease has expired", TAG)]
+)
+def test_what_was_not_valid_is_never_unpacked(answer: Closed | Refused) -> None:
+    loads = table(D, P)
+    begin(loads)
+    if isinstance(answer, Closed):
+        arrive(loads, "r", 7)
+    ends = loads.receive(PEER, answer, 3.0)
+    assert not any(isinstance(action, Unpack) for action in ends)
+    [ended] = [action for action in ends if isinstance(action, LoadEnded)]
+    assert not ended.ok
+
+
+def test_an_early_load_is_unpacked_once_and_kept() -> None:
+    loads = table(D, P)
+    begin(loads, early=True)
+    arrive(loads, "r", 7)
+    unpack, ended = loads.receive(PEER, Closed("r", held=True, tag=TAG), 3.0)
+    assert unpack == Unpack("r")
+    assert isinstance(ended, LoadEnded)
+    assert loads.loads["r"].state is LoadState.KEPT
+    assert loads.adopt("r", 4.0) == []
+
+
+def test_those_that_find_no_room_wait_in_their_order() -> None:
+    loads = table(D, P, room=200 * TOKEN_BYTES)
+    assert len(begin(loads, "a", 1)) == 2
+    assert begin(loads, "b", 2, tokens=120) == []
+    assert begin(loads, "c", 3, tokens=20) == [], "it would fit, but it is not its turn"
+    assert len(begin(loads, "d", 4, wanted={})) == 1, "it needs no room"
+    arrive(loads, "a", 7, 1)
+    ends = loads.receive(PEER, Closed("a", held=True, tag=1), 3.0)
+    assert [type(action) for action in ends] == [Unpack, LoadEnded, Stage, Send, Stage, Send]
+    assert [action.request_id for action in ends if isinstance(action, Stage)] == ["b", "c"]
+
+
+def test_one_that_is_alone_may_be_larger_than_all_the_room() -> None:
+    assert len(begin(table(D, P, room=1))) == 2
+
+
+def test_one_that_waits_for_room_can_be_given_up_and_overdue_without_harm_to_others() -> None:
+    loads = table(D, P, room=1)
+    begin(loads, "a", 1)
+    begin(loads, "b", 2)
+    begin(loads, "c", 3)
+    [ended, reject] = loads.cancel("b", 1.0)
+    assert isinstance(ended, LoadEnded)
+    assert reject == Send(PEER, Reject("b"))
+    loads.loads["a"].deadline = 100.0
+    actions = [a for a in loads.tick(60.0) if isinstance(a, LoadEnded)]
+    assert [(a.request_id, a.ok) for a in actions] == [("c", False)]
+    assert list(loads.loads) == ["a"], "and its connection is not cut"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        (hello(16, 3), "block_size: 16 there, 32 here; tensor_parallel_size: 3 there, 1 here"),
+        (hello(1 << 40), f"block_size: {1 << 40} there, 32 here"),
+        (
+            hello(16, 2, dtype="bfloat16", head_dim=16),
+            "dtype: 'bfloat16' there, 'float32' here; head_dim: 16 there, 8 here",
+        ),
+        (
+            Hello("prefill", "prefill's", COMPAT, geometry={**P.geometry, "page": 4}),
+            "block_size: 16 there, 32 here; page: 4 there, None here; "
+            "tensor_parallel_size: 2 there, 1 here",
+        ),
+        (
+            Hello("prefill", "prefill's", COMPAT),
+            "block_size: None there, 32 here; tensor_parallel_size: None there, 1 here",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_field_by_field(theirs: Hello, reason: str) -> None:
+    ends = begin(table(D, theirs))
+    [ended] = [action for action in ends if isinstance(action, LoadEnded)]
+    assert ended.reason == f"the engines cannot exchange KV ({reason})"
+    assert Send(PEER, Reject("r")) in ends
