@@ -2,43 +2,177 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
 
+import core_kit
 import pytest
-from checkpoint_kit import random_tensors, save_model
+from control_kit import Owner
 from geometry_kit import Engines, Geometry
+from handoff_kit import save_toy
+from sensitive_model import ANSWER_TOKENS, Question, questions, save_sensitive_model
+from service_kit import cores, engine_config, generate, healthy, routing
+
+from diptych_protocol import KVTransferConfig, TokensPrompt
+from diptych_router.report import router_report
+
+GEOMETRIES: list[Geometry] = [(16, 1), (32, 1), (16, 2)]
+"""Block size, ranks."""
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Of a model whose every answer depends on all of its context."""
-    model = save_model(tmp_path_factory.mktemp("model"), random_tensors(5))
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_sensitive_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def asked(model: str) -> list[Question]:
+    """A prompt within a block, one that fills blocks of 16 but not of 32, and two longer ones."""
+    short = questions(model, 1, shortest=4, longest=14)
+    filling = questions(model, 1, shortest=47, longest=47)
+    return [*short, *filling, *questions(model, 2, shortest=60, longest=128)]
+
+
+@pytest.fixture(scope="module")
+def engines(model: str) -> Iterator[Engines]:
     engines = Engines(model)
     yield engines
     engines.close()
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [(seed * 31 + index * index * 7 + index) % 64 for index in range(length)]
+@pytest.mark.parametrize(("giver", "taker"), list(product(GEOMETRIES, repeat=2)))
+def test_what_is_handed_over_is_what_was_computed(
+    engines: Engines, asked: list[Question], giver: Geometry, taker: Geometry
+) -> None:
+    for question in asked:
+        said = engines.pass_on(
+            engines.of("giver", giver),
+            engines.of("taker", taker),
+            question.prompt,
+            max_tokens=ANSWER_TOKENS,
+        )
+        assert said == question.answer
 
 
 @pytest.mark.parametrize(
-    ("giver", "taker"),
+    ("giver", "taker", "cached", "fetched"),
     [
-        ((16, 1), (16, 1)),
-        ((16, 2), (16, 2)),
-        ((16, 1), (32, 1)),
-        ((32, 1), (16, 1)),
-        ((16, 2), (16, 1)),
-        ((16, 1), (16, 2)),
-        ((16, 2), (32, 1)),
+        ((16, 1), (32, 1), 64, "64 of 32"),
+        ((32, 1), (16, 1), 48, "48 of 16"),
+        ((32, 1), (16, 2), 47, "32 of 16"),
+        ((16, 2), (32, 1), 50, "32 of 32"),
     ],
 )
-@pytest.mark.parametrize("length", [1, 16, 77])
-def test_what_is_handed_over_is_what_was_computed(
-    engines: Engines, giver: Geometry, taker: Geometry, length: int
+def test_what_the_taker_remembers_is_not_fetched_and_stays_as_it_is(
+    engines: Engines,
+    asked: list[Question],
+    giver: Geometry,
+    taker: Geometry,
+    cached: int,
+    fetched: str,
 ) -> None:
-    prompt = prompt_of(length, seed=hash((giver, taker)) % 100)
-    expected = engines.alone(engines.of("alone", (16, 1)), prompt)
-    said = engines.pass_on(engines.of("giver", giver), engines.of("taker", taker), prompt)
-    assert said == expected
+    question = asked[-1]
+    decode = engines.of("rememberer", taker)
+    decode.core.call("reset_prefix_cache", [])
+    engines.alone(decode, question.prompt[:cached], max_tokens=1)
+    first, size = map(int, fetched.split(" of "))
+    before = blocks_received(decode)
+    said = engines.pass_on(
+        engines.of("giver", giver), decode, question.prompt, max_tokens=ANSWER_TOKENS
+    )
+    assert said == question.answer
+    num_blocks = -(-len(question.prompt) // size) - first // size
+    assert blocks_received(decode) - before == num_blocks
+
+
+def blocks_received(engine: Owner) -> int:
+    """In the engine's own blocks."""
+    stats = engine.core.stats().kv_transfer
+    assert stats is not None
+    return stats.blocks_received
+
+
+@pytest.mark.parametrize(("giver", "taker"), [((16, 2), (32, 1)), ((32, 1), (16, 2))])
+def test_a_request_moves_in_the_middle_of_its_answer(
+    engines: Engines, asked: list[Question], giver: Geometry, taker: Geometry
+) -> None:
+    question = asked[2]
+    said = engines.move(
+        engines.of("giver", giver), engines.of("taker", taker), question.prompt, ANSWER_TOKENS
+    )
+    assert said == question.answer
+
+
+def test_many_at_once_share_little_room(model: str, asked: list[Question]) -> None:
+    """They wait for each other, and all come through."""
+    engines = Engines(model, staging_bytes=1)
+    try:
+        giver, taker = engines.of("giver", (32, 1)), engines.of("taker", (16, 1))
+        lent = [engines.lend(giver, question.prompt) for question in asked]
+        names = [
+            engines.begin_to_fetch(taker, question.prompt, params, max_tokens=ANSWER_TOKENS)
+            for question, params in zip(asked, lent, strict=True)
+        ]
+        engines.until(lambda: all(taker.ended(name) for name in names))
+        assert [taker.tokens(name) for name in names] == [q.answer for q in asked]
+        engines.until(lambda: giver.all_blocks_free and taker.all_blocks_free)
+    finally:
+        engines.close()
+
+
+def test_an_engine_that_does_not_fit_is_refused_field_by_field() -> None:
+    pair = Engines("dummy://?vocab_size=64&hidden_size=64&num_attention_heads=4")
+    other = "dummy://?vocab_size=64&hidden_size=32&num_attention_heads=4&num_hidden_layers=3"
+    hinge = KVTransferConfig()
+    try:
+        giver = pair.of("giver", (16, 1))
+        taker = pair.adopt(Owner(model=other, kv_transfer=hinge, dtype="bfloat16", block_size=32))
+        name = pair.fetch(taker, list(range(40)), pair.lend(giver, list(range(40))))
+        error = taker.outputs[name][-1].error or ""
+        for said in (
+            "dtype: 'float32' there, 'bfloat16' here",
+            "head_dim: 16 there, 8 here",
+            "num_layers: 2 there, 3 here",
+        ):
+            assert said in error
+        assert "block_size" not in error, "that may differ"
+        pair.until(lambda: giver.all_blocks_free and taker.all_blocks_free)
+    finally:
+        pair.close()
+
+
+async def test_a_router_pairs_what_differs_in_geometry_only_and_says_why_others_do_not_fit(
+    tmp_path: Path, keys_dir: Path, eventually: Any
+) -> None:
+    """Real processes: prefill on two ranks, decode on one, in blocks of another size."""
+    toy = save_toy(tmp_path / "toy")
+    prompt = [1 + index * index % 63 for index in range(75)]
+    expected = await asyncio.to_thread(alone, toy, prompt)
+    small = {"num_blocks": 64, "max_num_seqs": 8}
+    with cores(
+        keys_dir,
+        engine_config("p", toy, tensor_parallel_size=2, **small),
+        engine_config("d", toy, block_size=32, **small),
+        engine_config("odd", toy, dtype="bfloat16", **small),
+    ) as (prefill, decode, odd):
+        async with routing(toy, keys_dir, [prefill.address], [decode.address]) as client:
+            await healthy(client, 60)
+            output = await generate(client, TokensPrompt(prompt_token_ids=prompt), ignore_eos=True)
+            assert list(output.outputs[0].token_ids) == expected
+            assert output.metrics["prefill"] == "p"
+            (canary,) = router_report(client).canaries
+            assert (canary.ok, canary.computed_by_decode) == (True, 0)
+        async with routing(toy, keys_dir, [prefill.address], [odd.address]) as client:
+            await eventually(lambda: "dtype" in client.why_not_ready(), timeout_s=60)
+            assert client.why_not_ready() == (
+                "no usable pair yet; p and odd cannot exchange KV "
+                "(dtype: 'float32' in prefill, 'bfloat16' in decode)"
+            )
+
+
+def alone(model: str, prompt: list[int]) -> list[int]:
+    """What one engine says that does everything itself."""
+    return core_kit.generate(core_kit.make_core(model), prompt, max_tokens=16, ignore_eos=True)

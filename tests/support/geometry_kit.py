@@ -22,8 +22,10 @@ Geometry = tuple[int, int]
 class Engines:
     """Engines of one model, started when they are first asked for."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, **hinge: Any) -> None:
+        """With the settings of a KVTransferConfig."""
         self._model = model
+        self._hinge = KVTransferConfig(**hinge)
         self._engines: dict[tuple[str, Geometry], Owner] = {}
         self._count = 0
 
@@ -36,10 +38,15 @@ class Engines:
                 engine_id=f"{role}, blocks of {block_size} on {num_ranks}",
                 block_size=block_size,
                 tensor_parallel_size=num_ranks,
-                kv_transfer=KVTransferConfig(),
+                kv_transfer=self._hinge,
                 dtype="float32",
             )
         return self._engines[key]
+
+    def adopt(self, engine: Owner) -> Owner:
+        """Have an engine of another make take part."""
+        self._engines["adopted", (len(self._engines), 0)] = engine
+        return engine
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -77,9 +84,16 @@ class Engines:
 
     def fetch(self, engine: Owner, prompt: list[int], lent: dict[str, Any], **params: Any) -> str:
         """The name of a request whose KV an engine fetches, when it has ended."""
+        name = self.begin_to_fetch(engine, prompt, lent, **params)
+        self.until(lambda: engine.ended(name))
+        return name
+
+    def begin_to_fetch(
+        self, engine: Owner, prompt: list[int], lent: dict[str, Any], **params: Any
+    ) -> str:
+        """The name of a request whose KV an engine is to fetch."""
         name = self._name()
         engine.add(name, prompt, extra_args={"kv_transfer_params": lent}, **params)
-        self.until(lambda: engine.ended(name))
         return name
 
     def pass_on(self, giver: Owner, taker: Owner, prompt: list[int], **params: Any) -> list[int]:
@@ -91,11 +105,11 @@ class Engines:
         self.until(lambda: giver.all_blocks_free and taker.all_blocks_free)
         return taker.tokens(name)
 
-    def move(self, giver: Owner, taker: Owner, prompt: list[int], num_before: int) -> list[int]:
-        """The answer to a request that changes engines after some tokens."""
-        name, params = self._name(), {"max_tokens": 40, "ignore_eos": True}
+    def move(self, giver: Owner, taker: Owner, prompt: list[int], max_tokens: int) -> list[int]:
+        """The answer to a request that changes engines in the middle of it."""
+        name, params = self._name(), {"max_tokens": max_tokens, "ignore_eos": True}
         giver.add(name, prompt, **params)
-        self.until(lambda: len(giver.tokens(name)) >= num_before)
+        self.until(lambda: len(giver.tokens(name)) >= max_tokens // 2)
         assert giver.core.call("hand_off", [name])
         self.until(lambda: giver.ended(name) is FinishReason.ABORT)
         lent = giver.outputs[name][-1].kv_transfer_params
