@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from diptych_protocol.config import MAX_RANKS
+
 GEOMETRY: Final = ("block_size", "tensor_parallel_size")
 """What engines that exchange KV may have different."""
+MAX_BLOCK_SIZE: Final = 4096
+"""Blocks of more tokens are nobody's: what a peer says of itself must not make us reserve more."""
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -37,6 +41,8 @@ class Layout:
         block_size, ranks = (_positive(geometry, name) for name in GEOMETRY)
         row_bytes = head_dim * ITEM_BYTES.get(str(compat.get("dtype")), 0)
         if not layers * heads * row_bytes * block_size * ranks:
+            return None
+        if block_size > MAX_BLOCK_SIZE or ranks > MAX_RANKS or set(geometry) != set(GEOMETRY):
             return None
         if heads % ranks and ranks % heads:
             return None

@@ -118,3 +118,17 @@ def fingerprint(compat: Mapping[str, Any]) -> str:
     """Short digest of everything that must be equal for two engines to exchange KV."""
     canonical = msgspec.json.encode(dict(sorted(compat.items())))
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+def differences(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], there: str = "there", here: str = "here"
+) -> list[str]:
+    """What two engines say differently of themselves, field by field: `dtype: 'a' there, 'b' here`.
+
+    A field that one of them does not have is None.
+    """
+    return [
+        f"{name}: {theirs.get(name)!r} {there}, {ours.get(name)!r} {here}"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]

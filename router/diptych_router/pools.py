@@ -26,6 +26,7 @@ from diptych_router.canary import Candidate, Trial, TrialBook
 from diptych_router.canary_run import run_canary
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys
+from diptych_router.misfit import misfit
 from diptych_router.policy import (
     ROLES,
     Decision,
@@ -179,7 +180,7 @@ class Pools:
         if not self.had_pair:
             return self._why_no_pair()
         if not any(self.usable(link) for link in self.of("decode")):
-            return "no decode engine is usable"
+            return self._with_misfit("no decode engine is usable")
         return ""
 
     def may_hold(self) -> bool:
@@ -195,7 +196,13 @@ class Pools:
         if failed:
             last = failed[-1]
             return f"no usable pair yet; {last.prefill} to {last.decode}: {last.error}"
-        return "no usable pair yet"
+        return self._with_misfit("no usable pair yet")
+
+    def _with_misfit(self, reason: str) -> str:
+        """A reason, and why no two engines that are up fit together, if that is so."""
+        prefill, decode = ([x.description for x in self.of(r) if x.description] for r in ROLES)
+        found = misfit(prefill, decode)
+        return f"{reason}; {found}" if found else reason
 
     # --- discovery ----------------------------------------------------------------------------
 

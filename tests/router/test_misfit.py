@@ -1,0 +1,42 @@
+"""A router says field by field why its pools do not fit together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych_protocol import EngineDescription
+from diptych_router.misfit import misfit
+
+COMPAT = {"model": "m", "dtype": "float32", "head_dim": 64, "kv_heads": 4, "revision": "a"}
+
+
+def engine(name: str, **changes: Any) -> EngineDescription:
+    return EngineDescription(
+        engine_id=name, epoch="e", model="m", max_model_len=64, vocab_size=64, block_size=16,
+        num_blocks=4, dtype="float32", compat=COMPAT | changes, max_num_seqs=1, pid=1,
+    )  # fmt: skip
+
+
+def test_pools_that_fit_give_no_reason() -> None:
+    wrong = engine("w", dtype="bfloat16")
+    assert misfit([wrong, engine("p")], [engine("d"), wrong]) == ""
+    assert misfit([], [engine("d")]) == ""
+    assert misfit([engine("p")], []) == ""
+
+
+def test_each_differing_field_is_named() -> None:
+    said = misfit([engine("p")], [engine("d", dtype="bfloat16", head_dim=128)])
+    assert said == (
+        "p and d cannot exchange KV "
+        "(dtype: 'float32' in prefill, 'bfloat16' in decode; "
+        "head_dim: 64 in prefill, 128 in decode)"
+    )
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_it_is_the_pair_that_differs_least_that_is_named(*, swapped: bool) -> None:
+    far, near = engine("far", dtype="bfloat16", revision="b"), engine("near", revision="b")
+    decode = [near, far] if swapped else [far, near]
+    assert misfit([engine("p")], decode).startswith("p and near cannot exchange KV (revision: 'a'")
