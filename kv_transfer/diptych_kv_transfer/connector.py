@@ -18,7 +18,7 @@ from diptych_kv_transfer.layout import Layout
 from diptych_kv_transfer.leases import LeaseTable
 from diptych_kv_transfer.load import LeaseRef
 from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import TAG_BITS, Hello
+from diptych_kv_transfer.messages import Hello
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats, fingerprint
@@ -204,7 +204,7 @@ class KVConnector:
         """
         lease = self._lease_of(params)
         wanted = dict(zip(indices, local_block_ids, strict=True))
-        digest, tag = digest_of(token_ids, cache_salt), self._random_bits(TAG_BITS - 1)
+        digest, tag = digest_of(token_ids, cache_salt), self._random_bits(60)
         self._driver.tell(
             lambda hinge, now: hinge.loads.start(
                 request_id, lease, digest, tag, wanted, len(token_ids), now, early=early
@@ -256,7 +256,11 @@ class KVConnector:
 
 
 def digest_of(token_ids: list[int], cache_salt: str | None) -> str:
-    """What a lease is for: these tokens, under this salt."""
-    content = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    """What a lease is for: these tokens, under this salt.
+
+    An engine's salt names all that KV depends on besides tokens: adapter, embeddings, the client's
+    own salt. The number of tokens says where they end and the salt begins.
+    """
+    content = hashlib.blake2b(array("q", [len(token_ids), *token_ids]).tobytes(), digest_size=16)
     content.update((cache_salt or "").encode())
     return content.hexdigest()

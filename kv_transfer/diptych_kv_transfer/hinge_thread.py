@@ -152,15 +152,10 @@ class HingeThread:
                     self._totals.blocks_sent += sum(map(len, runs))
                     self._totals.bytes_sent += sum(map(len, runs)) * regions.block_bytes
                     buffers = regions.buffers(runs)
-                    first = tag * regions.num_ranks
-                    self._transport.send_blocks(peer, action.key, first, buffers)
+                    self._transport.send_blocks(peer, action.key, tag, buffers)
                 case ReceiveBlocks(peer, request_id, tag, runs, staged):
-                    num_ranks, buffers = (
-                        regions.staged_buffers(request_id, runs)
-                        if staged
-                        else (regions.num_ranks, regions.buffers(runs))
-                    )
-                    self._transport.receive_blocks(peer, action.key, tag * num_ranks, buffers)
+                    buffers = regions.buffers(runs, request_id if staged else None)
+                    self._transport.receive_blocks(peer, action.key, tag, buffers)
                 case Stage(request_id, staging):
                     regions.stage(request_id, staging)
                 case Unpack(request_id):

@@ -84,17 +84,23 @@ class Load:
     """Why it cannot succeed any more."""
 
     def fit_to(self, theirs: Hello, mine: Hello) -> None:
-        """Plan how to receive from an engine of this geometry, which can be done."""
+        """Plan how to receive from an engine that `mismatch` has nothing against."""
         there, here = layout_of(theirs), layout_of(mine)
-        if theirs.geometry == mine.geometry or not self.wanted or there is None or here is None:
+        if self.staging is not None or theirs.geometry == mine.geometry or not self.wanted:
             return
-        self.staging = plan_staging(there, here, self.wanted, self.num_tokens)
-        self.wanted = self.staging.places
+        if there is not None and here is not None:
+            self.staging = plan_staging(there, here, self.wanted, self.num_tokens)
+            self.wanted = self.staging.places
+
+    @property
+    def staged(self) -> bool:
+        """Its blocks do not come straight into ours."""
+        return self.staging is not None
 
     @property
     def waits_for_room(self) -> bool:
         """It will be opened when there is room for what it brings."""
-        return self.staging is not None and not self.asked and self.state is LoadState.OPENING
+        return self.staged and not self.asked and self.state is LoadState.OPENING
 
     def open_message(self) -> Open:
         runs = coalesce(self.wanted)

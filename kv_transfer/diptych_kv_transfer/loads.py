@@ -119,8 +119,8 @@ class LoadTable:
             raise RuntimeError(f"the load of request {request_id} was started before")
         load = Load(request_id, lease, now + lease.renew_every_s, LoadState.OPENING, early=early)
         load.deadline, load.waiting_since = now + self.load_timeout_s, now
-        load.digest, load.tag, load.wanted, load.num_blocks = digest, tag, wanted, len(wanted)
-        load.num_tokens = num_tokens
+        load.digest, load.tag, load.num_tokens = digest, tag, num_tokens
+        load.wanted, load.num_blocks = wanted, len(wanted)
         self.loads[request_id] = load
         self.started += 1
         return [*self.reach(lease.address), *self._open(load, now)]
@@ -282,9 +282,9 @@ class LoadTable:
             return []
         load.problem = mismatch(load.lease, remote.hello, self.me)
         if not load.problem:
-            if not load.asked and load.staging is None:
+            if not load.asked:
                 load.fit_to(remote.hello, self.me)
-            if not load.asked and load.staging is not None:
+            if load.waits_for_room:
                 return self._open_staged()
             load.asked = True
             return [Send(remote.peer, load.open_message())]
@@ -315,8 +315,7 @@ class LoadTable:
             return self._go_on(load, peer, now)
         load.batches.add(message.first)
         load.receiving.add(message.first)
-        staged = load.staging is not None
-        return [ReceiveBlocks(peer, load.request_id, message.first, places, staged)]
+        return [ReceiveBlocks(peer, load.request_id, message.first, places, load.staged)]
 
     def _go_on(self, load: Load, peer: Peer, now: float) -> list[Action]:
         """Close, stop or end a load of which something has changed."""
@@ -387,15 +386,14 @@ class LoadTable:
             return []
         self.completed += ok
         self.failed += not ok
-        staged = load.staging is not None
-        others = self._open_staged() if staged else []
+        others = self._open_staged() if load.staged else []
         if not ok:
             return [LoadEnded(load.request_id, False, load.problem), *others]
         seconds = now - load.waiting_since
         if not load.early:
             self._count_wait(seconds)
         ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds)
-        return [Unpack(load.request_id), ended, *others] if staged else [ended]
+        return [Unpack(load.request_id), ended, *others] if load.staged else [ended]
 
     def _count_wait(self, seconds: float) -> None:
         self.waited[bisect_left(HAND_OFF_BOUNDS_S, seconds)] += 1

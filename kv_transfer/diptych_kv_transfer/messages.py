@@ -28,9 +28,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 LeaseId = Name
-TAG_BITS = 56
-Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << TAG_BITS)]
-"""On the transport it is multiplied by the number of P's ranks: each sends its part of a run."""
+Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Run = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """(first block of the lease, number of blocks)"""
 

@@ -26,22 +26,18 @@ class Regions:
         self._staged: dict[str, tuple[Staging, Shards]] = {}
         self.block_bytes = sum(shard.shape[1] for shard in shards)
         """Of one block, all ranks."""
-        self.num_ranks = len(shards)
 
-    def buffers(self, runs: Sequence[range]) -> list[Buffer]:
-        """The bytes of runs of our blocks: of each run every rank's."""
-        return _cut(self._shards, runs)
+    def buffers(self, runs: Sequence[range], staged_for: str | None = None) -> list[Buffer]:
+        """The bytes of runs of blocks, of each run every rank's: of our blocks, or of those in a
+        request's staging area."""
+        shards = self._shards if staged_for is None else self._staged[staged_for][1]
+        return [shard[run.start : run.stop].reshape(-1) for run in runs for shard in shards]
 
     def stage(self, request_id: str, staging: Staging) -> None:
         """Make room for what comes for a request."""
         shape = staging.num_blocks, staging.layout.block_bytes
         ranks = range(staging.layout.num_ranks)
         self._staged[request_id] = staging, [np.empty(shape, np.uint8) for _ in ranks]
-
-    def staged_buffers(self, request_id: str, runs: Sequence[range]) -> tuple[int, list[Buffer]]:
-        """The number of ranks that send, and as `buffers`, of runs of a request's staging area."""
-        staging, shards = self._staged[request_id]
-        return staging.layout.num_ranks, _cut(shards, runs)
 
     def unpack(self, request_id: str) -> None:
         """Copy what was staged for a request to where it belongs."""
@@ -61,12 +57,3 @@ class Regions:
     def drop(self, request_id: str) -> None:
         """Give a request's staging area back, if it has one."""
         self._staged.pop(request_id, None)
-
-    @property
-    def bytes_staged(self) -> int:
-        """Safe to ask from another thread."""
-        return sum(staging.num_bytes for staging, _ in list(self._staged.values()))
-
-
-def _cut(shards: Shards, runs: Sequence[range]) -> list[Buffer]:
-    return [shard[run.start : run.stop].reshape(-1) for run in runs for shard in shards]

@@ -27,7 +27,7 @@ from diptych_kv_transfer.messages import (
 LEASE = "0" * 32
 MESSAGES: list[AnyMessage] = [
     Hello("prefill-0", "epoch", {"dtype": "float32", "block_size": 16}),
-    Open(LEASE, "digest", (1 << 56) - 1, [(0, 3), (7, 1)]),
+    Open(LEASE, "digest", (1 << 62) - 1, [(0, 3), (7, 1)]),
     Open(LEASE, "digest", 0, []),
     Open(LEASE, "digest", 0, [], early=True),
     Close(LEASE, True, 7),
@@ -48,7 +48,7 @@ def test_a_message_survives_the_wire(message: AnyMessage) -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        ["Open", LEASE, "digest", 1 << 56, []],
+        ["Open", LEASE, "digest", 1 << 62, []],
         ["Open", LEASE, "digest", -1, []],
         ["Open", LEASE, "digest", 0, [[-1, 1]]],
         ["Open", LEASE, "digest", 0, [[0, 0]]],
