@@ -169,9 +169,10 @@ class HingeThread:
 
     def _report(self, event: LeaseEnded | LoadEnded) -> None:
         if isinstance(event, LoadEnded):
-            self._regions.drop(event.request_id)
-        if isinstance(event, LoadEnded) and event.ok:
-            self._totals.blocks_received += event.num_blocks
-            self._totals.bytes_received += event.num_blocks * self._regions.block_bytes
+            staged_bytes = self._regions.drop(event.request_id)
+            if event.ok:
+                num_bytes = staged_bytes or event.num_blocks * self._regions.block_bytes
+                self._totals.blocks_received += event.num_blocks
+                self._totals.bytes_received += num_bytes
         self._events.append(event)
         os.eventfd_write(self.wake_fd, 1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from diptych_kv_transfer.actions import Address
+from diptych_kv_transfer.actions import Address, Peer
 from diptych_kv_transfer.layout import Layout
 from diptych_kv_transfer.messages import Hello, Open, Run
 from diptych_kv_transfer.staging import Staging, plan_staging
@@ -45,6 +46,14 @@ class LeaseRef:
     @property
     def renew_every_s(self) -> float:
         return self.seconds / 3 if MIN_LEASE_S <= self.seconds <= MAX_LEASE_S else MIN_LEASE_S
+
+
+@dataclass(slots=True)
+class Remote:
+    """The engine at an address, as far as we are in touch with it."""
+
+    peer: Peer | None = None
+    hello: Hello | None = None
 
 
 @dataclass(slots=True)
@@ -132,17 +141,24 @@ class Load:
 def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, Staging]]:
     """Those of the loads that wait for room, in bytes, that can have it now.
 
-    They come in their order, none before another, and one that is alone may be of any size.
+    Those that somebody waits for come first, in their order; if none of them has room, the first
+    may be of any size. Early ones never have more than a half, and none while others wait.
     """
     staged = [(load, load.staging) for load in loads if load.staging is not None]
-    taken = sum(s.num_bytes for load, s in staged if load.asked and load.state in UNDER_WAY)
-    chosen = []
+    taken: Counter[bool] = Counter()
+    """By whether they are early."""
     for load, staging in staged:
-        if not load.waits_for_room:
-            continue
-        if taken and taken + staging.num_bytes > room:
+        if load.asked and load.state in UNDER_WAY:
+            taken[load.early] += staging.num_bytes
+    waiting = [(load, staging) for load, staging in staged if load.waits_for_room]
+    chosen = []
+    for load, staging in sorted(waiting, key=lambda pair: pair[0].early):
+        fits = taken.total() + staging.num_bytes <= room
+        if load.early:
+            fits = fits and taken[True] + staging.num_bytes <= room // 2
+        if not fits and (load.early or taken[False]):
             break
-        taken += staging.num_bytes
+        taken[load.early] += staging.num_bytes
         chosen.append((load, staging))
     return chosen
 

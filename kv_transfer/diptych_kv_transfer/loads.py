@@ -41,6 +41,7 @@ from diptych_kv_transfer.load import (
     LeaseRef,
     Load,
     LoadState,
+    Remote,
     mismatch,
     next_to_stage,
 )
@@ -59,14 +60,6 @@ from diptych_protocol.wire import HAND_OFF_BOUNDS_S
 
 STOP_SECONDS = 5.0
 """How long P may take to stop what was given up before its connection is cut."""
-
-
-@dataclass(slots=True)
-class Remote:
-    """The engine at an address, as far as we are in touch with it."""
-
-    peer: Peer | None = None
-    hello: Hello | None = None
 
 
 @dataclass(slots=True)
@@ -151,8 +144,7 @@ class LoadTable:
             return []
         if load.asked:
             return self._stop(load, now)
-        rejects = [] if load.early else self.reject(load.lease)
-        return [*self._end(load, now), *rejects]
+        return [*self._end(load, now), *self._let_go(load)]
 
     def reject(self, lease: LeaseRef) -> list[Action]:
         """Tell P that a lease is not needed."""
@@ -256,7 +248,7 @@ class LoadTable:
         load.problem = load.problem or f"no hand-off within {self.load_timeout_s:g} s"
         peer = self.remotes.get(load.lease.address, Remote()).peer
         if peer is None or load.waits_for_room:
-            return self._end(load, now)
+            return [*self._end(load, now), *self._let_go(load)]
         if load.asked and not load.last_chance:
             return self._stop(load, now)
         # A peer that is slow now may still write later: cut it off first.
@@ -288,11 +280,10 @@ class LoadTable:
                 return self._open_staged()
             load.asked = True
             return [Send(remote.peer, load.open_message())]
-        reject = [] if load.early else self.reject(load.lease)
-        return [*reject, *self._end(load, now)]
+        return [*self._let_go(load), *self._end(load, now)]
 
     def _open_staged(self) -> list[Action]:
-        """Ask for what has to be staged, first come first served, while there is room."""
+        """Ask for what has to be staged, while there is room."""
         actions: list[Action] = []
         for load, staging in next_to_stage(self.loads.values(), self.staging_bytes):
             peer = self.remotes.get(load.lease.address, Remote()).peer
@@ -343,7 +334,11 @@ class LoadTable:
         if peer is None:
             return []
         close = Send(peer, Close(load.lease.lease_id, False, load.tag))
-        return [close] if load.early else [close, *self.reject(load.lease)]
+        return [close, *self._let_go(load)]
+
+    def _let_go(self, load: Load) -> list[Action]:
+        """Its lease is not needed here; that of an early one may be by others."""
+        return [] if load.early else self.reject(load.lease)
 
     def _send_rejects(self, address: Address) -> list[Action]:
         remote = self.remotes[address]

@@ -20,7 +20,12 @@ class Regions:
         Args:
             shards: [num_blocks, bytes of its part of a block] by rank, contiguous.
             layout: of these blocks; None: nothing can be repacked into them.
+
+        Raises `ValueError` for a layout of other blocks.
         """
+        found = [shard.shape[1] for shard in shards]
+        if layout is not None and found != [layout.block_bytes] * layout.num_ranks:
+            raise ValueError(f"blocks of {found} bytes by rank are not those of {layout}")
         self._shards = shards
         self._layout = layout
         self._staged: dict[str, tuple[Staging, Shards]] = {}
@@ -54,6 +59,7 @@ class Regions:
             staging.end,
         )
 
-    def drop(self, request_id: str) -> None:
-        """Give a request's staging area back, if it has one."""
-        self._staged.pop(request_id, None)
+    def drop(self, request_id: str) -> int:
+        """Give a request's staging area back, if it has one; its bytes."""
+        staged = self._staged.pop(request_id, None)
+        return 0 if staged is None else staged[0].num_bytes

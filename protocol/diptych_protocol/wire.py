@@ -169,7 +169,10 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     loads_completed: int = 0
     loads_failed: int = 0
     blocks_received: int = 0
+    """This engine's blocks that completed loads have filled."""
     bytes_received: int = 0
+    """As they came, so that they are what prefill engines have sent for these loads, whatever the
+    size of their blocks."""
     seconds_receiving: float = 0.0
     """Sum over completed loads of the time a request waited for it, up to the validated close."""
     blocks_sent: int = 0

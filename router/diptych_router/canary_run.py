@@ -77,7 +77,7 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
         ok=not error,
         error=error,
         computed_by_decode=num_tokens - cached,
-        # Users' blocks may have crossed meanwhile; all blocks are of one size.
+        # Users' blocks may have crossed meanwhile; all of them take about as many bytes.
         blocks=blocks,
         bytes=received.bytes_received * blocks // max(1, received.blocks_received),
         milliseconds=(time.monotonic() - begin) * 1000,

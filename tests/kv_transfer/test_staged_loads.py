@@ -9,7 +9,16 @@ import pytest
 from diptych_kv_transfer.actions import Action, LoadEnded, ReceiveBlocks, Send, Stage, Unpack
 from diptych_kv_transfer.load import LeaseRef, LoadState
 from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import Closed, Hello, Open, Opened, Refused, Reject, Sending
+from diptych_kv_transfer.messages import (
+    Closed,
+    Hello,
+    Open,
+    Opened,
+    Refused,
+    Reject,
+    Renew,
+    Sending,
+)
 
 COMPAT: dict[str, str | int] = {
     "num_layers": 2, "kv_heads": 4, "head_dim": 8, "dtype": "float32",
@@ -133,6 +142,41 @@ def test_one_that_is_alone_may_be_larger_than_all_the_room() -> None:
     assert len(begin(table(D, P, room=1))) == 2
 
 
+def test_who_waits_goes_before_what_is_only_announced() -> None:
+    """Each load takes 112 tokens: early ones never have more than half of the room."""
+    loads = table(D, P, room=350 * TOKEN_BYTES)
+    assert len(begin(loads, "early", 1, early=True)) == 2
+    assert begin(loads, "second", 2, early=True) == [], "there is room, but not for early ones"
+    assert len(begin(loads, "a", 3)) == 2
+    assert len(begin(loads, "b", 4)) == 2
+    assert begin(loads, "c", 5) == []
+    assert begin(loads, "third", 6, early=True) == []
+    assert loads.adopt("third", 1.0) == []
+    arrive(loads, "early", 7, 1)
+    ends = loads.receive(PEER, Closed("early", held=True, tag=1), 3.0)
+    assert [action.request_id for action in ends if isinstance(action, Stage)] == ["c"]
+    arrive(loads, "a", 7, 3)
+    ends = loads.receive(PEER, Closed("a", held=True, tag=3), 3.0)
+    assert [action.request_id for action in ends if isinstance(action, Stage)] == ["third"]
+
+
+def test_one_that_somebody_waits_for_goes_even_if_early_ones_have_the_room() -> None:
+    loads = table(D, P, room=2 * 112 * TOKEN_BYTES)
+    assert len(begin(loads, "early", 1, early=True)) == 2
+    assert len(begin(loads, "a", 2, tokens=200)) == 2
+    assert begin(loads, "b", 3) == []
+    assert loads.adopt("early", 1.0) == [Send(PEER, Open("early", "digest", 1, [(0, 7)]))]
+    arrive(loads, "early", 7, 1)
+    ends = loads.receive(PEER, Closed("early", held=True, tag=1), 3.0)
+    assert not [action for action in ends if isinstance(action, Stage)]
+
+
+def test_an_early_one_larger_than_half_the_room_begins_when_it_is_waited_for() -> None:
+    loads = table(D, P, room=112 * TOKEN_BYTES)
+    assert begin(loads, early=True) == []
+    assert [type(action) for action in loads.adopt("r", 1.0)] == [Stage, Send]
+
+
 def test_one_that_waits_for_room_can_be_given_up_and_overdue_without_harm_to_others() -> None:
     loads = table(D, P, room=1)
     begin(loads, "a", 1)
@@ -142,8 +186,10 @@ def test_one_that_waits_for_room_can_be_given_up_and_overdue_without_harm_to_oth
     assert isinstance(ended, LoadEnded)
     assert reject == Send(PEER, Reject("b"))
     loads.loads["a"].deadline = 100.0
-    actions = [a for a in loads.tick(60.0) if isinstance(a, LoadEnded)]
-    assert [(a.request_id, a.ok) for a in actions] == [("c", False)]
+    ended, *rest = [a for a in loads.tick(60.0) if not isinstance(getattr(a, "message", 0), Renew)]
+    assert isinstance(ended, LoadEnded)
+    assert (ended.request_id, ended.ok) == ("c", False)
+    assert rest == [Send(PEER, Reject("c"))], "so P need not wait for the lease to expire"
     assert list(loads.loads) == ["a"], "and its connection is not cut"
 
 

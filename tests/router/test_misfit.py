@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from fake_core import FakeCore
+from service_kit import free_port
 
-from diptych_protocol import EngineDescription
+from diptych_protocol import EngineDescription, RouterConfig
+from diptych_router.discovery import Target
 from diptych_router.misfit import misfit
+from diptych_router.policy import Role
+from diptych_router.pools import Pools
 
 COMPAT = {"model": "m", "dtype": "float32", "head_dim": 64, "kv_heads": 4, "revision": "a"}
 
@@ -40,3 +46,29 @@ def test_it_is_the_pair_that_differs_least_that_is_named(*, swapped: bool) -> No
     far, near = engine("far", dtype="bfloat16", revision="b"), engine("near", revision="b")
     decode = [near, far] if swapped else [far, near]
     assert misfit([engine("p")], decode).startswith("p and near cannot exchange KV (revision: 'a'")
+
+
+async def test_pools_that_do_not_fit_are_why_a_router_is_not_ready(eventually: Any) -> None:
+    targets: dict[Role, list[Target]] = {
+        role: [("127.0.0.1", free_port())] for role in ("prefill", "decode")
+    }
+    said = {"prefill": engine("p"), "decode": engine("d", dtype="bfloat16")}
+    fakes = [
+        FakeCore(f"tcp://{host}:{port}", describe=msgspec.to_builtins(said[role]))
+        for role, [(host, port)] in targets.items()
+    ]
+    pools = Pools(
+        RouterConfig(model="m"), targets, None, None,
+        on_change=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+    )  # fmt: skip
+    pools.start()
+    try:
+        await eventually(lambda: pools.of("prefill") and pools.of("decode"))
+        assert pools.why_not_ready() == (
+            "no usable pair yet; p and d cannot exchange KV "
+            "(dtype: 'float32' in prefill, 'bfloat16' in decode)"
+        )
+    finally:
+        pools.close()
+        for fake in fakes:
+            await fake.close()

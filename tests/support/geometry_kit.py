@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from control_kit import Owner
+from core_kit import core_request
 
-from diptych_protocol import FinishReason, KVTransferConfig
+from diptych_protocol import FinishReason, KVTransferConfig, KVTransferStats, fingerprint
 
 DEADLINE_S = 30.0
 Geometry = tuple[int, int]
@@ -52,9 +54,9 @@ class Engines:
         for engine in self._engines.values():
             engine.core.close()
 
-    def until(self, condition: Callable[[], Any]) -> None:
-        """Let all engines go on until it holds."""
-        engines = list(self._engines.values())
+    def until(self, condition: Callable[[], Any], *but: Owner) -> None:
+        """Let all engines go on until it holds, but for those that are to stand still."""
+        engines = [engine for engine in self._engines.values() if engine not in but]
         wakes = [engine.core.connector.wake_fd for engine in engines]  # type: ignore[union-attr]
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
@@ -105,6 +107,26 @@ class Engines:
         self.until(lambda: giver.all_blocks_free and taker.all_blocks_free)
         return taker.tokens(name)
 
+    def announce(
+        self, giver: Owner, taker: Owner, prompt: list[int], lease_id: str, **params: Any
+    ) -> str:
+        """The name of a request that `taker` is told of, and fetches for, before `giver` is."""
+        name, about = self._name(), giver.core.description
+        announced = {
+            "do_remote_prefill": True,
+            "remote_engine_id": about.engine_id,
+            "remote_host": about.kv_transfer_host,
+            "remote_port": about.kv_transfer_port,
+            "epoch": about.epoch,
+            "compat": fingerprint(about.compat),
+            "lease_id": lease_id,
+            "remote_num_tokens": len(prompt),
+        }
+        extra = {"kv_transfer_params": announced}
+        request = core_request(name, prompt, extra_args=extra, ignore_eos=True, **params)
+        assert taker.core.call("announce_kv_transfer", [request])
+        return name
+
     def move(self, giver: Owner, taker: Owner, prompt: list[int], max_tokens: int) -> list[int]:
         """The answer to a request that changes engines in the middle of it."""
         name, params = self._name(), {"max_tokens": max_tokens, "ignore_eos": True}
@@ -131,3 +153,10 @@ class Engines:
     def _name(self) -> str:
         self._count += 1
         return f"r{self._count}"
+
+
+def totals(engine: Owner) -> KVTransferStats:
+    """What an engine's hinge has counted so far."""
+    stats = engine.core.stats().kv_transfer
+    assert stats is not None
+    return msgspec.structs.replace(stats)
