@@ -200,6 +200,13 @@ async def test_contract_Q11_an_abort_after_the_end_is_quiet(client: MQLLMEngineC
 
 async def test_contract_Q12_every_call_after_the_end_says_so(client: MQLLMEngineClient) -> None:
     client.close()
+    lease = {
+        "remote_engine_id": "p",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "lease_id": "0" * 32,
+        "epoch": 1,
+    }
     calls: list[Callable[[], Awaitable[Any]]] = [
         lambda: read(client, "r"),
         client.setup,
@@ -207,7 +214,7 @@ async def test_contract_Q12_every_call_after_the_end_says_so(client: MQLLMEngine
         client.reset_prefix_cache,
         client.list_loras,
         lambda: client.add_lora(LoRARequest("name", 1, "/nowhere")),
-        lambda: client.notify_kv_transfer_request_rejected("r", {}),
+        lambda: client.notify_kv_transfer_request_rejected("r", lease),
         client.drain_report,
         client.check_health,
         client.check_live,
