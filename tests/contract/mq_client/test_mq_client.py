@@ -205,7 +205,7 @@ async def test_contract_Q12_every_call_after_the_end_says_so(client: MQLLMEngine
         "remote_host": "127.0.0.1",
         "remote_port": 1,
         "lease_id": "0" * 32,
-        "epoch": 1,
+        "epoch": "e",
     }
     calls: list[Callable[[], Awaitable[Any]]] = [
         lambda: read(client, "r"),
