@@ -64,13 +64,13 @@ def open_connector(
         geometry: what may differ, by the names of `layout.GEOMETRY`; without it, nothing may.
         kv_memory: [num_blocks, block_bytes] of each rank, contiguous; must outlive the connector.
 
-    Raises `OSError` when the address cannot be had.
+    Raises `OSError` when the address cannot be had, `ValueError` when the memory is not what
+    `compat` and `geometry` say.
     """
     me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}))
-    hinge = make_hinge(config, me)
+    regions = Regions(kv_memory, Layout.of(me.compat, me.geometry))
     transport = UcxTransport(config.listen_host, config.listen_port)
-    driver = HingeThread(hinge, transport, Regions(kv_memory, Layout.of(me.compat, me.geometry)))
-    return KVConnector(hinge.me, config, driver)
+    return KVConnector(me, config, HingeThread(make_hinge(config, me), transport, regions))
 
 
 def make_hinge(config: KVTransferConfig, me: Hello) -> Hinge:

@@ -13,7 +13,7 @@ from diptych_kv_transfer.messages import Hello, Open, Run
 from diptych_kv_transfer.staging import Staging, plan_staging
 from diptych_protocol.kv_transfer_params import differences
 
-NEVER = float("inf")
+NEVER, AT_ONCE = float("inf"), float("-inf")
 MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
 """Leases outside are renewed as often as the shortest; their length comes from outside."""
 
@@ -65,6 +65,7 @@ class Load:
     renew_at: float
     state: LoadState = LoadState.HOLDING
     deadline: float = NEVER
+    """When it is overdue; `AT_ONCE`: the next `tick` sets it."""
     early: bool = False
     """Nobody waits for it yet: what goes wrong harms only it, and the lease outlives it."""
     waiting_since: float = 0.0
@@ -111,7 +112,11 @@ class Load:
         """It will be opened when there is room for what it brings."""
         return self.staged and not self.asked and self.state is LoadState.OPENING
 
-    def open_message(self) -> Open:
+    def ask(self) -> Open:
+        """What asks P for the blocks; a load that waited for room is given its time now."""
+        self.asked = True
+        if self.deadline == NEVER:
+            self.deadline = AT_ONCE
         runs = coalesce(self.wanted)
         return Open(self.lease.lease_id, self.digest, self.tag, runs, self.early)
 

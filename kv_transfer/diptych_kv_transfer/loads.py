@@ -36,6 +36,7 @@ from diptych_kv_transfer.actions import (
     Unpack,
 )
 from diptych_kv_transfer.load import (
+    AT_ONCE,
     NEVER,
     UNDER_WAY,
     LeaseRef,
@@ -224,7 +225,9 @@ class LoadTable:
         """Renew the leases of all loads; give up what is overdue."""
         actions: list[Action] = []
         for load in list(self.loads.values()):
-            if load.deadline <= now:
+            if load.deadline == AT_ONCE:
+                load.deadline = now + self.load_timeout_s
+            elif load.deadline <= now:
                 actions += self._overdue(load, now)
             elif load.renew_at <= now:
                 load.renew_at = now + load.lease.renew_every_s
@@ -277,9 +280,11 @@ class LoadTable:
             if not load.asked:
                 load.fit_to(remote.hello, self.me)
             if load.waits_for_room:
-                return self._open_staged()
-            load.asked = True
-            return [Send(remote.peer, load.open_message())]
+                actions = self._open_staged()
+                if load.waits_for_room and not load.early:
+                    load.deadline = NEVER  # those that have the room have deadlines
+                return actions
+            return [Send(remote.peer, load.ask())]
         return [*self._let_go(load), *self._end(load, now)]
 
     def _open_staged(self) -> list[Action]:
@@ -288,8 +293,7 @@ class LoadTable:
         for load, staging in next_to_stage(self.loads.values(), self.staging_bytes):
             peer = self.remotes.get(load.lease.address, Remote()).peer
             if peer is not None:
-                load.asked = True
-                actions += [Stage(load.request_id, staging), Send(peer, load.open_message())]
+                actions += [Stage(load.request_id, staging), Send(peer, load.ask())]
         return actions
 
     def _receive_batch(self, load: Load, peer: Peer, message: Sending, now: float) -> list[Action]:
@@ -341,13 +345,13 @@ class LoadTable:
         return [] if load.early else self.reject(load.lease)
 
     def _send_rejects(self, address: Address) -> list[Action]:
-        remote = self.remotes[address]
-        if remote.peer is None or remote.hello is None:
+        peer = self.remotes[address].peer
+        if peer is None or self.remotes[address].hello is None:
             return []
         mine = [x for x in self.rejects if x.address == address]
         self.rejects = [x for x in self.rejects if x.address != address]
         self.rejected += len(mine)
-        return [Send(remote.peer, Reject(x.lease_id)) for x in mine]
+        return [Send(peer, Reject(x.lease_id)) for x in mine]
 
     def _at(self, address: Address) -> list[Load]:
         return [load for load in self.loads.values() if load.lease.address == address]

@@ -1,6 +1,8 @@
 """A prefill engine's end of the hinge in its own process, for tests: one JSON command a line.
 
-python prefill_process.py PORT NUM_BLOCKS BLOCK_BYTES LEASE_SECONDS
+python prefill_process.py PORT NUM_BLOCKS BLOCK_BYTES LEASE_SECONDS [COMPAT GEOMETRY]
+
+The last two are JSON objects; the geometry says how many ranks there are, each with such blocks.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     port, num_blocks, block_bytes = map(int, sys.argv[1:4])
-    memory = np.random.default_rng(SEED).integers(0, 256, (num_blocks, block_bytes), np.uint8)
+    compat, geometry = map(json.loads, sys.argv[5:7] or ['{"dtype": "float32"}', "{}"])
+    random, shape = np.random.default_rng(SEED), (num_blocks, block_bytes)
+    ranks = range(geometry.get("tensor_parallel_size", 1))
     connector = open_connector(
         KVTransferConfig(listen_port=port, lease_seconds=float(sys.argv[4])),
         engine_id="prefill",
         epoch=str(os.getpid()),
-        compat={"dtype": "float32"},
-        kv_memory=[memory],
+        compat=compat,
+        geometry=geometry,
+        kv_memory=[random.integers(0, 256, shape, np.uint8) for _ in ranks],
     )
     print(json.dumps({"port": connector.port}), file=answers, flush=True)
     ended: dict[str, str] = {}
@@ -42,6 +47,10 @@ def main() -> None:
                 answer = connector.grant(
                     command["request"], command["blocks"], command["tokens"], [1], None
                 ).to_dict()
+            case "lend_a_part":
+                blocks, count = command["blocks"], command["count"]
+                answer = connector.promise("part", None, len(blocks), command["tokens"], None)
+                connector.lend(answer, blocks[:count])
             case "wait_lease_ended":
                 deadline = time.monotonic() + command["timeout_s"]
                 while command["request"] not in ended and time.monotonic() < deadline:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from diptych_kv_transfer.actions import Action, LoadEnded, ReceiveBlocks, Send, Stage, Unpack
+from diptych_kv_transfer.actions import Action, Fence, LoadEnded, ReceiveBlocks, Send, Stage, Unpack
 from diptych_kv_transfer.load import LeaseRef, LoadState
 from diptych_kv_transfer.loads import LoadTable
 from diptych_kv_transfer.messages import (
+    Close,
     Closed,
     Hello,
     Open,
     Opened,
     Refused,
     Reject,
-    Renew,
     Sending,
 )
 
@@ -177,20 +177,46 @@ def test_an_early_one_larger_than_half_the_room_begins_when_it_is_waited_for() -
     assert [type(action) for action in loads.adopt("r", 1.0)] == [Stage, Send]
 
 
-def test_one_that_waits_for_room_can_be_given_up_and_overdue_without_harm_to_others() -> None:
+def test_one_that_waits_for_room_can_be_given_up_without_harm_to_others() -> None:
     loads = table(D, P, room=1)
     begin(loads, "a", 1)
     begin(loads, "b", 2)
-    begin(loads, "c", 3)
     [ended, reject] = loads.cancel("b", 1.0)
     assert isinstance(ended, LoadEnded)
     assert reject == Send(PEER, Reject("b"))
-    loads.loads["a"].deadline = 100.0
-    ended, *rest = [a for a in loads.tick(60.0) if not isinstance(getattr(a, "message", 0), Renew)]
-    assert isinstance(ended, LoadEnded)
-    assert (ended.request_id, ended.ok) == ("c", False)
-    assert rest == [Send(PEER, Reject("c"))], "so P need not wait for the lease to expire"
-    assert list(loads.loads) == ["a"], "and its connection is not cut"
+    assert list(loads.loads) == ["a"]
+
+
+def test_the_time_of_one_that_waits_for_room_begins_when_it_has_room() -> None:
+    """A stalled engine holds up who comes after its load, but is not the end of them."""
+    loads = table(D, P, room=1)
+    begin(loads, "stalled", 1)
+    begin(loads, "waits", 2)
+    begin(loads, "early", 3, early=True)
+    assert Send(PEER, Close("stalled", False, 1)) in loads.tick(60.0)
+    assert list(loads.loads) == ["stalled", "waits"], "an announced one has its time at once"
+    assert LoadEnded("early", False, "no hand-off within 60 s") not in loads.tick(64.0)
+    ends = loads.receive(PEER, Closed("stalled", held=False, tag=1), 64.0)
+    assert [type(action) for action in ends] == [LoadEnded, Stage, Send]
+    loads.tick(64.0)
+    assert loads.loads["waits"].deadline == 124.0
+    assert Send(PEER, Close("waits", False, 2)) in loads.tick(124.0)
+
+
+def test_a_fence_gives_the_room_to_a_load_from_another_engine() -> None:
+    loads = table(D, P, room=1)
+    loads.reach(("q", 1))
+    loads.connected(("q", 1), PEER + 1)
+    loads.greeted(PEER + 1, hello(16, 2, "another"), 0.0)
+    begin(loads, "stalled", 1)
+    other = LeaseRef("other", ("q", 1), "another", "another's")
+    assert loads.start("other", other, "digest", 2, {0: 1}, 20, 30.0) == []
+    loads.tick(60.0)
+    assert Fence(PEER) in loads.tick(65.0)
+    ended, stage, opened = loads.peer_lost(PEER)
+    assert ended == LoadEnded("stalled", False, "no hand-off within 60 s")
+    assert isinstance(stage, Stage)
+    assert opened == Send(PEER + 1, Open("other", "digest", 2, [(0, 2)]))
 
 
 @pytest.mark.parametrize(
