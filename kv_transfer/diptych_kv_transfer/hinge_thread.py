@@ -133,7 +133,7 @@ class HingeThread:
         """Wait for news, let the hinge decide, and carry its actions out."""
         now = time.monotonic()
         deadline = self._hinge.next_deadline()
-        timeout = max(0.0, deadline - now) if math.isfinite(deadline) else None
+        timeout = None if deadline == math.inf else max(0.0, deadline - now)
         events = self._transport.poll(0.0 if self._commands else timeout)
         now = time.monotonic()
         while self._commands:

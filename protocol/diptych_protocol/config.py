@@ -26,7 +26,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     lease_seconds: float = 30.0
     """How long prefilled blocks stay pinned without a sign of life from the decode engine."""
     load_timeout_s: float = 60.0
-    """A decode engine gives a hand-off up after this long."""
+    """A decode engine gives a hand-off up after this long, a wait for staging left out."""
     staging_bytes: int = 256 << 20
     """Room for what comes in blocks of another size, or from another number of ranks, until it is
     unpacked; further such hand-offs wait. A single one may take more."""
