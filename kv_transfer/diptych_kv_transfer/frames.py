@@ -1,14 +1,15 @@
 """What two transports say to each other about blocks, beside the messages that they carry.
 
-    P                                   D
-    Introduction ─────────────────────▶     how my memory can be read, where my socket is (once)
-    Offer        ─────────────────────▶     where the runs are in P's memory
-                                            on one host, D reads them
-             ◀═════════════════════════     elsewhere it asks for them over the socket
-             ◀───────────────── PutInto     with RDMA it says where they are to go in its memory
-    Moved    ◀────────────────────────▶     whoever moved them says that it is over
+    sender                     receiver
+    Introduction ────────────▶          how processes of my host may read my memory (once)
+    Offer        ────────────▶          where the runs are in my memory
 
-Over the socket nobody says Moved: the bytes themselves tell. Sizes are checked where they arrive.
+                 ◀─────────── Moved     on one host: I have read them
+                 ◀─────────── Send      elsewhere: send them, under these tags; I wait for them
+                                        (or Moved, not ok: they are not what I asked for)
+
+After Send nobody says Moved: the bytes themselves tell. Only who was connected to introduces
+itself, as it is who prefills; its word is heeded on its own host only.
 """
 
 from __future__ import annotations
@@ -25,17 +26,7 @@ Address = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 Length = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Span = tuple[Address, Length]
 """Bytes of one process's memory."""
-
-
-class Process(msgspec.Struct, frozen=True, array_like=True):
-    """A process, as far as another one needs it to read its memory."""
-
-    host: str
-    """Boot and PID namespace: processes with the same may know each other by pid."""
-    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    probe_address: Address
-    probe: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """What is found there, so that a reader knows that it reads the right process."""
+Packed = Annotated[bytes, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -43,10 +34,15 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Introduction(Frame, frozen=True):
-    process: Process
-    port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
-    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """To be said first over the socket."""
+    host: str
+    """Boot and PID namespace; a process elsewhere cannot know it."""
+    address: Packed
+    """Of the UCX worker that others read our memory by."""
+    key: Packed
+    """UCX's remote key of our memory."""
+    probe_address: Address
+    probe: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """What is found there, so that a reader knows that it can read, and reads the right process."""
 
 
 class Offer(Frame, frozen=True):
@@ -54,12 +50,10 @@ class Offer(Frame, frozen=True):
     runs: list[Span]
 
 
-class PutInto(Frame, frozen=True):
+class Send(Frame, frozen=True):
     tag: Tag
-    targets: list[tuple[Address, Annotated[int, msgspec.Meta(ge=0)]]]
-    """For each run where it goes, and the index of the key of that memory."""
-    keys: list[Annotated[bytes, msgspec.Meta(min_length=1, max_length=4096)]]
-    """Packed UCX remote keys."""
+    first: Tag
+    """UCX tag of the first piece; the following ones count up."""
 
 
 class Moved(Frame, frozen=True):
@@ -67,7 +61,7 @@ class Moved(Frame, frozen=True):
     ok: bool
 
 
-AnyFrame = Introduction | Offer | PutInto | Moved
+AnyFrame = Introduction | Offer | Send | Moved
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(AnyFrame).decode

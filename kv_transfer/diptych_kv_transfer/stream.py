@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from ucxx._lib import libucxx
-from ucxx._lib.arr import Array
 
 from diptych_kv_transfer import frames
 from diptych_kv_transfer.messages import MAX_MESSAGE_BYTES
 from diptych_kv_transfer.transport import Buffer
+from diptych_kv_transfer.ucp import Array, libucxx
 
 HEADER_BYTES = 4
 """Three bytes of length, one of kind."""
@@ -30,16 +29,28 @@ class Stream:
         self._endpoint = endpoint
         self._sends: list[tuple[Any, Buffer]] = []
         """What is in flight, with its bytes kept alive."""
+        self._pending = b""
         self._kind: int | None = None
         """Of the message that is being received; None: its length and kind are."""
         self._receive(HEADER_BYTES)
 
     def send(self, kind: int, data: bytes) -> None:
-        """Send a message."""
-        self._sends = [pair for pair in self._sends if not pair[0].completed]
+        """Send a message with the next `flush`."""
         header = len(data) | kind << 24
-        buffer = np.frombuffer(header.to_bytes(HEADER_BYTES, "little") + data, np.uint8)
-        self._sends.append((self._endpoint.stream_send(Array(buffer)), buffer))
+        self._pending += header.to_bytes(HEADER_BYTES, "little") + data
+
+    @property
+    def pending(self) -> bool:
+        """There is something to flush."""
+        return bool(self._pending)
+
+    def flush(self) -> None:
+        """Send what there is, at once: each send wakes the other side, and it takes our core."""
+        self._sends = [pair for pair in self._sends if not pair[0].completed]
+        if self._pending:
+            buffer = np.frombuffer(self._pending, np.uint8)
+            self._sends.append((self._endpoint.stream_send(Array(buffer)), buffer))
+            self._pending = b""
 
     def next_message(self) -> tuple[int, bytes] | None:
         """The kind and content of a message that has arrived; None: there is none.

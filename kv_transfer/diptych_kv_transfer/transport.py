@@ -27,7 +27,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """What the connection that moved blocks last uses, for example `cma,tcp`; empty before."""
+        """How the last blocks went: `cma` (read on one host), `tcp`, …; empty before."""
 
     def connect(self, address: Address) -> None:
         """Begin to connect; ends in Connected or ConnectFailed."""
@@ -44,7 +44,7 @@ class Transport(Protocol):
     def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
         """Receive what the peer sends under a tag, buffer for buffer; ends in TransferEnded(key).
 
-        It fails if their sizes differ, and it may if the peer connected to us.
+        It fails if their sizes differ.
         """
 
     def fence(self, peer: Peer) -> None:

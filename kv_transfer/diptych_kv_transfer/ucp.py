@@ -1,26 +1,37 @@
-"""One-sided writes through libucp, on the endpoints and contexts that UCXX made.
+"""UCX: UCXX's binding, and what is needed of libucp and has none there.
 
-UCXX has no Python binding for them. One `ucp_put_nbx` a run costs a microsecond where a tag message
-of UCXX costs ten on either side, and takes one message from the receiver, not three a run.
+A tag message of UCXX costs ten microseconds on either side, one of these a single one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Sequence
+import os
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
+import libucx
 import numpy as np
 from numpy.typing import NDArray
 
-UCS_OK, UCS_INPROGRESS = 0, 1
+os.environ.setdefault("UCX_LOG_LEVEL", "error")  # read when the library is loaded
+libucx.load_library()
+
+from ucxx._lib import libucxx as libucxx  # noqa: E402  (it needs both)
+from ucxx._lib.arr import Array as Array  # noqa: E402
+
+OK, IN_PROGRESS = 0, 1
 LAST_ERROR = -100
 """`UCS_ERR_LAST`: a request pointer from here up to zero is a status."""
+ALL_BITS = (1 << 64) - 1
 EP_ATTR_FIELD_TRANSPORTS = 1 << 3
 MEM_MAP_FIELD_ADDRESS_AND_LENGTH = 3
+OP_ATTR_FLAG_NO_IMM_CMPL = 1 << 16
 MAX_TRANSPORTS = 16
+
+
+class UcpError(Exception):
+    """UCX refused."""
 
 
 class _MemMapParams(ctypes.Structure):
@@ -35,13 +46,15 @@ class _MemMapParams(ctypes.Structure):
 
 
 class _RequestParam(ctypes.Structure):
-    """`ucp_request_param_t` with nothing asked for."""
+    """`ucp_request_param_t` without its optional fields."""
 
-    _fields_ = [
-        ("op_attr_mask", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("rest", c_char * 128),
-    ]
+    _fields_ = [("op_attr_mask", ctypes.c_uint32), ("rest", c_char * 132)]
+
+
+class _TagInfo(ctypes.Structure):
+    """`ucp_tag_recv_info_t`"""
+
+    _fields_ = [("sender_tag", c_uint64), ("length", c_size_t)]
 
 
 class _TransportEntry(ctypes.Structure):
@@ -73,9 +86,12 @@ def _bind(library: Any) -> Any:
         ("ucp_rkey_buffer_release", None, [c_void_p]),
         ("ucp_ep_rkey_unpack", c_int, [c_void_p] * 3),
         ("ucp_rkey_destroy", None, [c_void_p]),
-        ("ucp_put_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, c_void_p]),
-        ("ucp_ep_flush_nbx", c_void_p, [c_void_p] * 2),
+        ("ucp_get_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, c_void_p]),
+        ("ucp_tag_send_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p]),
+        ("ucp_tag_recv_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, *[c_uint64] * 2, c_void_p]),
+        ("ucp_tag_recv_request_test", c_int, [c_void_p] * 2),
         ("ucp_request_check_status", c_int, [c_void_p]),
+        ("ucp_request_cancel", None, [c_void_p] * 2),
         ("ucp_request_free", None, [c_void_p]),
         ("ucp_ep_query", c_int, [c_void_p] * 2),
     ):
@@ -87,142 +103,99 @@ def _bind(library: Any) -> Any:
 # Every call takes microseconds. Giving up the interpreter's lock for each of a few hundred would
 # let the engine's thread in as often, for up to five milliseconds.
 _ucp = _bind(ctypes.PyDLL("libucp.so.0"))
-_NOTHING = _RequestParam()
+_param = _RequestParam(op_attr_mask=OP_ATTR_FLAG_NO_IMM_CMPL)
+_PARAM = byref(_param)
 
 
-class UcpError(Exception):
-    """UCX refused."""
+def address_of(buffer: NDArray[np.uint8]) -> int:
+    """Where the bytes of a writable array are."""
+    # numpy's own ways to tell take five times as long, and a hand-off asks hundreds of times.
+    return ctypes.addressof(_Bytes.from_buffer(buffer.data))
+
+
+_Bytes = c_char * 0
+
+
+def tag_send(endpoint: int, address: int, length: int, tag: int) -> int:
+    """Begin to send bytes of ours as one message; returns the request."""
+    return _request(_ucp.ucp_tag_send_nbx(endpoint, address, length, tag, _PARAM))
+
+
+def tag_receive(worker: int, address: int, length: int, tag: int) -> int:
+    """Begin to receive the message of a tag into our memory; returns the request."""
+    return _request(_ucp.ucp_tag_recv_nbx(worker, address, length, tag, ALL_BITS, _PARAM))
+
+
+def get(endpoint: int, address: int, length: int, remote_address: int, key: int) -> int:
+    """Begin to read memory of a peer into ours; returns the request."""
+    return _request(_ucp.ucp_get_nbx(endpoint, address, length, remote_address, key, _PARAM))
+
+
+def _request(request: int | None) -> int:
+    """NO_IMM_CMPL: there always is one; an error comes instead of a pointer."""
+    if request is None or LAST_ERROR <= ctypes.c_int64(request).value < 0:
+        raise UcpError(f"UCX status {request and ctypes.c_int64(request).value}")
+    return request
+
+
+def status_of(request: int) -> int:
+    """OK, IN_PROGRESS or an error's negative number."""
+    status: int = _ucp.ucp_request_check_status(request)
+    return status
+
+
+def received_bytes(request: int) -> int:
+    """How long the message was that has been received."""
+    info = _TagInfo()
+    _ucp.ucp_tag_recv_request_test(request, byref(info))
+    return int(info.length)
+
+
+def cancel(worker: int, request: int) -> None:
+    """Have a request end soon, whatever comes or does not."""
+    _ucp.ucp_request_cancel(worker, request)
+
+
+def free(request: int) -> None:
+    """Give a request back to UCX."""
+    _ucp.ucp_request_free(request)
+
+
+class ReadableMemory:
+    """An array that peers may read, by its `key`, for as long as this is open."""
+
+    def __init__(self, context: int, array: NDArray[np.uint8]) -> None:
+        """Raises `UcpError`."""
+        self._context, self._array, self._handle = context, array, c_void_p()
+        params = _MemMapParams(MEM_MAP_FIELD_ADDRESS_AND_LENGTH, address_of(array), array.nbytes)
+        _check(_ucp.ucp_mem_map(context, byref(params), byref(self._handle)), "registering memory")
+        packed, length = c_void_p(), c_size_t()
+        _check(
+            _ucp.ucp_rkey_pack(context, self._handle, byref(packed), byref(length)),
+            "packing a memory key",
+        )
+        self.key = ctypes.string_at(packed, length.value)
+        """Packed, for `unpack_key` of a peer."""
+        _ucp.ucp_rkey_buffer_release(packed)
+
+    def close(self) -> None:
+        _ucp.ucp_mem_unmap(self._context, self._handle)
+
+
+def unpack_key(endpoint: int, packed: bytes) -> int:
+    """A peer's key for use on its endpoint, until `destroy_key`. Raises `UcpError`."""
+    key = c_void_p()
+    _check(_ucp.ucp_ep_rkey_unpack(endpoint, packed, byref(key)), "unpacking a memory key")
+    return int(key.value or 0)
+
+
+def destroy_key(key: int) -> None:
+    _ucp.ucp_rkey_destroy(key)
 
 
 def _check(status: int, what: str) -> None:
-    if status != UCS_OK:
+    if status != OK:
         raise UcpError(f"{what}: UCX status {status}")
-
-
-class Registry:
-    """Which of our memory UCX knows, with the keys that let a peer write to it."""
-
-    def __init__(self, context: int) -> None:
-        """`context` is the handle of a UCP context that outlives this."""
-        self._context = context
-        self._known: dict[int, tuple[weakref.ref[Any], int, bytes]] = {}
-        self._gone: list[int] = []
-
-    def key_of(self, buffer: NDArray[np.uint8]) -> bytes:
-        """The packed remote key of the array that a buffer is a part of.
-
-        It is registered the first time, and stays so until it is collected.
-        """
-        self._unmap_gone()
-        root = buffer
-        while isinstance(root.base, np.ndarray):
-            root = root.base
-        known = self._known.get(id(root))
-        if known is None:
-            known = self._known[id(root)] = self._register(root)
-        return known[2]
-
-    def _register(self, root: NDArray[np.uint8]) -> tuple[weakref.ref[Any], int, bytes]:
-        handle, packed, length = c_void_p(), c_void_p(), c_size_t()
-        params = _MemMapParams(
-            MEM_MAP_FIELD_ADDRESS_AND_LENGTH, root.__array_interface__["data"][0], root.nbytes
-        )
-        _check(_ucp.ucp_mem_map(self._context, byref(params), byref(handle)), "registering memory")
-        _check(
-            _ucp.ucp_rkey_pack(self._context, handle, byref(packed), byref(length)),
-            "packing a memory key",
-        )
-        key = ctypes.string_at(packed, length.value)
-        _ucp.ucp_rkey_buffer_release(packed)
-        identity, mapped = id(root), int(handle.value or 0)
-
-        def forget(_: object) -> None:
-            # Any thread may drop the last reference; UCX is left to the one that owns it.
-            del self._known[identity]
-            self._gone.append(mapped)
-
-        return weakref.ref(root, forget), mapped, key
-
-    def _unmap_gone(self) -> None:
-        while self._gone:
-            _ucp.ucp_mem_unmap(self._context, self._gone.pop())
-
-    def close(self) -> None:
-        """Unmap everything."""
-        self._gone += [mapped for _, mapped, _ in self._known.values()]
-        self._known.clear()
-        self._unmap_gone()
-
-
-class Put:
-    """Writes from our memory to a peer's, and the flush after them."""
-
-    def __init__(
-        self,
-        endpoint: int,
-        sources: Sequence[tuple[int, int]],
-        targets: Sequence[tuple[int, int]],
-        keys: Sequence[bytes],
-    ) -> None:
-        """Write each source (address, length) to its target (address, index of its key).
-
-        The sources must stay as they are until it has `ended`.
-        """
-        self._keys: list[c_void_p] = []
-        self._requests: list[int] = []
-        self._flush: int | None = None
-        self._refused = False
-        for key in keys:
-            unpacked = c_void_p()
-            self._refused |= _ucp.ucp_ep_rkey_unpack(endpoint, key, byref(unpacked)) != UCS_OK
-            self._keys.append(unpacked)
-        param, put = byref(_NOTHING), _ucp.ucp_put_nbx
-        for (address, length), (target, key_index) in zip(sources, targets, strict=True):
-            if length and not self._refused:
-                key_handle = self._keys[key_index]
-                self._keep(put(endpoint, address, length, target, key_handle, param))
-        if not self._refused:
-            self._flush = self._keep(_ucp.ucp_ep_flush_nbx(endpoint, param))
-
-    def _keep(self, request: int | None) -> int | None:
-        """Remember a request. None: it has ended at once; an error comes instead of a pointer."""
-        if request is None:
-            return None
-        if LAST_ERROR <= ctypes.c_int64(request).value < 0:
-            self._refused = True
-            return None
-        self._requests.append(request)
-        return request
-
-    @property
-    def done(self) -> bool:
-        """Everything has arrived, or will not."""
-        return self._flush is None or _status(self._flush) != UCS_INPROGRESS
-
-    @property
-    def ok(self) -> bool:
-        """Everything has arrived."""
-        arrived = self._flush is None or _status(self._flush) == UCS_OK
-        return arrived and not self._refused
-
-    @property
-    def ended(self) -> bool:
-        """UCX touches the sources no more."""
-        return all(_status(request) != UCS_INPROGRESS for request in self._requests)
-
-    def free(self) -> None:
-        """Give UCX back what it lent; to be called when it has ended."""
-        for request in self._requests:
-            _ucp.ucp_request_free(request)
-        for key in self._keys:
-            if key:
-                _ucp.ucp_rkey_destroy(key)
-        self._requests, self._keys, self._flush = [], [], None
-
-
-def _status(request: int) -> int:
-    status: int = _ucp.ucp_request_check_status(request)
-    return status
 
 
 def transports_of(endpoint: int) -> str:
@@ -234,7 +207,7 @@ def transports_of(endpoint: int) -> str:
         num_entries=MAX_TRANSPORTS,
         entry_size=ctypes.sizeof(_TransportEntry),
     )
-    if _ucp.ucp_ep_query(endpoint, byref(attributes)) != UCS_OK:
+    if _ucp.ucp_ep_query(endpoint, byref(attributes)) != OK:
         return ""
     found = entries[: attributes.num_entries]
     return ",".join(sorted({entry.transport.decode() for entry in found if entry.transport}))

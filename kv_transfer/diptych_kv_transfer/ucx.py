@@ -3,7 +3,7 @@
 Control messages and the frames of transfers travel on a connection's UCX stream; blocks move from
 the KV memory and into it without a copy of ours, see `exchange.py`. The owner's thread drives UCX:
 while there is anything to progress it does so, and otherwise it sleeps in epoll on the worker's
-event descriptor and the sockets, so that an idle connection costs nothing.
+event descriptor, so that an idle connection costs nothing.
 
 Endpoints are created with error handling: a peer that dies is noticed (at once while bytes are in
 flight, by keep-alive otherwise), and an endpoint can be cut with transfers in flight, which is what
@@ -18,20 +18,13 @@ import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import libucx
 import msgspec
 
-os.environ.setdefault("UCX_LOG_LEVEL", "error")  # read when the library is loaded
-libucx.load_library()
-
-from ucxx._lib import libucxx  # noqa: E402  (it needs the library and the setting above)
-
-from diptych_kv_transfer import frames  # noqa: E402
-from diptych_kv_transfer.actions import Address, Peer  # noqa: E402
-from diptych_kv_transfer.events import (  # noqa: E402
+from diptych_kv_transfer import frames
+from diptych_kv_transfer.actions import Address, Peer
+from diptych_kv_transfer.events import (
     Connected,
     ConnectFailed,
     Event,
@@ -39,23 +32,27 @@ from diptych_kv_transfer.events import (  # noqa: E402
     Received,
     TransferEnded,
 )
-from diptych_kv_transfer.exchange import Exchange, ExchangeError, Means  # noqa: E402
-from diptych_kv_transfer.same_host import is_allowed, this_process  # noqa: E402
-from diptych_kv_transfer.sockets import Door  # noqa: E402
-from diptych_kv_transfer.stream import FRAME, MESSAGE, Stream, StreamError  # noqa: E402
-from diptych_kv_transfer.transport import Buffer  # noqa: E402
-from diptych_kv_transfer.ucp import Registry  # noqa: E402
+from diptych_kv_transfer.exchange import Exchange, ExchangeError, Handles
+from diptych_kv_transfer.passage import PIECE_BYTES
+from diptych_kv_transfer.same_host import SameHost, may_read, network_transports
+from diptych_kv_transfer.stream import FRAME, MESSAGE, Stream, StreamError
+from diptych_kv_transfer.transport import Buffer
+from diptych_kv_transfer.ucp import UcpError, libucxx
 
 log = logging.getLogger(__name__)
 
+SEGMENT_BYTES = PIECE_BYTES + (64 << 10)
+"""With room for UCX's headers."""
 OPTIONS = {
     "KEEPALIVE_INTERVAL": "1s",
+    "RNDV_THRESH": str(PIECE_BYTES + 1),  # no piece waits until its receiver has answered,
+    "TCP_TX_SEG_SIZE": str(SEGMENT_BYTES),  # and each is sent whole
+    "TCP_RX_SEG_SIZE": str(SEGMENT_BYTES),
     "TCP_CM_REUSEADDR": "y",  # an engine that was restarted listens where it did before
 }
 """A UCX_* variable of the environment wins over these."""
 
 DRAIN_TIMEOUT_S = 2.0
-RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(slots=True)
@@ -65,41 +62,40 @@ class _Connection:
     exchange: Exchange
     lost: bool = False
 
+    def cut(self, reason: Exception) -> None:
+        log.info("cutting a connection: %s", reason)
+        self.lost = True
+
 
 class UcxTransport:
     """See `diptych_kv_transfer.transport.Transport`."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen on a port of every address, as UCXX offers no choice; for blocks, on `host` only.
+        """Listen on a port of every address: UCXX offers no choice, so `host` is only for errors.
 
-        Raises `OSError` when that cannot be had.
+        Raises `OSError` when the port cannot be had, or UCX_TLS names nothing that can listen.
         """
         options = {k: v for k, v in OPTIONS.items() if f"UCX_{k}" not in os.environ}
-        rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
-        features = [libucxx.Feature.STREAM, libucxx.Feature.WAKEUP]
-        if rdma:  # not elsewhere: it lets peers read and write our memory in software
-            features.append(libucxx.Feature.RMA)
-        self._context = libucxx.UCXContext(options, feature_flags=tuple(features))
+        options["TLS"] = network_transports()
+        features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
+        self._context = libucxx.UCXContext(options, feature_flags=features)
         self._worker = libucxx.UCXWorker(
             self._context, enable_delayed_submission=False, enable_python_future=False
         )
         self._worker.init_blocking_progress_mode()
         self._accepted: list[Any] = []
-        self._epoll = select.epoll()
-        door = Door(host, self._epoll)
         try:
             self._listener: Any = libucxx.UCXListener.create(self._worker, port, self._accept)
         except libucxx.UCXError as exc:
-            door.close()
             raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
-        registry = Registry(self._context.handle) if rdma else None
-        self._means = Means(this_process(), is_allowed(), door, self._epoll, registry)
+        self._same_host = open_same_host()
         self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
         self._next_peer = 0
         self._events: list[Event] = []
         self._name = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
         self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closed = False
@@ -123,10 +119,10 @@ class UcxTransport:
         self._next_peer += 1
         stream = Stream(endpoint)
         exchange = Exchange(
-            endpoint.handle,
-            self._means,
-            address,
+            Handles(endpoint.handle, self._worker.handle),
+            self._same_host,
             say=lambda frame: stream.send(FRAME, frames.encode(frame)),
+            accepted=address is None,
         )
         connection = self._connections[peer] = _Connection(endpoint, stream, exchange)
 
@@ -161,22 +157,21 @@ class UcxTransport:
         connection.stream.send(MESSAGE, data)
 
     def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        exchange = self._exchange_with(peer, key)
-        if exchange is not None:
-            exchange.send(key, tag, buffers)
-
-    def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        exchange = self._exchange_with(peer, key)
-        if exchange is not None:
-            exchange.receive(key, tag, buffers)
-
-    def _exchange_with(self, peer: Peer, key: str) -> Exchange | None:
-        """Where a transfer is to take place; it has failed if its connection is lost."""
         connection = self._connections.get(peer)
         if connection is None or connection.lost:
             self._events.append(TransferEnded(key, ok=False))
-            return None
-        return connection.exchange
+        else:
+            connection.exchange.send(key, tag, buffers)
+
+    def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+        connection = self._connections.get(peer)
+        if connection is None or connection.lost:
+            self._events.append(TransferEnded(key, ok=False))
+            return
+        try:
+            connection.exchange.receive(key, tag, buffers)
+        except ExchangeError as exc:
+            connection.cut(exc)
 
     # --- progress -----------------------------------------------------------------------------
 
@@ -191,15 +186,18 @@ class UcxTransport:
         return events
 
     def _sleepy(self) -> bool:
-        """Nothing is left to progress, and the event descriptor is armed."""
-        if any(connection.exchange.busy for connection in self._connections.values()):
-            return False
+        """Nothing is left to send or to progress, and the event descriptor is armed."""
+        for connection in self._connections.values():
+            if connection.lost or connection.exchange.busy or connection.stream.pending:
+                return False
         return not self._worker.progress_once() and bool(self._worker.arm())
 
     def _collect(self) -> None:
+        for connection in self._connections.values():
+            if not connection.lost:
+                connection.stream.flush()
         while self._worker.progress_once():
             pass
-        self._means.door.advance()
         accepted, self._accepted = self._accepted, []
         for endpoint in accepted:
             self._adopt(endpoint, None)
@@ -211,8 +209,7 @@ class UcxTransport:
             try:
                 self._take(peer, connection)
             except (StreamError, ExchangeError, msgspec.MsgspecError) as exc:
-                log.info("cutting a connection: %s", exc)
-                connection.lost = True
+                connection.cut(exc)
         if connection.lost:
             self._bury(peer, connection)
 
@@ -232,18 +229,16 @@ class UcxTransport:
 
     def _bury(self, peer: Peer, connection: _Connection) -> None:
         """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
-        puts = connection.exchange.abandon()
+        passages = connection.exchange.abandon()
         connection.endpoint.close_blocking()
         self._worker.cancel_inflight_requests()
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while not all(put.ended for put in puts):
+        while passages := [passage for passage in passages if not passage.ended]:
             self._worker.progress_once()
             if time.monotonic() > deadline:
                 # Its endpoint is destroyed, so nothing can be sent for it any more.
                 log.error("UCX did not end a transfer of a connection that was cut")
                 break
-        for put in filter(lambda put: put.ended, puts):
-            put.free()
         del self._connections[peer]
         self._events += [*connection.exchange.take_ended(), PeerLost(peer)]
 
@@ -258,8 +253,18 @@ class UcxTransport:
             self._bury(peer, connection)
         self._listener = None  # UCXX stops listening when nobody holds it
         self._worker.progress()
-        self._means.door.close()
-        if self._means.registry is not None:
-            self._means.registry.close()
+        if self._same_host is not None:
+            self._same_host.close()
         self._epoll.close()
         os.close(self._wake)
+
+
+def open_same_host() -> SameHost | None:
+    """How processes of this host read each other; None: UCX_TLS forbids it, or UCX cannot."""
+    if not may_read():
+        return None
+    try:
+        return SameHost()
+    except UcpError as exc:
+        log.warning("blocks will go through connections on this host, too: %s", exc)
+        return None

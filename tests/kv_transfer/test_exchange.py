@@ -1,94 +1,151 @@
-"""What a transfer's other side may say, and reading the memory of another process."""
+"""What a transfer's other side may say, and the two ways in which blocks move."""
 
 from __future__ import annotations
 
-import os
-import select
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from diptych_kv_transfer import frames
+from diptych_kv_transfer import frames, passage, same_host
 from diptych_kv_transfer.events import TransferEnded
-from diptych_kv_transfer.exchange import MAX_UNCLAIMED_OFFERS, Exchange, ExchangeError, Means
-from diptych_kv_transfer.frames import AnyFrame, Introduction, Moved, Offer, PutInto
+from diptych_kv_transfer.exchange import MAX_UNCLAIMED_OFFERS, Exchange, ExchangeError, Handles
+from diptych_kv_transfer.frames import AnyFrame, Introduction, Moved, Offer, Send
+from diptych_kv_transfer.passage import PIECE_BYTES, Passage
 from diptych_kv_transfer.same_host import (
-    MAX_BYTES_AT_ONCE,
-    MAX_VECTORS,
+    BYTES_AT_ONCE,
+    RUNS_AT_ONCE,
+    OtherProcess,
     Reading,
-    address_of,
-    can_read,
-    is_allowed,
-    this_process,
+    SameHost,
+    may_read,
+    network_transports,
 )
-from diptych_kv_transfer.sockets import Door
+from diptych_kv_transfer.ucp import UcpError, address_of, libucxx
 
-ME = this_process()
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[SameHost]:
+    host = SameHost()
+    yield host
+    host.close()
+
+
+@dataclass
+class Loop:
+    """A UCX worker that is connected to itself."""
+
+    context: Any = field(
+        default_factory=lambda: libucxx.UCXContext({}, feature_flags=(libucxx.Feature.TAG,))
+    )
+
+    def __post_init__(self) -> None:
+        self.worker = same_host.new_worker(self.context)
+        self.endpoint = self.worker.create_endpoint_from_worker_address(self.worker.address, False)
+        self.handles = Handles(self.endpoint.handle, self.worker.handle)
+
+    def finish(self, *passages: Passage) -> None:
+        while not all(one.ended for one in passages):
+            self.worker.progress()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
 
 
 Said = list[AnyFrame]
+Ends = tuple[Exchange, Said]
+
+
+@pytest.fixture(params=["read", "sent"])
+def receiver(request: pytest.FixtureRequest, here: SameHost, loop: Loop) -> Iterator[Ends]:
+    """Who connected to this very process, what it says; blocks will be read by it or sent to it."""
+    said: Said = []
+    exchange = Exchange(loop.handles, here, said.append, accepted=False)
+    if request.param == "read":
+        exchange.handle(here.introduction)
+    yield exchange, said
+    loop.finish(*exchange.abandon())
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Exchange, Said]]:
-    """An exchange with a process of this host, but without a connection, and what it says."""
+def sender(here: SameHost, loop: Loop) -> Iterator[Ends]:
+    """Who was connected to, and has introduced itself."""
     said: Said = []
-    with select.epoll() as epoll:
-        door = Door("127.0.0.1", epoll)
-        means = Means(ME, True, door, epoll, None)
-        exchange = Exchange(0, means, ("127.0.0.1", 1), said.append)
-        exchange.handle(Introduction(ME, 1, bytes(16)))
-        said.clear()
-        yield exchange, said
-        exchange.abandon()
-        door.close()
+    exchange = Exchange(loop.handles, here, said.append, accepted=True)
+    assert said == [here.introduction]
+    said.clear()
+    yield exchange, said
+    loop.finish(*exchange.abandon())
 
 
 def offer(tag: int, array: np.ndarray) -> Offer:
     return Offer(tag, [(address_of(array), array.nbytes)])
 
 
-def test_the_receiver_reads_what_is_offered_and_says_so(pair: tuple[Exchange, Said]) -> None:
-    exchange, said = pair
+def test_what_is_offered_arrives_and_both_sides_know(
+    receiver: Ends, sender: Ends, loop: Loop
+) -> None:
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
-    exchange.receive("key", 1, [target])
-    assert not exchange.busy
-    exchange.handle(offer(1, source))
-    assert exchange.busy
-    assert exchange.advance() == [TransferEnded("key", ok=True)]
-    assert said == [Moved(1, ok=True)]
+    (to, asked), (of, offered) = receiver, sender
+    to.receive("in", 1, [target])
+    assert not to.busy
+    of.send("out", 1, [source])
+    to.handle(offered.pop())
+    ended: list[TransferEnded] = []
+    while len(ended) < 2:
+        ended += to.advance()
+        while asked:
+            of.handle(asked.pop())
+        loop.worker.progress()
+        ended += of.advance()
+    assert set(ended) == {TransferEnded("in", ok=True), TransferEnded("out", ok=True)}
     assert np.array_equal(source, target)
-    assert not exchange.busy
+    assert not to.busy
 
 
 @pytest.mark.parametrize(
     "frame",
-    [
-        PutInto(1, [(4096, 0)], [b"key"]),
-        PutInto(2, [(4096, 1)], [b"key"]),
-        PutInto(2, [], [b"key"]),
-        PutInto(2, [(4096, 0)] * 2, [b"key"]),
-        Moved(1, ok=True),
-        Moved(3, ok=True),
-    ],
-    ids=["not offered", "no such key", "too few", "too many", "not asked for", "being read"],
+    [Send(1, 0), Moved(1, ok=True), Send(3, 0), Introduction("h", b"a", b"k", 1, bytes(16))],
+    ids=["send what was not offered", "read it", "send twice", "introduce itself"],
 )
-def test_a_peer_that_breaks_the_protocol_is_refused(
-    pair: tuple[Exchange, Said], frame: AnyFrame
+def test_a_receiver_that_breaks_the_protocol_is_refused(
+    sender: Ends, loop: Loop, frame: AnyFrame
 ) -> None:
-    exchange, _ = pair
+    exchange, _ = sender
+    exchange.send("out", 3, [np.zeros(10, np.uint8)])
+    exchange.handle(Send(3, 1 << 40))
+    with pytest.raises(ExchangeError):
+        exchange.handle(frame)
+    taken = np.zeros(10, np.uint8)
+    loop.finish(passage.receive(loop.handles.worker, [(address_of(taken), 10)], 1 << 40))
+
+
+def test_a_sender_that_offers_twice_is_refused(receiver: Ends) -> None:
+    exchange, _ = receiver
     block = np.zeros(10, np.uint8)
-    exchange.send("out", 2, [block])
     exchange.receive("in", 3, [block])
     exchange.handle(offer(3, block))
     with pytest.raises(ExchangeError):
-        exchange.handle(frame)
+        exchange.handle(offer(3, block))
 
 
-def test_offers_that_nobody_asked_for_are_bounded(pair: tuple[Exchange, Said]) -> None:
-    exchange, _ = pair
+def test_a_sender_that_introduces_itself_twice_is_refused(here: SameHost, loop: Loop) -> None:
+    exchange = Exchange(loop.handles, here, lambda frame: None, accepted=False)
+    exchange.handle(here.introduction)
+    with pytest.raises(ExchangeError):
+        exchange.handle(here.introduction)
+    exchange.abandon()
+
+
+def test_offers_that_nobody_asked_for_are_bounded(receiver: Ends) -> None:
+    exchange, _ = receiver
     for tag in range(MAX_UNCLAIMED_OFFERS):
         exchange.handle(Offer(tag, []))
     with pytest.raises(ExchangeError):
@@ -101,50 +158,153 @@ def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
         frames.decode(data)
 
 
-def test_a_source_that_is_gone_fails_one_transfer(pair: tuple[Exchange, Said]) -> None:
-    exchange, said = pair
-    target = np.zeros(10, np.uint8)
-    exchange.receive("key", 1, [target])
+def test_what_cannot_be_read_is_sent(here: SameHost, loop: Loop) -> None:
+    said: Said = []
+    exchange = Exchange(loop.handles, here, said.append, accepted=False)
+    exchange.handle(here.introduction)
+    source, targets = np.full(10, 7, np.uint8), np.zeros((2, 10), np.uint8)
+    exchange.receive("first", 1, [targets[0]])
+    exchange.receive("second", 2, [targets[1]])
     exchange.handle(Offer(1, [(4096, 10)]))  # nothing is mapped there
-    assert exchange.advance() == [TransferEnded("key", ok=False)]
-    assert said == [Moved(1, ok=False)]
+    exchange.handle(offer(2, source))
+    ended = exchange.advance()
+    assert not exchange.busy
+    going = []
+    for frame in said:
+        assert isinstance(frame, Send)
+        going.append(passage.send(loop.handles.endpoint, offer(0, source).runs, frame.first))
+    loop.finish(*going)
+    while len(ended) < 2:
+        loop.worker.progress()
+        ended += exchange.advance()
+    assert ended == [TransferEnded("first", ok=True), TransferEnded("second", ok=True)]
+    assert (targets == 7).all()
 
 
-def test_reading_goes_in_bounded_pieces_and_ends_exact() -> None:
-    lengths = [1, 0, MAX_BYTES_AT_ONCE * 2 + 17, *([3] * (MAX_VECTORS + 5))]
-    source = np.random.default_rng(1).integers(0, 256, sum(lengths), np.uint8)
+def test_reading_goes_in_bounded_steps_and_ends_exact(here: SameHost) -> None:
+    lengths = [1, 0, BYTES_AT_ONCE * 2 + 17, *([3] * (RUNS_AT_ONCE + 5))]
+    source = np.random.default_rng(1).integers(1, 256, sum(lengths), np.uint8)
     target = np.zeros_like(source)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
     spans = [(address_of(source) + at, n) for at, n in zip(starts, lengths, strict=True)]
-    reading = Reading(os.getpid(), spans, [address_of(target) + at for at in starts])
-    calls = 0
+    process = here.meet(here.introduction)
+    assert process is not None
+    reading = Reading(process, spans, [address_of(target) + at for at in starts])
+    steps = 0
     while not reading.done:
         before = int(np.count_nonzero(target))
         reading.advance()
-        assert np.count_nonzero(target) - before <= MAX_BYTES_AT_ONCE
-        calls += 1
-    assert calls >= 4
+        assert np.count_nonzero(target) - before <= BYTES_AT_ONCE + same_host.RUN_BYTES
+        steps += 1
+    assert steps >= 4
     assert np.array_equal(source, target)
+    process.close()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("host", "elsewhere"), ("probe", bytes(16)), ("pid", (1 << 31) - 1), ("probe_address", 4096)],
+    [("host", "elsewhere"), ("probe", bytes(16)), ("probe_address", 4096)],
 )
-def test_only_a_process_that_proves_itself_is_read(field: str, value: object) -> None:
-    assert can_read(ME, ME)
-    assert not can_read(msgspec.structs.replace(ME, **{field: value}), ME)
+def test_only_a_process_that_proves_itself_is_read(
+    here: SameHost, field: str, value: object
+) -> None:
+    assert isinstance(here.meet(here.introduction), OtherProcess)
+    assert here.meet(msgspec.structs.replace(here.introduction, **{field: value})) is None
+
+
+def test_a_process_that_was_killed_is_read_no_more_and_harms_nobody(here: SameHost) -> None:
+    script = (
+        "import sys; from diptych_kv_transfer import frames, same_host\n"
+        "here = same_host.SameHost()\n"
+        "print(frames.encode(here.introduction).hex(), flush=True)\n"
+        "sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None
+        introduction = frames.decode(bytes.fromhex(other.stdout.readline()))
+        assert isinstance(introduction, Introduction)
+        process = here.meet(introduction)
+        assert process is not None
+        target = np.zeros(16, np.uint8)
+        spans = [(introduction.probe_address, 16)]
+        Reading(process, spans, [address_of(target)]).advance()
+        assert target.tobytes() == introduction.probe
+        other.kill()
+        other.wait()
+        with pytest.raises(UcpError):
+            Reading(process, spans, [address_of(target)]).advance()
+        process.close()
 
 
 @pytest.mark.parametrize(
-    ("value", "allowed"),
-    [(None, True), ("all", True), ("tcp", False), ("tcp,self,cuda_copy", False),
-     ("shm,tcp,self", True), ("cma,tcp", True), ("^cma", False), ("^ib", True)],
+    "lengths", [[], [0], [1, 0, 3], [PIECE_BYTES], [PIECE_BYTES + 1, 5], [3 * PIECE_BYTES] * 2]
+)
+def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None:
+    source = np.random.default_rng(2).integers(1, 256, sum(lengths), np.uint8)
+    target = np.zeros_like(source)
+    starts = np.cumsum([0, *lengths])[:-1].tolist()
+    first = 7 << passage.TAG_BITS
+
+    def runs(array: np.ndarray) -> list[frames.Span]:
+        at = address_of(array) if array.size else 1
+        return [(at + start, length) for start, length in zip(starts, lengths, strict=True)]
+
+    coming = passage.receive(loop.handles.worker, runs(target), first)
+    going = passage.send(loop.handles.endpoint, runs(source), first)
+    loop.finish(coming, going)
+    assert coming.ok
+    assert going.ok
+    assert np.array_equal(source, target)
+
+
+@pytest.mark.parametrize(("sent", "ok"), [(10, True), (9, False), (11, False)])
+def test_a_piece_of_another_size_is_no_piece(loop: Loop, sent: int, ok: bool) -> None:
+    source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
+    coming = passage.receive(loop.handles.worker, [(address_of(target), 10)], 5)
+    loop.finish(coming, passage.send(loop.handles.endpoint, [(address_of(source), sent)], 5))
+    assert coming.ok is ok
+    assert not target[10:].any()
+
+
+def test_a_receive_that_is_called_off_ends_and_touches_nothing(loop: Loop) -> None:
+    source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
+    coming = passage.receive(loop.handles.worker, [(address_of(target), 16)], 6)
+    assert not coming.ended
+    coming.cancel(loop.handles.worker)
+    loop.finish(coming)
+    assert not coming.ok
+    going = passage.send(loop.handles.endpoint, [(address_of(source), 16)], 6)
+    taken = np.zeros(16, np.uint8)
+    loop.finish(going, passage.receive(loop.handles.worker, [(address_of(taken), 16)], 6))
+    assert not target.any()
+    assert taken.all()
+
+
+def test_a_key_that_is_none_is_refused(here: SameHost) -> None:
+    bad = msgspec.structs.replace(here.introduction, address=b"\x00")
+    assert here.meet(bad) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "read", "network"),
+    [(None, True, "^sm"), ("all", True, "^sm"), ("tcp", False, "tcp"),
+     ("tcp,self,cuda_copy", False, "cuda_copy,self,tcp"), ("shm,tcp,self", True, "self,tcp"),
+     ("cma,tcp", True, "tcp"), ("^cma", False, "^cma,sm"), ("^ib", True, "^ib,sm")],
 )  # fmt: skip
-def test_ucx_tls_says_whether_memory_is_read_directly(
-    value: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch
+def test_ucx_tls_says_how_blocks_travel(
+    value: str | None, read: bool, network: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     if value is not None:
         monkeypatch.setenv("UCX_TLS", value)
-    assert is_allowed() is allowed
+    assert may_read() is read
+    assert network_transports() == network
+
+
+def test_ucx_tls_must_name_something_that_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "cma,posix")
+    with pytest.raises(OSError, match="add tcp"):
+        network_transports()

@@ -1,6 +1,6 @@
 """A transport in its own process, for tests: it does what control messages tell it.
 
-python transport_process.py MEMORY_BYTES [put]
+python transport_process.py MEMORY_BYTES
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-from diptych_kv_transfer import exchange, ucx
 from diptych_kv_transfer.events import Event, Received, TransferEnded
 from diptych_kv_transfer.ucx import UcxTransport
 
@@ -24,20 +22,12 @@ def main() -> None:
     # UCX logs to standard output: keep that for the port alone.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if "put" in sys.argv:
-        pretend_rdma()
     memory = np.random.default_rng(SEED).integers(1, 256, int(sys.argv[1]), np.uint8)
     transport = UcxTransport("127.0.0.1", 0)
     print(transport.port, file=answers, flush=True)
     while True:
         for event in transport.poll(None):
             act(transport, memory, event)
-
-
-def pretend_rdma() -> None:
-    """Have UCX move the blocks, whatever it has to move them with."""
-    ucx.RDMA_DEVICES = Path("/proc/self")
-    exchange.BY_SOCKET = frozenset()
 
 
 def act(transport: UcxTransport, memory: np.ndarray, event: Event) -> None:
