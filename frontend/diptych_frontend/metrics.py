@@ -223,6 +223,10 @@ _TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (
      lambda k: k.loads_in_flight),
     ("kv_transfer_early_loads_now", "Loads for requests that are only announced.",
      lambda k: k.early_loads_now),
+    ("kv_transfer_loads_waiting_for_room", "Loads of another geometry that cannot begin yet.",
+     lambda k: k.loads_waiting_for_room),
+    ("kv_transfer_staging_bytes", "Bytes reserved for KV that is to be repacked.",
+     lambda k: k.staging_bytes),
 )  # fmt: skip
 
 _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (

@@ -28,6 +28,7 @@ from diptych_kv_transfer.actions import (
 )
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.leases import LeaseState
+from diptych_kv_transfer.load import waiting_for_room
 from diptych_kv_transfer.messages import encode
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.transport import Transport
@@ -99,6 +100,8 @@ class HingeThread:
         totals.blocks_held = leases.blocks_held
         totals.loads_started = loads.started
         totals.loads_in_flight = loads.in_flight
+        totals.loads_waiting_for_room = waiting_for_room(list(loads.loads.values()))
+        totals.staging_bytes = self._regions.staged_bytes
         totals.loads_completed = loads.completed
         totals.loads_failed = loads.failed
         totals.leases_refused_here = loads.rejected

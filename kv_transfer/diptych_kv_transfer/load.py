@@ -168,6 +168,11 @@ def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, Staging]
     return chosen
 
 
+def waiting_for_room(loads: Iterable[Load]) -> int:
+    """How many of them."""
+    return sum(load.waits_for_room for load in loads)
+
+
 def layout_of(hello: Hello) -> Layout | None:
     """How an engine keeps its KV; None if it does not say so in a way that we understand."""
     return Layout.of(hello.compat, hello.geometry)

@@ -13,7 +13,8 @@ from diptych_kv_transfer.transport import Buffer
 
 
 class Regions:
-    """All the memory of one engine that takes part in transfers. For one thread."""
+    """All the memory of one engine that takes part in transfers. For one thread, but for
+    `staged_bytes`."""
 
     def __init__(self, shards: Shards, layout: Layout | None) -> None:
         """
@@ -58,6 +59,11 @@ class Regions:
             staging.start,
             staging.end,
         )
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of all staging areas. Safe to ask from another thread."""
+        return sum(staging.num_bytes for staging, _ in list(self._staged.values()))
 
     def drop(self, request_id: str) -> int:
         """Give a request's staging area back, if it has one; its bytes."""

@@ -201,6 +201,10 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     early_loads_now: int = 0
     hand_off_counts: list[int] = msgspec.field(default_factory=list)
     """Hand-offs by how long a request waited for them; see `HAND_OFF_BOUNDS_S`."""
+    loads_waiting_for_room: int = 0
+    """Of those in flight, loads that need a staging area, because they come in another geometry."""
+    staging_bytes: int = 0
+    """Room that staging areas take now."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -93,7 +93,7 @@ class Decode:
             engine_id="decode", epoch="d", compat=COMPAT, geometry=OURS, kv_memory=[self.memory],
         )  # fmt: skip
         driver: Any = self.connector._driver
-        self.loads, self.staged = driver._hinge.loads.loads, driver._regions._staged
+        self.loads = driver._hinge.loads.loads
 
     def start(self, name: str, params: KVTransferParams) -> None:
         blocks = list(range(NUM_OURS))
@@ -147,6 +147,9 @@ def test_an_engine_that_fails_in_mid_load_costs_one_load_and_no_block_is_touched
         assert len(decode.loads["a part"].wanted) == NUM_THEIRS // 2
         decode.start("other", sound.grant())
         until(lambda: "other" in decode.loads and decode.loads["other"].waits_for_room)
+        stats, area = decode.connector.stats(), NUM_THEIRS * 2 * layout(THEIRS).block_bytes
+        assert (stats.loads_in_flight, stats.loads_waiting_for_room) == (2, 1)
+        assert stats.staging_bytes == area
         failing.process.send_signal(blow)
 
         failed = decode.ended()
@@ -154,10 +157,10 @@ def test_an_engine_that_fails_in_mid_load_costs_one_load_and_no_block_is_touched
         came = decode.ended()
         assert (came.request_id, came.ok) == ("other", True), came.reason
         assert np.array_equal(decode.memory, handed_over())
-        assert not decode.staged
-        assert (
-            decode.connector.stats().bytes_received == NUM_THEIRS * 2 * layout(THEIRS).block_bytes
-        )
+        stats = decode.connector.stats()
+        assert (stats.loads_completed, stats.loads_failed) == (1, 1)
+        assert (stats.loads_in_flight, stats.loads_waiting_for_room) == (0, 0)
+        assert (stats.staging_bytes, stats.bytes_received) == (0, area)
         failing.process.send_signal(signal.SIGCONT)
         assert sound.ask("wait_lease_ended", request="whole", timeout_s=10)["outcome"] == "released"
         assert np.array_equal(decode.memory, handed_over())

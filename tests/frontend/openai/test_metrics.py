@@ -68,6 +68,8 @@ def test_the_hinge_of_each_engine_is_reported() -> None:
         leases_rejected=8,
         early_loads_adopted=9,
         hand_off_counts=[2, 0, 1, *[0] * 12],
+        loads_waiting_for_room=10,
+        staging_bytes=11,
     )
     snapshots = {"p": SchedulerStats(kv_transfer=transfer), "d": SchedulerStats()}
     text = ServerMetrics("m", lambda: snapshots).exposition("")[0].decode()
@@ -88,6 +90,8 @@ def test_the_hinge_of_each_engine_is_reported() -> None:
         ("hand_off_seconds_bucket", {"le": "0.005"}, 3),
         ("hand_off_seconds_count", {}, 3),
         ("hand_off_seconds_sum", {}, 0.5),
+        ("loads_waiting_for_room", {}, 10),
+        ("staging_bytes", {}, 11),
     ):
         key = (f"diptych:kv_transfer_{name}", tuple(sorted({"engine": "p", **labels}.items())))
         assert found[key] == value
