@@ -57,8 +57,9 @@ format: $(VENV)/.test ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.test ## measure start-up, serving and engine overhead; writes benchmarks/results
+bench: $(VENV)/.test ## measure start-up, serving, engine overhead and hand-offs; writes benchmarks/results
 	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.handoff
 
 crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types
 	$(BIN)/python -m diptych_operator.crd

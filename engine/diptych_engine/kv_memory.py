@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
@@ -39,6 +40,10 @@ class KVMemory:
             self._pages = mmap.mmap(shared_fd, num_bytes)
         elif device.type == "cpu":
             self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Blocks are touched for the first time in the middle of a hand-off. Small pages cost
+            # far more there than the copy itself.
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._pages.madvise(mmap.MADV_HUGEPAGE)
         if self._pages is not None:
             self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype)
             """[num_bytes / item size], the cache without its shape."""
