@@ -40,7 +40,7 @@ test: $(VENV)/.test ## every test that needs no cluster and no GPU
 
 chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to play them again; docs/chaos.md
 	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
-	$(if $(SEED),,DIPTYCH_TEST_MESSAGES=1000000 DIPTYCH_TEST_FRAMES=100000 DIPTYCH_TEST_REJECTIONS=100 \
+	$(if $(SEED),,DIPTYCH_TEST_MESSAGES=1000000 DIPTYCH_TEST_REJECTIONS=100 \
 		DIPTYCH_TEST_REPLACEMENTS=100 $(BIN)/pytest -q -s tests/chaos \
 		tests/kv_transfer/test_hinge_hostile.py)
 

@@ -23,7 +23,7 @@ def smollm2() -> str:
 def eventually() -> Callable[..., Awaitable[Any]]:
     """Wait for a condition: `await eventually(lambda: x == 3)`; an awaitable result is awaited."""
 
-    async def wait(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    async def wait(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while True:
             value = condition()

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
+from free_ports import free_port
 
 Service = dict[str, Any]
 TIMEOUT_S = 30.0
@@ -30,12 +31,6 @@ def wait_for(condition: Callable[[], Any]) -> Any:
             pytest.fail(f"still not so after {TIMEOUT_S} s")
         time.sleep(0.02)
     return value
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Up:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from async_llm_kit import ARGS, ENDLESS, MODEL, final, params, until
 from core_kit import DUMMY
-from service_kit import free_port
+from free_ports import free_port
 
 from diptych_engine import AsyncLLM
 from diptych_frontend import core_link

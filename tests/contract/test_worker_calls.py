@@ -18,7 +18,7 @@ import torch
 import trainer_process
 from checkpoint_kit import random_tensors, save_model
 from core_kit import DUMMY, generate, make_core
-from service_kit import free_port
+from free_ports import free_port
 
 from diptych_engine.admin_control import ControlRoutes
 from diptych_engine.admin_weights import WeightRoutes

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from service_kit import Core, cores, engine_config, free_port
+from free_ports import free_port
+from service_kit import Core, cores, engine_config
 
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport

@@ -19,7 +19,7 @@ import msgspec
 import openai
 import psutil
 import pytest
-from service_kit import free_port
+from free_ports import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

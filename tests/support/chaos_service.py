@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faulty_network import FaultyNetwork
+from free_ports import free_port
 from service_kit import engine_config, make_router
 
 from diptych_frontend.core_client import CoreClient
@@ -42,8 +41,6 @@ NUM_BLOCKS = 128
 MAX_RUNNING, MAX_WAITING = 8, 24
 REST_S = LEASE_S + LOAD_TIMEOUT_S + 10.0
 """Until everything that ended badly has been given back."""
-_PORTS = iter(random.SystemRandom().sample(range(20_000, 32_000), 1000))
-"""Below those that Linux gives to outgoing connections."""
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
@@ -177,13 +174,13 @@ class Service:
             max_num_waiting=MAX_WAITING,
             kv_transfer=KVTransferConfig(
                 listen_host=ip,
-                listen_port=lasting_port(),
+                listen_port=free_port(),
                 lease_seconds=LEASE_S,
                 load_timeout_s=LOAD_TIMEOUT_S,
             ),
         )
         log = self.folder / f"{name}.log"
-        return Engine(name, host, config, f"{ip}:{lasting_port()}", self.folder, self.network, log)
+        return Engine(name, host, config, f"{ip}:{free_port()}", self.folder, self.network, log)
 
     def of(self, role: str) -> list[Engine]:
         return [engine for engine in self.engines if engine.role == role]
@@ -274,15 +271,6 @@ async def running(
         yield service
     finally:
         service.close()
-
-
-def lasting_port() -> int:
-    """A free port that no outgoing connection takes while its owner is started again."""
-    for port in _PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
-            return port
-    raise RuntimeError("no port is free")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ import time
 import msgspec
 from wire_kit import ABORT, ADD, UTILITY, Client, request
 
-from diptych_kv_transfer.events import Connected, PeerLost
+from diptych_kv_transfer.actions import Peer
+from diptych_kv_transfer.events import Connected, ConnectFailed, PeerLost, Received
 from diptych_kv_transfer.messages import (
     AnyMessage,
     Close,
@@ -22,6 +23,7 @@ from diptych_kv_transfer.messages import (
     Refused,
     Reject,
     Renew,
+    decode,
     encode,
 )
 from diptych_kv_transfer.ucx import UcxTransport
@@ -84,33 +86,53 @@ def control_messages(rng: random.Random) -> list[AnyMessage]:
 def pester_hinge(address: tuple[str, int], rng: random.Random, count: int) -> int:
     """Send a hinge's control port so many messages, sound ones and mutated ones.
 
-    It cuts us off for what it cannot read; then we come again. Returns how often it did. Raises
-    `TimeoutError` if it does not let us in.
+    It has decided about all of them when this returns: after every few, something is asked that it
+    must answer, unless it has cut us off for what it cannot read; then we come again. Returns how
+    often it did. Raises `TimeoutError` if it does not let us in, or does not answer.
     """
     transport = UcxTransport("127.0.0.1", 0)
     cuts = 0
-    peer = None
-    deadline = time.monotonic() + MAX_WAIT_S
     try:
         while count > 0:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no connection to the hinge at {address}")
-            if peer is None:
-                transport.connect(address)
-            for event in transport.poll(0.0 if peer is not None else 0.2):
-                match event:
-                    case Connected(connected, _):
-                        peer = connected
-                        transport.send(peer, encode(Hello("stranger", "e", {})))
-                    case PeerLost(lost) if lost == peer:
-                        peer, cuts = None, cuts + 1
-            if peer is None:
-                continue
-            for _ in range(min(count, 4)):  # few: those after one that cuts us off are lost
-                payload = encode(rng.choice(control_messages(rng)))
-                transport.send(peer, mutated(payload, rng) if rng.random() < 0.5 else payload)
-                count -= 1
-            deadline = time.monotonic() + MAX_WAIT_S
+            peer = _visit(transport, address)
+            while peer is not None and count > 0:
+                for _ in range(min(count, 4)):  # few: those after one that cuts us off are lost
+                    payload = encode(rng.choice(control_messages(rng)))
+                    transport.send(peer, mutated(payload, rng) if rng.random() < 0.5 else payload)
+                    count -= 1
+                if not _is_answered(transport, peer, f"{rng.getrandbits(128):032x}"):
+                    peer, cuts = None, cuts + 1
     finally:
         transport.close()
     return cuts
+
+
+def _visit(transport: UcxTransport, address: tuple[str, int]) -> Peer:
+    """Connect and say who we are; whether we are let in shows later."""
+    deadline = time.monotonic() + MAX_WAIT_S
+    transport.connect(address)
+    while time.monotonic() < deadline:
+        for event in transport.poll(0.2):
+            match event:
+                case Connected(peer, _):
+                    transport.send(peer, encode(Hello("stranger", "e", {})))
+                    return peer
+                case ConnectFailed():
+                    transport.connect(address)
+    raise TimeoutError(f"no connection to the hinge at {address}")
+
+
+def _is_answered(transport: UcxTransport, peer: Peer, lease: str) -> bool:
+    """Ask for a lease that is not there; False: we were cut off."""
+    transport.send(peer, encode(Open(lease, "digest", 0, [])))
+    deadline = time.monotonic() + MAX_WAIT_S
+    while time.monotonic() < deadline:
+        for event in transport.poll(0.2):
+            match event:
+                case PeerLost(lost) if lost == peer:
+                    return False
+                case Received(_, data):
+                    message = decode(data)
+                    if isinstance(message, Refused) and message.lease_id == lease:
+                        return True
+    raise TimeoutError("the hinge does not answer")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import httpx
 import yaml
 from chart_kit import CHART
+from free_ports import free_port
 from kube_tools import find_tool
 from namespace_kit import COMMAND_TIMEOUT_S, KUBECONFIG, Namespace, Object, secret_values, until
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,7 +88,7 @@ class Operator:
         self, log: Path, arguments: Sequence[str], kubeconfig: Path, name: str = "operator-0"
     ) -> None:
         self.name = name
-        self.port = _free_port()
+        self.port = free_port()
         self._log = log
         # The last one of two equal flags counts.
         where = ("--metrics-host=127.0.0.1", f"--metrics-port={self.port}")
@@ -175,13 +175,6 @@ def metric_change(
 def _labels(labels: Mapping[str, str]) -> str:
     inner = ",".join(f'{name}="{value}"' for name, value in sorted(labels.items()))
     return f"{{{inner}}}" if inner else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from free_ports import free_port
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.core_launcher import CoreProcess
@@ -37,12 +38,6 @@ from diptych_router.engine_link import ReadKeys
 from diptych_router.pool_client import PoolClient
 
 NUM_BLOCKS = 256
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def engine_config(name: str, model: str, **changes: object) -> EngineConfig:
