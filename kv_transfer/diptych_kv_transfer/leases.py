@@ -279,6 +279,7 @@ class LeaseTable:
         for lease in [x for x in self.leases.values() if x.deadline <= now]:
             if lease.state in LIVE:
                 actions += self._end(lease, LeaseState.EXPIRED)
+                lease.fence_at = now + self.lease_seconds
             elif lease.fence_at == AT_ONCE:
                 lease.fence_at = now + self.lease_seconds
             else:
