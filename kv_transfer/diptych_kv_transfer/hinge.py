@@ -48,7 +48,7 @@ class Hinge:
             case Connected(peer, address):
                 if address is None:
                     return [Send(peer, self.me)]
-                return self.loads.connected(address, peer)
+                return self.loads.connected(address, peer, now)
             case ConnectFailed(address, reason):
                 return self.loads.connect_failed(address, reason)
             case Received(peer, data):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from diptych_kv_transfer.actions import Address, Peer
+from diptych_kv_transfer.actions import Address, Fence, Peer
 from diptych_kv_transfer.layout import Layout
 from diptych_kv_transfer.messages import Hello, Open, Run
 from diptych_kv_transfer.staging import Staging, plan_staging
@@ -54,6 +54,15 @@ class Remote:
 
     peer: Peer | None = None
     hello: Hello | None = None
+    greet_by: float = NEVER
+    """When it is cut off if it has not said who it is: rejects may wait for that."""
+
+    def tick(self, now: float) -> list[Fence]:
+        """What to do because time has passed."""
+        if self.peer is None or self.greet_by > now:
+            return []
+        self.greet_by = NEVER
+        return [Fence(self.peer)]
 
 
 @dataclass(slots=True)

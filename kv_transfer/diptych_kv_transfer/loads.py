@@ -161,8 +161,8 @@ class LoadTable:
 
     # --- what the transport reports -----------------------------------------------------------
 
-    def connected(self, address: Address, peer: Peer) -> list[Action]:
-        self.remotes.setdefault(address, Remote()).peer = peer
+    def connected(self, address: Address, peer: Peer, now: float) -> list[Action]:
+        self.remotes[address] = Remote(peer, greet_by=now + self.load_timeout_s)
         return [Send(peer, self.me)]
 
     def connect_failed(self, address: Address, reason: str) -> list[Action]:
@@ -181,7 +181,7 @@ class LoadTable:
         """The engine at the other end says who it is."""
         for address, remote in self.remotes.items():
             if remote.peer == peer and remote.hello is None:
-                remote.hello = hello
+                remote.hello, remote.greet_by = hello, NEVER
                 waiting = [x for x in self._at(address) if x.state is LoadState.OPENING]
                 opens = [action for load in waiting for action in self._open(load, now)]
                 return [*self._send_rejects(address), *opens]
@@ -232,11 +232,12 @@ class LoadTable:
             elif load.renew_at <= now:
                 load.renew_at = now + load.lease.renew_every_s
                 actions += self._renew(load)
-        return actions
+        return [*actions, *(cut for remote in self.remotes.values() for cut in remote.tick(now))]
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinity: never."""
-        return min((min(x.deadline, x.renew_at) for x in self.loads.values()), default=NEVER)
+        loads = min((min(x.deadline, x.renew_at) for x in self.loads.values()), default=NEVER)
+        return min(loads, min((x.greet_by for x in self.remotes.values()), default=NEVER))
 
     def _renew(self, load: Load) -> list[Action]:
         remote = self.remotes.get(load.lease.address, Remote())
@@ -249,14 +250,14 @@ class LoadTable:
             del self.loads[load.request_id]
             return [LoadEnded(load.request_id, False, "nobody came for it")]
         load.problem = load.problem or f"no hand-off within {self.load_timeout_s:g} s"
-        peer = self.remotes.get(load.lease.address, Remote()).peer
-        if peer is None or load.waits_for_room:
+        remote = self.remotes.get(load.lease.address, Remote())
+        if remote.peer is None or load.waits_for_room:
             return [*self._end(load, now), *self._let_go(load)]
         if load.asked and not load.last_chance:
             return self._stop(load, now)
         # A peer that is slow now may still write later: cut it off first.
-        load.deadline = NEVER
-        return [Fence(peer)]
+        load.deadline = remote.greet_by = NEVER
+        return [Fence(remote.peer)]
 
     @property
     def in_flight(self) -> int:

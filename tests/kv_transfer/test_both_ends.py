@@ -84,7 +84,7 @@ class Pair:
                     self.connection += 1
                     self.up = True
                     self.to_d.append(encode(P_HELLO))
-                    self.do_d(self.d.connected(address, self.connection))
+                    self.do_d(self.d.connected(address, self.connection, self.now))
                 case Send(_, message):
                     self.to_p.append(encode(message))
                 case ReceiveBlocks(_, _, tag, runs):

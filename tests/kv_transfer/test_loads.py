@@ -49,7 +49,7 @@ def held() -> LoadTable:
 
 def greeted(hello: Hello = P) -> LoadTable:
     table = held()
-    assert table.connected(ADDRESS, PEER) == [Send(PEER, ME)]
+    assert table.connected(ADDRESS, PEER, 0.0) == [Send(PEER, ME)]
     table.greeted(PEER, hello, 0.0)
     return table
 
@@ -122,7 +122,7 @@ def test_nothing_wanted_closes_without_receiving() -> None:
 def test_a_load_started_before_the_greeting_opens_after_it() -> None:
     table = held()
     assert start(table) == []
-    table.connected(ADDRESS, PEER)
+    table.connected(ADDRESS, PEER, 0.0)
     assert table.greeted(PEER, P, 0.0) == [Send(PEER, OPEN)]
 
 
@@ -183,7 +183,7 @@ def test_cancelling_a_held_load_rejects_its_lease_and_reports_nothing() -> None:
 def test_a_reject_waits_for_the_connection() -> None:
     table = LoadTable(ME, 60.0)
     assert table.reject(LEASE) == [Connect(ADDRESS)]
-    table.connected(ADDRESS, PEER)
+    table.connected(ADDRESS, PEER, 0.0)
     assert table.greeted(PEER, P, 0.0) == [REJECT]
 
 
@@ -215,8 +215,20 @@ def test_an_overdue_load_of_a_live_peer_harms_no_other() -> None:
 def test_a_peer_that_never_says_who_it_is_is_fenced() -> None:
     table = held()
     start(table)
-    table.connected(ADDRESS, PEER)
+    table.connected(ADDRESS, PEER, 0.0)
     assert table.tick(60.0) == [Fence(PEER)]
+
+
+def test_a_peer_that_never_says_who_it_is_keeps_no_reject_for_ever() -> None:
+    table = LoadTable(ME, 60.0)
+    table.reject(LEASE)
+    table.connected(ADDRESS, PEER, 1.0)
+    assert table.next_deadline() == 61.0
+    assert table.tick(60.9) == []
+    assert table.tick(61.0) == [Fence(PEER)]
+    assert table.next_deadline() == math.inf
+    assert table.peer_lost(PEER) == []
+    assert (table.rejects, table.remotes) == ([], {})
 
 
 def test_a_lease_that_ends_under_a_read_ends_the_load_after_its_receives() -> None:
@@ -339,7 +351,7 @@ def test_a_queued_request_that_lost_its_connection_connects_again() -> None:
     table = at(LoadState.HOLDING)
     assert table.peer_lost(PEER) == []
     assert table.tick(10.0) == [Connect(ADDRESS)]
-    table.connected(ADDRESS, PEER + 1)
+    table.connected(ADDRESS, PEER + 1, 0.0)
     table.greeted(PEER + 1, P, 10.0)
     assert start(table) == [Send(PEER + 1, OPEN)]
 

@@ -41,7 +41,7 @@ def table(mine: Hello, theirs: Hello, room: int = 1 << 30) -> LoadTable:
     """In touch with P."""
     made = LoadTable(mine, 60.0, room)
     made.reach(ADDRESS)
-    made.connected(ADDRESS, PEER)
+    made.connected(ADDRESS, PEER, 0.0)
     made.greeted(PEER, theirs, 0.0)
     return made
 
@@ -206,7 +206,7 @@ def test_the_time_of_one_that_waits_for_room_begins_when_it_has_room() -> None:
 def test_a_fence_gives_the_room_to_a_load_from_another_engine() -> None:
     loads = table(D, P, room=1)
     loads.reach(("q", 1))
-    loads.connected(("q", 1), PEER + 1)
+    loads.connected(("q", 1), PEER + 1, 0.0)
     loads.greeted(PEER + 1, hello(16, 2, "another"), 0.0)
     begin(loads, "stalled", 1)
     other = LeaseRef("other", ("q", 1), "another", "another's")
