@@ -20,30 +20,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sim_direct import FORGERIES
-from sim_faults import FAULTS
-from sim_schedule import ENDS, run_schedule
+from sim_schedule import run_schedule
+from sim_table import missing, table
 from tqdm import tqdm
 
 CHUNK = 100
 """Schedules that a process runs at a time."""
 MAX_FAILURES = 10
-ENOUGH_FOR_ALL = 20_000
-"""A run of so many schedules must have reached everything in `WANTED`."""
-WANTED = sorted(
-    {
-        *FAULTS,
-        *ENDS.values(),
-        *(f"forged: {kind}" for kind in FORGERIES),
-        *(f"{role} {fate}" for role in ("prefill", "decode")
-          for fate in ("crashed", "left", "stalled")),
-        "preempted on prefill", "preempted on decode", "prefix evicted", "stale read refused",
-        "lease released", "lease revoked", "lease expired", "load ok", "load failed",
-        "message lost with its connection", "message duplicated", "message overtaken",
-        "transfer could not be posted", "transfer broke", "connect failed", "connect hangs",
-        "hand_off asked for", "prompt computed by a decode engine",
-    }
-)  # fmt: skip
+ENOUGH_FOR_ALL = 50_000
+"""A run of so many schedules must have reached all that there is a name for."""
 
 
 @dataclass(slots=True)
@@ -63,11 +48,6 @@ class Report:
         self.seen += other.seen
         self.states |= other.states
         self.failures += other.failures
-
-    @property
-    def missing(self) -> list[str]:
-        """Kinds of faults and ends that never happened."""
-        return [kind for kind in WANTED if not self.seen[kind]]
 
 
 def run_many(seeds: range) -> Report:
@@ -143,18 +123,17 @@ def main() -> int:
     began = time.monotonic()
     report = explore(args.first, args.count, args.processes)
     seconds = time.monotonic() - began
-    for kind, number in sorted(report.seen.items()):
-        print(f"{number:10}  {kind}")
+    print("\n".join(table(report.seen)))
     print(
         f"{report.schedules} schedules in {seconds:.0f} s ({report.schedules / seconds:.0f}/s), "
         f"{report.events} events, {len(report.states)} distinct states"
     )
     for seed, what in report.failures:
         print(f"FAILED seed {seed}: {what}\n    make simulate SEED={seed}")
-    missing = report.missing if args.count >= ENOUGH_FOR_ALL else []
-    if missing:
-        print(f"never happened: {', '.join(missing)}")
-    return 1 if report.failures or missing else 0
+    never = missing(report.seen) if args.count >= ENOUGH_FOR_ALL else []
+    if never:
+        print(f"never happened: {', '.join(never)}")
+    return 1 if report.failures or never else 0
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from sim_engine import PATIENCE_S, Abort, Add, Call, FromEngine, Posture, Session, SimEngine
+from sim_engine import SimEngine
+from sim_session import PATIENCE_S, Abort, Add, Call, FromEngine, Posture, Session
+from sim_stranger import Liar
 from sim_streams import Stream
 
-from diptych_protocol import EngineCoreOutput, KVTransferParams
+from diptych_protocol import EngineCoreOutput, FinishReason, KVTransferParams
 
 Params = dict[str, Any]
 Forge = Callable[[Params, Random], Params]
@@ -46,18 +48,46 @@ def _nowhere(params: Params, random: Random) -> Params:
     return {**params, "remote_host": "nowhere"}
 
 
+def _other_first_tokens(params: Params, random: Random) -> Params:
+    return {**params, "first_token_ids": [-1]}
+
+
+def _both_sides(params: Params, random: Random) -> Params:
+    return {**params, "do_remote_decode": True}
+
+
+def _no_address(params: Params, random: Random) -> Params:
+    return {**params, "remote_host": None}
+
+
+def _too_many_blocks(params: Params, random: Random) -> Params:
+    return {**params, "remote_block_ids": [[*params["remote_block_ids"][0], 1, 2]]}
+
+
+def _liar(params: Params, random: Random) -> Params:
+    return {**params, "remote_host": Liar.address[0], "remote_port": Liar.address[1]}
+
+
 def _nonsense(params: Params, random: Random) -> Params:
     return {**params, "remote_port": -1, "remote_block_ids": "all"}
 
 
+LIAR = "an address where somebody lies"
+TOO_LONG = "a prompt that is too long"
 FORGERIES: dict[str, Forge] = {
     "somebody else's or a consumed lease": _of_somebody_else,
     "block ids out of range": _out_of_range,
     "other block ids": _other_blocks,
+    TOO_LONG: _of_somebody_else,
     "a guessed lease": _guessed,
     "another epoch": _other_epoch,
     "another number of tokens": _other_length,
     "an address where nobody is": _nowhere,
+    LIAR: _liar,
+    "first tokens that are none": _other_first_tokens,
+    "both sides at once": _both_sides,
+    "no address": _no_address,
+    "too many blocks": _too_many_blocks,
     "parameters that are none": _nonsense,
 }
 
@@ -79,11 +109,15 @@ class DirectClient:
         self._decode = decode
         self._lent = lent
         self._prefill = prefill
+        self._params: Params = {}
+        """What was told to decode."""
+        self._given_up = 0
+        """Tries that were taken back, and whose last words are still to come."""
 
-    def begin(self) -> None:
-        """Let the KV be computed and lent."""
-        extra = {"kv_transfer_params": KVTransferParams(do_remote_decode=True).to_dict()}
-        request = self.stream.request(extra)
+    def begin(self, **changes: Any) -> None:
+        """Let the KV be computed and lent; what the prefill engine is told may be changed."""
+        lent = KVTransferParams(do_remote_decode=True).to_dict()
+        request = self.stream.request({"kv_transfer_params": {**lent, **changes}})
         assert request.sampling_params is not None
         request.sampling_params.max_tokens = 1
         self._connect(self._prefill, self._prefilled)
@@ -91,8 +125,16 @@ class DirectClient:
 
     def go_on(self, params: Params) -> None:
         """Let somebody decode with these parameters."""
+        self._params = params
         self._connect(self._decode(), self._decoded)
         self._post(Add(self.stream.request({"kv_transfer_params": params})))
+
+    def again(self) -> None:
+        """Give up at decode, and try again at once under the same id."""
+        if not self.stream.ended and self.session is not None and self.session.open:
+            self._given_up += 1
+            self._post(Abort([self.stream.request_id]))
+            self._post(Add(self.stream.request({"kv_transfer_params": self._params})))
 
     def abort(self) -> None:
         """The user has left."""
@@ -149,5 +191,8 @@ class DirectClient:
 
     def _decoded(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
-            if not self.stream.ended:
+            if self._given_up and output.finish_reason is FinishReason.ABORT:
+                self._given_up -= 1
+                self.stream.delivered.clear()
+            elif not self.stream.ended:
                 self.stream.tell(output)

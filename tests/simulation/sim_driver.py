@@ -10,6 +10,7 @@ from random import Random
 from sim_clock import Clock
 from sim_model import Memory, PoisoningPool
 from sim_network import Network
+from sim_tally import LEASE_REFUSALS, LOAD_FAILURES, named
 
 from diptych_kv_transfer.actions import (
     Action,
@@ -25,7 +26,7 @@ from diptych_kv_transfer.actions import (
 from diptych_kv_transfer.events import Event
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import Command
-from diptych_kv_transfer.messages import encode
+from diptych_kv_transfer.messages import AnyMessage, Closed, Refused, encode
 from diptych_protocol import KVTransferStats
 
 KEPT_IN_VAIN = "nobody came for it"
@@ -48,6 +49,8 @@ class SimDriver:
         self.reports: Counter[str] = Counter()
         """How often each kind of end was reported: lease outcomes, `load ok` and `load failed`."""
         self.wake_core: Callable[[], None] = lambda: None
+        self.confirmed: set[str] = set()
+        """Leases that were said to have been held while they were read."""
         self.validate: Callable[[str], None] = lambda _: None
         """Called with the id of a request whose load is said to be good."""
         self.saw: Callable[[SimDriver], None] = lambda _: None
@@ -134,7 +137,10 @@ class SimDriver:
             return
         while self._backlog:
             self._do(self.hinge.handle(self._backlog.popleft(), self.now))
-        self._do(self.hinge.tick(self.now))
+        overdue = self.hinge.tick(self.now)
+        if any(isinstance(x, Send) and isinstance(x.message, Closed) for x in overdue):
+            self._network.note("lease expired during a read")
+        self._do(overdue)
         self._set_timer()
         self.saw(self)
 
@@ -142,13 +148,14 @@ class SimDriver:
         deadline = self.hinge.next_deadline()
         if deadline < self._timer or self._timer <= self.now:
             self._timer = deadline
-            if math.isfinite(deadline):
-                self._clock.at(deadline - self._offset, self._turn)
+            if deadline < math.inf:
+                self._clock.at(max(self._clock.now, deadline - self._offset), self._turn)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case Send(peer, message):
+                    self._note_message(message)
                     self._network.send(peer, encode(message))
                 case SendBlocks(peer, _, tag, runs):
                     self._network.send_blocks(peer, action.key, tag, runs)
@@ -157,9 +164,22 @@ class SimDriver:
                 case Connect(address):
                     self._network.connect(self, address)
                 case Fence(peer):
+                    self._network.note("peer cut off")
                     self._network.fence(peer)
                 case LeaseEnded() | LoadEnded():
                     self._report_end(action)
+
+    def _note_message(self, message: AnyMessage) -> None:
+        match message:
+            case Refused():
+                self._network.note(f"lease refused: {named(message.reason, LEASE_REFUSALS)}")
+            case Closed(lease_id, held):
+                if held:
+                    self.confirmed.add(lease_id)
+                else:
+                    self._network.note("read not confirmed")
+            case _:
+                pass
 
     def _report_end(self, event: LeaseEnded | LoadEnded) -> None:
         if isinstance(event, LeaseEnded):
@@ -168,6 +188,8 @@ class SimDriver:
             self.reports[KEPT_IN_VAIN] += 1
         else:
             self.reports["load ok" if event.ok else "load failed"] += 1
+            if not event.ok:
+                self._network.note(f"load failed: {named(event.reason, LOAD_FAILURES)}")
             ended = self.reports["load ok"] + self.reports["load failed"]
             assert ended <= self.hinge.loads.started, "P6: a load ended twice"
             if event.ok:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from sim_clock import Clock
 from sim_driver import SimDriver
 from sim_model import BLOCK, VOCABULARY, HashingRunner, Memory, PoisoningPool
 from sim_network import Network
+from sim_session import Abort, Add, Call, FromEngine, Posture, Session, ToEngine
+from sim_tally import UTILITY_REFUSALS, named, refused_by_engine
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.core import EngineCore
@@ -24,21 +26,14 @@ from diptych_engine.grammar_compiler import GrammarCompiler
 from diptych_engine.request import StepPlan, StepResult
 from diptych_engine.scheduler import Scheduler
 from diptych_kv_transfer.connector import KVConnector, make_hinge
-from diptych_kv_transfer.messages import Hello
-from diptych_protocol import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    EngineDescription,
-    KVTransferConfig,
-)
+from diptych_kv_transfer.messages import VERSION, Hello
+from diptych_protocol import EngineCoreOutput, EngineDescription, FinishReason, KVTransferConfig
 from diptych_router.policy import Role
 
 MAX_LEASE_S = 2.0
 MAX_LOAD_TIMEOUT_S = 3.0
 SLOW_STEP = 0.02
 """How many steps take a hundred times as long, while the hinge goes on."""
-PATIENCE_S = 1.5
-"""An engine that is silent or out of reach for so long is lost to its clients."""
 IDLE_WAIT_S = 1.0
 STEP_S = 0.01
 RESEND_S = 0.1
@@ -60,58 +55,8 @@ class NoGrammars:
 
 
 @dataclass(frozen=True, slots=True)
-class Posture:
-    """What an engine tells its clients unasked."""
-
-    draining: bool
-    paused: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    request: EngineCoreRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    request_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A utility call; `answer` is told its result, or the exception."""
-
-    method: str
-    args: tuple[Any, ...]
-    answer: Callable[[Any], None] | None = None
-
-
-ToEngine = Add | Abort | Call
-FromEngine = list[EngineCoreOutput] | Posture
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """A client's connection to one incarnation of an engine: in order and reliable, or broken."""
-
-    identity: bytes
-    host: str
-    """The client's."""
-    engine: SimEngine
-    receive: Callable[[Session, FromEngine], None]
-    lost: Callable[[Session, str], None]
-    """The client is told that nothing more will come."""
-    open: bool = True
-    told: Posture = Posture(False, False)
-    last_sent: float = 0.0
-    last_received: float = 0.0
-    to_engine: deque[ToEngine] = field(default_factory=deque)
-    to_client: deque[FromEngine] = field(default_factory=deque)
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
-    """How large and of what kind an engine is."""
+    """How large and of what kind an engine is; another incarnation may differ."""
 
     name: str
     role: Role
@@ -123,10 +68,8 @@ class Shape:
     lease_seconds: float
     load_timeout_s: float
     model: str = "m"
-
-    def of_model(self, model: str) -> Shape:
-        """The same with another model."""
-        return replace(self, model=model)
+    version: int = VERSION
+    """Of the protocol between hinges."""
 
 
 class SimEngine:
@@ -152,11 +95,11 @@ class SimEngine:
             lease_seconds=shape.lease_seconds,
             load_timeout_s=shape.load_timeout_s,
         )
-        hinge = make_hinge(config, Hello(shape.name, epoch, compat))
-        address = (shape.name, PORT)
-        self.driver = SimDriver(hinge, address, network, self.memory, self.pool)
+        hinge = make_hinge(config, Hello(shape.name, epoch, compat, shape.version))
+        self.address = (shape.name, PORT)
+        self.driver = SimDriver(hinge, self.address, network, self.memory, self.pool)
         self.driver.wake_core = self.wake
-        network.hosts[address] = self.driver
+        network.hosts[self.address] = self.driver
         connector = KVConnector(hinge.me, config, self.driver, self.random.getrandbits)
         description = EngineDescription(
             engine_id=shape.name, epoch=epoch, model=shape.model,
@@ -186,6 +129,7 @@ class SimEngine:
         self._computing = False
         self._blocked = False
         """Nothing could be scheduled; only news can change that."""
+        self._posture = self.core.posture
         self._frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     # --- its process --------------------------------------------------------------------------
@@ -330,6 +274,8 @@ class SimEngine:
             session, message = self._inbox.popleft()
             match message:
                 case Add(request):
+                    if self.core.leaving:
+                        self.network.note("refused by an engine: it leaves")
                     self.core.add(request, session.identity)
                 case Abort(request_ids):
                     self.core.abort(request_ids)
@@ -342,6 +288,9 @@ class SimEngine:
             result = self.core.call(call.method, list(call.args))
         except Exception as exc:  # it fails the call, not the engine
             result = exc
+            self.network.note(f"refused call: {named(str(exc), UTILITY_REFUSALS)}")
+        if call.method == "announce_kv_transfer" and isinstance(result, bool):
+            self.network.note(f"announced: {'blocks reserved' if result else 'only connected'}")
         if call.answer is None:
             return
         if isinstance(result, Future):
@@ -361,19 +310,38 @@ class SimEngine:
             self.wake()
 
     def _tell_posture(self) -> None:
-        draining, paused, _ = self.core.posture
+        if self.core.posture == self._posture:
+            return
+        self._note_posture()
+        draining, paused, _ = self._posture = self.core.posture
         posture = Posture(draining, paused)
         for session in self._sessions.values():
             if session.open and session.told != posture:
                 session.told = posture
                 self._send(session, posture)
 
+    def _note_posture(self) -> None:
+        before, now, role = self._posture, self.core.posture, self.shape.role
+        news = {"drains": now[0] > before[0], "paused": now[1] > before[1],
+                f"fell asleep: level {now[2]}": now[2] > before[2]}  # fmt: skip
+        for what, happened in news.items():
+            if happened:
+                self.network.note(f"{role} {what}")
+
     def _send_outputs(self) -> None:
         for client, outputs in self.core.take_outputs().items():
             self._lent += [o.kv_transfer_params for o in outputs if o.kv_transfer_params]
+            self._note_ends(outputs)
             session = self._sessions.get(client)
             if session is not None and session.open:
                 self._send(session, outputs)
             else:
                 self._sessions.pop(client, None)
                 self.core.client_lost(client)
+
+    def _note_ends(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is FinishReason.ERROR:
+                self.network.note(refused_by_engine(self.shape.role, output.error or ""))
+            elif output.finish_reason is FinishReason.ABORT and output.kv_transfer_params:
+                self.network.note("handed off by a decode engine")

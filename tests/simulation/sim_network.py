@@ -1,9 +1,9 @@
 """Connections between hinges: control messages, and blocks that travel piece by piece.
 
 A connection is reliable and in order, as UCX's are, so that a message that is lost means that the
-connection is. Beyond that, messages may be made to come twice or out of order, which the protocol
-must bear. A run of blocks moves in pieces at different times, straight from one memory into the
-other, so that a block that is reused meanwhile really is torn.
+connection is. Beyond that, messages may be made to vanish, to come twice or out of order, which the
+protocol must bear. A run of blocks moves in pieces at different times, straight from one memory
+into the other, so that a block that is reused meanwhile really is torn.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ DELAY_S = 0.01
 """Typical time of a message."""
 KEEPALIVE_S = 1.0
 """After about this long a partition breaks connections."""
+LATE_S = 1.0
+"""How late messages may be, at most."""
 
 
 class Host(Protocol):
@@ -58,6 +60,8 @@ class Faults:
     """How badly the network behaves: probabilities for each message, transfer or connect."""
 
     lose: float = 0.0
+    drop: float = 0.0
+    late: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
     fail_transfer: float = 0.0
@@ -107,7 +111,7 @@ class Network:
         """Who answers at an address now."""
         self.cut_off: set[frozenset[str]] = set()
         """Pairs of host names that cannot reach each other."""
-        self._note = note
+        self.note = note
         self._ends: dict[Peer, End] = {}
         self._parked: list[tuple[frozenset[str], Callable[[], None]]] = []
         """What waits for a partition to heal."""
@@ -156,7 +160,7 @@ class Network:
         delay = self._delay()
         target = self.hosts.get(address)
         if target is None or not target.alive or chance < self.faults.fail_connect:
-            self._note("connect failed")
+            self.note("connect failed")
             self.clock.after(delay, host.report, ConnectFailed(address, "refused"))
             return
         chance -= self.faults.fail_connect
@@ -167,7 +171,7 @@ class Network:
         self.clock.after(delay, self._connected, mine, address)
         mine.last_arrival = self.clock.now + delay
         if hangs:
-            self._note("connect hangs")
+            self.note("connect hangs")
             theirs.open = False
             del self._ends[theirs.peer]
             self.clock.after(KEEPALIVE_S * (1 + self.random.random()), self.bury, mine)
@@ -238,20 +242,28 @@ class Network:
             return
         faults, chance = self.faults, self.random.random()
         if chance < faults.lose:
-            self._note("message lost with its connection")
+            self.note("message lost with its connection")
             self.bury(end)
             return
+        chance -= faults.lose
+        if chance < faults.drop:
+            self.note("message dropped")
+            return
+        chance -= faults.drop
         other = end.other
         arrival = self.clock.now + self._delay()
-        if chance < faults.lose + faults.reorder:
-            self._note("message overtaken")
+        if chance < faults.reorder:
+            self.note("message overtaken")
             arrival += self._delay() * 3
         else:
+            if chance - faults.reorder < faults.late:
+                self.note("message late")
+                arrival += LATE_S * self.random.random()
             arrival = other.last_arrival = max(arrival, other.last_arrival)
         event = Received(other.peer, data)
         self.clock.at(arrival, self._arrive, other, event)
-        if chance > 1 - faults.duplicate:
-            self._note("message duplicated")
+        if self.random.random() < faults.duplicate:
+            self.note("message duplicated")
             self.clock.at(arrival + self._delay() * 3, self._arrive, other, event)
 
     def _arrive(self, end: End, event: Event) -> None:
@@ -273,7 +285,7 @@ class Network:
         if end is None:
             return  # cannot happen: a peer is forgotten with its PeerLost
         if self.random.random() < self.faults.fail_transfer:
-            self._note("transfer could not be posted")
+            self.note(f"{'send' if sending else 'receive'} could not be posted")
             self.clock.after(0.0, end.host.report, TransferEnded(key, ok=False))
             return
         transfer = Transfer(key, runs, tag, set(range(tag, tag + len(runs))))
@@ -291,18 +303,21 @@ class Network:
         assert fit, "P2: blocks travel between engines whose KV differs"
         sending, source = sender.sends.pop(tag)
         receiving, target = receiver.receives.pop(tag)
-        if self.random.random() < self.faults.fail_transfer or len(source) != len(target):
-            self._note("transfer broke")
-            self._complete(sender, sending, tag, ok=False)
-            self._complete(receiver, receiving, tag, ok=False)
-            return
         pieces = list(zip(_slots(source), _slots(target), strict=True))
+        broken: tuple[End, ...] = ()
+        if self.random.random() < self.faults.fail_transfer:
+            broken = self.random.choice(((sender,), (receiver,), (sender, receiver)))
+            names = ["receiver" if end is receiver else "sender" for end in broken]
+            self.note(f"completion error: {' and '.join(names)}")
+        if receiver in broken:
+            del pieces[self.random.randrange(len(pieces)) :]
         cuts = sorted(self.random.randrange(len(pieces) + 1) for _ in range(2))
         time = self.clock.now
         for part in (pieces[: cuts[0]], pieces[cuts[0] : cuts[1]], pieces[cuts[1] :]):
             time += self._delay()
             self.clock.at(time, self._copy, sender, receiver, part)
-        self.clock.at(time, self._arrived, sender, receiver, sending, receiving, tag)
+        sides = ((sender, sending), (receiver, receiving))
+        self.clock.at(time, self._arrived, sides, tag, broken)
 
     def _copy(self, sender: End, receiver: End, pieces: list[tuple[int, int]]) -> None:
         """Move some bytes, unless one of the ends is cut; a partition tears the run."""
@@ -317,15 +332,16 @@ class Network:
             target[there] = source[here]
 
     def _arrived(
-        self, sender: End, receiver: End, sending: Transfer, receiving: Transfer, tag: int
+        self, sides: tuple[tuple[End, Transfer], ...], tag: int, broken: tuple[End, ...]
     ) -> None:
-        again = lambda: self._arrived(sender, receiver, sending, receiving, tag)  # noqa: E731
-        if not (sender.open and receiver.open) or not self._passes(sender, again):
+        again = lambda: self._arrived(sides, tag, broken)  # noqa: E731
+        if not all(end.open for end, _ in sides) or not self._passes(sides[0][0], again):
             return
-        for end, transfer in ((sender, sending), (receiver, receiving)):
-            self.clock.after(self._delay() / 2, self._complete, end, transfer, tag)
+        for end, transfer in sides:
+            ok = end not in broken
+            self.clock.after(self._delay() / 2, self._complete, end, transfer, tag, ok)
 
-    def _complete(self, end: End, transfer: Transfer, tag: int, ok: bool = True) -> None:
+    def _complete(self, end: End, transfer: Transfer, tag: int, ok: bool) -> None:
         if end.transfers.get(transfer.key) is not transfer:
             return  # it was cut meanwhile
         transfer.left.discard(tag)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
-from sim_engine import Abort, Add, Call, FromEngine, Posture, Session, SimEngine, ToEngine
+from sim_engine import SimEngine
 from sim_network import Network
+from sim_session import Abort, Add, Call, FromEngine, Posture, Session, ToEngine
+from sim_tally import ROUTER_FAILURES, named
 
 from diptych_protocol import (
     DiptychError,
@@ -141,6 +143,8 @@ class SimRouter:
         self._engines = engines
         self._note = note
         self._identities = count()
+        self.saw: Callable[[SimRouter], None] = lambda _: None
+        """Called when something has changed."""
         for link in self.links.by_name.values():
             self._connect(link)
 
@@ -170,6 +174,7 @@ class SimRouter:
         while self._to_do:
             self._do(self._to_do.popleft())
         self._busy = False
+        self.saw(self)
 
     def _do(self, action: actions.Action) -> None:
         match action:
@@ -188,11 +193,13 @@ class SimRouter:
             case actions.AskHandOff(engine, core_id):
                 self._ask_hand_off(engine, core_id)
             case actions.Fail(request_id, error):
-                self._note("request failed by router")
+                self._note(f"failed by a router: {named(str(error), ROUTER_FAILURES)}")
                 self._consumer.fail(request_id, error)
             case actions.WakeAt(time):
                 self._clock.at(time, self._wake, time)
             case actions.Explain(_, facts):
+                if facts["attempts"] > 1:
+                    self._note("new attempt")
                 if facts["prefill"] == facts["decode"]:
                     self._note("prompt computed by a decode engine")
 
@@ -206,6 +213,7 @@ class SimRouter:
             self._carry_out(self.table.not_sent(request.request_id, "not there", self._clock.now))
 
     def _release(self, core_id: str, params: dict[str, Any]) -> None:
+        self._note("a router gives a lease back")
         link = self.links.get(str(params.get("remote_engine_id")))
         if link is not None:
             link.send(Call("reject_kv_transfer", (core_id, params)))
@@ -218,6 +226,7 @@ class SimRouter:
             if self.alive and not answered:
                 answered.append(moved)
                 if moved is not True:
+                    self._note("hand_off refused or not answered")
                     now = self._clock.now
                     self._carry_out(self.table.cannot_hand_off(core_id, str(moved), now))
 
@@ -243,6 +252,15 @@ class SimRouter:
         link.fingerprint = fingerprint(engine.core.description.compat)
         link.posture = engine.accept(link.session)
         self._news()
+
+    def cut(self, name: str) -> bool:
+        """A line breaks, though both ends live; False if there is none."""
+        session = self.links.by_name[name].session
+        if not self.alive or session is None:
+            return False
+        session.open = False
+        self._lost(session, "cut")
+        return True
 
     def check(self, name: str) -> None:
         """Some time ago an engine fell silent: if it still is, it is lost."""

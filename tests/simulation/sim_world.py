@@ -4,26 +4,22 @@ by one seed."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from random import Random
+from typing import Any
 
 from sim_checks import check_engine_at_rest, check_memory, check_router_at_rest
 from sim_clock import Clock
 from sim_direct import DirectClient, Params
 from sim_driver import SimDriver
-from sim_engine import (
-    MAX_LEASE_S,
-    MAX_LOAD_TIMEOUT_S,
-    PATIENCE_S,
-    Call,
-    Session,
-    Shape,
-    SimEngine,
-)
-from sim_model import BLOCK, blocks_of
+from sim_engine import MAX_LEASE_S, MAX_LOAD_TIMEOUT_S, Shape, SimEngine
+from sim_model import blocks_of
 from sim_network import Faults, Network
 from sim_router import SimRouter
+from sim_session import PATIENCE_S, Call, Session
+from sim_stranger import Liar, Stranger
 from sim_streams import Stream
 
 from diptych_engine.request import RequestStatus
@@ -36,6 +32,7 @@ BOUND_S = 90.0
 `PATIENCE_S` or the hinge's own time limits, with waits for another engine in between."""
 REST_S = 3 * (MAX_LEASE_S + MAX_LOAD_TIMEOUT_S)
 MAX_MODEL_LEN = 14
+NUMBERS = {name: number for number, name in enumerate(("p0", "p1", "d0", "d1", "r0", "r1"))}
 SALTS = (None, None, "a", "b")
 
 LEASES = list(LeaseState)
@@ -56,9 +53,14 @@ class World:
         self.seen: Counter[str] = Counter()
         """What has happened, by kind."""
         self.states: set[int] = set()
-        """Hashes of the states that the world was in: those of all leases, loads and requests."""
+        """Hashes of the states that the world was in: those of all leases, loads and requests at
+        engines, and of all requests at routers."""
         self.network = Network(self.clock, self.random, self.note)
+        self.liar = Liar(self.network)
+        self.network.hosts[self.liar.address] = self.liar
         self.engines: dict[str, SimEngine] = {}
+        self.incarnations: list[SimEngine] = []
+        """All engines that there ever were."""
         self.routers: dict[str, SimRouter] = {}
         self.streams: dict[str, Stream] = {}
         self.direct: dict[str, DirectClient] = {}
@@ -72,8 +74,8 @@ class World:
         self.calm = False
         """No further fault is to happen."""
         self._say = note
-        self._incarnations = 0
-        self._abstract: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._abstract: dict[int, tuple[tuple[int, ...], ...]] = {}
+        """The state of each engine and router, by its number: names hash differently each time."""
         random = self.random
         lease_s = random.choice((0.2, MAX_LEASE_S))
         load_timeout_s = random.choice((0.1, 0.4, MAX_LOAD_TIMEOUT_S))
@@ -85,7 +87,7 @@ class World:
                     Shape(
                         f"{letter}{number}",
                         "prefill" if role == "prefill" else "decode",
-                        num_blocks=random.randrange(MAX_MODEL_LEN // BLOCK, 15),
+                        num_blocks=random.choice((7, 7, 8, 10, 14)),
                         max_num_seqs=random.randrange(1, 4),
                         max_num_batched_tokens=random.choice((3, 5, 16)),
                         max_num_waiting=random.randrange(1, 4),
@@ -111,35 +113,53 @@ class World:
     # --- machines come and go -----------------------------------------------------------------
 
     def _start(self, shape: Shape) -> None:
-        self._incarnations += 1
-        engine = SimEngine(shape, self._incarnations, self.network, self.lent)
+        engine = SimEngine(shape, len(self.incarnations) + 1, self.network, self.lent)
+        self.incarnations.append(engine)
         engine.saw = self._saw_engine
         engine.driver.saw = self._saw_driver
         engine.driver.validate = partial(self._must_be_validated, engine)
         self.engines[shape.name] = engine
 
-    def restart(self, name: str, model: str | None = None) -> None:
-        """Somebody new at the address of one who is gone."""
+    def restart(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
+        """Somebody new at the address of one who is gone, perhaps of another shape."""
         engine = self.engines[name]
-        if not engine.alive:
-            shape = engine.shape
-            self._start(shape if model is None else shape.of_model(model))
-            self.say(f"{name} starts as {self.engines[name].driver.hinge.me.epoch}")
+        if engine.alive:
+            return
+        for what in changes or {}:
+            self.note(f"restarted with another {what}")
+        self._start(replace(engine.shape, **(changes or {})))
+        self.note(f"{engine.shape.role} restarted")
+        self.say(f"{name} starts as {self.engines[name].driver.hinge.me.epoch}")
+
+    def resume(self, engine: SimEngine) -> None:
+        """SIGCONT."""
+        if engine.stalled:
+            self.note(f"{engine.shape.role} resumed")
+            engine.resume()
 
     def start_router(self, name: str) -> None:
         """A new incarnation, if there is none."""
-        if name in self.routers and self.routers[name].alive:
-            return
+        if name in self.routers:
+            if self.routers[name].alive:
+                return
+            self.note("router restarted")
         self.routers[name] = SimRouter(name, self.network, self, self.engines, self.note)
+        self.routers[name].saw = self._saw_router
 
     def crash_router(self, name: str) -> None:
         """Its clients see their connections break."""
+        self.note("router crashed")
         router = self.routers[name]
         router.crash()
         for request_id, owner in self.router_of.items():
             stream = self.streams[request_id]
             if owner is router and not stream.ended:
                 stream.end("lost: its router crashed")
+
+    def admit_stranger(self, engine: SimEngine, kind: str) -> None:
+        """Somebody connects to an engine's hinge."""
+        self.note(f"stranger: {kind}")
+        self.network.connect(Stranger(self.network, kind, engine.driver.hinge), engine.address)
 
     def call(self, engine: SimEngine, method: str, *args: object) -> None:
         """An operator's utility call."""
@@ -162,9 +182,10 @@ class World:
         """What some client wants; prompts share beginnings."""
         random = self.random
         own = random.choice(self._stems)[: random.randrange(6)]
-        own += self._tokens(random.randrange(1, 4) if length is None else length)
+        own += self._tokens(random.choice((1, 2, 3, 6)) if length is None else length)
         prompt = prompt or own[-(length or 0) :]
-        max_tokens, salt = random.randrange(1, 6), random.choice(SALTS)
+        max_tokens = random.randrange(1, max(2, min(6, MAX_MODEL_LEN - len(prompt))))
+        salt = random.choice(SALTS)
         name = f"q{len(self.streams)}{after}"
         stream = Stream(name, prompt, max_tokens, salt, None, first_token_ids)
         if random.random() < 0.15 and not first_token_ids:
@@ -193,6 +214,7 @@ class World:
 
     def abort(self, stream: Stream) -> None:
         """The client has left."""
+        self.note(f"aborted: {self._whereabouts(stream.request_id)}")
         self.say(f"{stream.request_id} is aborted")
         if stream.request_id in self.direct:
             self.direct[stream.request_id].abort()
@@ -200,6 +222,15 @@ class World:
         router = self.router_of[stream.request_id]
         stream.end("aborted")
         router.withdraw(stream.request_id)
+
+    def _whereabouts(self, request_id: str) -> str:
+        for engine in self.engines.values():
+            for request in engine.core.scheduler.requests.values():
+                if request.request_id.split("/")[0] == request_id:
+                    return f"{request.status.name.lower()} on {engine.shape.role}"
+        router = self.router_of.get(request_id)
+        held = router is not None and any(x.request_id == request_id for x in router.table.held)
+        return "held by its router" if held else "between engines"
 
     def tell(self, output: EngineCoreOutput) -> None:
         """A router delivers a part of an answer."""
@@ -232,8 +263,7 @@ class World:
         owner = self.engines.get(str(params and params.remote_engine_id))
         if params is None or owner is None or owner.driver.hinge.me.epoch != params.epoch:
             return
-        ended = owner.driver.hinge.leases._ended.get(str(params.lease_id))
-        held = ended is not None and ended[0] is LeaseState.RELEASED
+        held = params.lease_id in owner.driver.confirmed
         assert held, f"P2: {request_id} uses KV before its lease is known to have been held"
 
     # --- watching -----------------------------------------------------------------------------
@@ -253,17 +283,35 @@ class World:
             tuple(sorted([LOADS.index(x.state) for x in hinge.loads.loads.values()])),
             tuple(sorted([STATUSES.index(x.status) for x in scheduler.requests.values()])),
         )
-        if self._abstract.get(name) == now:
+        if not self._is_new(name, now):
             return
-        self._abstract[name] = now
-        self.states.add(hash(tuple(self._abstract.values())))
-        if self._say is not None:
-            self.say(f"{name}: {_words(now)}")
         for entry in list(self.armed):
             (what, state), act = entry
             if state in now[("lease", "load", "request").index(what)]:
                 self.armed.remove(entry)
-                self.clock.after(self.random.random() * 0.01, act, name)
+                delay = self.random.choice((0.0, self.random.random() * 0.01))
+                self.clock.after(delay, act, name)
+
+    def _saw_router(self, router: SimRouter) -> None:
+        table = router.table
+        placed = tuple(
+            sorted(
+                x.stage.value * 8 + 4 * bool(x.engine) + 2 * bool(x.lease) + bool(x.announced)
+                for x in table.requests.values()
+            )
+        )
+        self._is_new(router.name, (placed, (len(table.held),)))
+
+    def _is_new(self, name: str, state: tuple[tuple[int, ...], ...]) -> bool:
+        """Take down the state of an engine or router; False if it is as before."""
+        number = NUMBERS[name]
+        if self._abstract.get(number) == state:
+            return False
+        self._abstract[number] = state
+        self.states.add(hash(tuple(sorted(self._abstract.items()))))
+        if self._say is not None and name in self.engines:
+            self.say(f"{name}: {_words(state)}")
+        return True
 
     # --- time ---------------------------------------------------------------------------------
 
@@ -294,8 +342,7 @@ class World:
         for name in self.routers:
             self.start_router(name)
         for name, engine in list(self.engines.items()):
-            if engine.stalled:
-                engine.resume()
+            self.resume(engine)
             self.restart(name)
             self.call(self.engines[name], "wake_up")
             self.call(self.engines[name], "resume_generation")

@@ -11,21 +11,24 @@ import pytest
 from sim_schedule import run_schedule
 
 from diptych_engine.block_pool import BlockPool
+from diptych_engine.control.pause import PauseGate
 from diptych_engine.early_loads import EarlyLoads
 from diptych_engine.lent_blocks import LentBlocks
 from diptych_engine.request import Request, RequestStatus
 from diptych_engine.scheduler import Scheduler
+from diptych_engine.waiting_queue import WaitingQueue
 from diptych_kv_transfer import connector, loads
-from diptych_kv_transfer.actions import Action, LeaseEnded
+from diptych_kv_transfer.actions import Action, Fence, LeaseEnded
 from diptych_kv_transfer.leases import NEVER, Lease, LeaseTable
 from diptych_kv_transfer.load import Load, LoadState
 from diptych_kv_transfer.loads import LoadTable
+from diptych_kv_transfer.messages import FromOwner
 from diptych_protocol import EngineCoreRequest, SamplingParams
-from diptych_router.request_table import RequestTable
-from diptych_router.routed_request import RoutedRequest
+from diptych_router.request_table import RequestTable, _Turn
+from diptych_router.routed_request import RoutedRequest, Setback
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-MAX_SCHEDULES = 2000
+MAX_SCHEDULES = 6000
 
 
 def lease_that_is_not_bound_to_a_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -119,6 +122,54 @@ def engines_that_do_not_look_whether_they_fit(patch: pytest.MonkeyPatch) -> None
     patch.setattr(loads, "mismatch", lambda lease, theirs, mine: "")
 
 
+def lease_whose_reader_is_never_cut_off(patch: pytest.MonkeyPatch) -> None:
+    honest = LeaseTable.tick
+
+    def tick(self: LeaseTable, now: float) -> list[Action]:
+        return [action for action in honest(self, now) if not isinstance(action, Fence)]
+
+    patch.setattr(LeaseTable, "tick", tick)
+
+
+def decode_that_believes_anybody(patch: pytest.MonkeyPatch) -> None:
+    def find(self: LoadTable, peer: int, message: FromOwner) -> Load | None:
+        named = [x for x in self.loads.values() if x.lease.lease_id == message.lease_id]
+        return named[0] if named else None
+
+    patch.setattr(LoadTable, "_find", find)
+
+
+def preempted_request_that_keeps_its_place(patch: pytest.MonkeyPatch) -> None:
+    def take_blocks(self: Scheduler, victim: Request) -> None:
+        self.pool.release(victim.block_ids)
+        victim.block_ids = []
+
+    patch.setattr(Scheduler, "_take_blocks", take_blocks)
+
+
+def sleeper_that_remembers_its_prefixes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "forget_all", lambda self, *, even_held=False: True)
+
+
+def pause_that_loses_what_was_parked(patch: pytest.MonkeyPatch) -> None:
+    honest = PauseGate.open
+
+    def open_gate(self: PauseGate, waiting: WaitingQueue) -> None:
+        self.parked.clear()
+        honest(self, waiting)
+
+    patch.setattr(PauseGate, "open", open_gate)
+
+
+def router_that_hears_engines_twice(patch: pytest.MonkeyPatch) -> None:
+    def pass_turn(
+        self: RequestTable, routed: RoutedRequest, setback: Setback | None = None, why: str = ""
+    ) -> None:
+        self._turns.append(_Turn(routed, setback, why))
+
+    patch.setattr(RequestTable, "_pass_turn", pass_turn)
+
+
 def router_that_forgets_what_was_delivered(patch: pytest.MonkeyPatch) -> None:
     honest = RoutedRequest._with
 
@@ -152,8 +203,14 @@ PLANTS: dict[Plant, str] = {
     prefill_that_ends_leases_twice: "P6",
     lease_that_does_not_expire: "P1",
     lost_connection_that_ends_no_load: "P3",
-    load_without_a_time_limit: "P1",
+    load_without_a_time_limit: "P3",
     engines_that_do_not_look_whether_they_fit: "P2",
+    lease_whose_reader_is_never_cut_off: "P1",
+    decode_that_believes_anybody: "P2",
+    preempted_request_that_keeps_its_place: "P2",
+    sleeper_that_remembers_its_prefixes: "P2",
+    pause_that_loses_what_was_parked: "P3",
+    router_that_hears_engines_twice: "P1",
     router_that_forgets_what_was_delivered: "P2",
     router_that_forgets_a_request_in_a_loss: "P3",
     cache_that_ignores_the_salt: "P2",

@@ -30,7 +30,7 @@ class Service(RuleBasedStateMachine):
     def something_happens(self, name: str) -> None:
         FAULTS[name](self.world, "")
 
-    @rule(name=st.sampled_from(sorted(FAULTS)), moment=st.sampled_from(MOMENTS))
+    @rule(name=st.sampled_from(sorted(FAULTS)), moment=st.sampled_from(list(MOMENTS)))
     def something_will_happen(self, name: str, moment: Moment) -> None:
         self.world.armed.append((moment, lambda where: FAULTS[name](self.world, where)))
 
