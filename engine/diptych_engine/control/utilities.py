@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, get_type_hints
 
 import msgspec
@@ -21,16 +22,27 @@ def call_utility(
 
     Raises `InvalidRequestError` for arguments that are too many, too few or of the wrong type.
     """
-    parameters = list(inspect.signature(method).parameters.values())
+    function = getattr(method, "__func__", method)
+    signature, hints = _declared(function, bound=function is not method)
     try:
-        inspect.signature(method).bind(*args)
+        signature.bind(*args)
     except TypeError as exc:
         raise InvalidRequestError(f"the arguments do not fit: {exc}") from None
-    hints = get_type_hints(method)
+    parameters = list(signature.parameters.values())
     converted = [
         _argument(parameters, index, value, hints, convert) for index, value in enumerate(args)
     ]
     return method(*converted)
+
+
+@lru_cache(256)
+def _declared(
+    function: Callable[..., Any], *, bound: bool
+) -> tuple[inspect.Signature, dict[str, Any]]:
+    """What a function takes, without its `self` if that is bound; looked up once: it is slow."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[bound:]
+    return signature.replace(parameters=parameters), get_type_hints(function)
 
 
 def _argument(
