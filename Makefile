@@ -44,8 +44,8 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 		DIPTYCH_TEST_REPLACEMENTS=100 $(BIN)/pytest -q -s tests/chaos \
 		tests/kv_transfer/test_hinge_hostile.py)
 
-simulate: $(VENV)/.test ## N schedules of faults in a simulated service (default 100000); SEED=… replays one
-	$(BIN)/python tests/simulation/explore.py $(if $(SEED),--seed $(SEED),--count $(N))
+simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md
+	$(BIN)/python tests/simulation/explore.py $(if $(SEED),--seed $(SEED),--count $(N) $(if $(FIRST),--first $(FIRST)))
 
 lint: $(VENV)/.test ## style, types, and the arrows between the rooms
 	$(BIN)/ruff check .
