@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from diptych_kv_transfer import passage
 from diptych_kv_transfer.events import TransferEnded
-from diptych_kv_transfer.frames import AnyFrame, Introduction, Moved, Offer, Send, Span
+from diptych_kv_transfer.frames import AnyFrame, Introduction, Moved, Offer, Send
 from diptych_kv_transfer.passage import Passage
 from diptych_kv_transfer.same_host import OtherProcess, Reading, SameHost
 from diptych_kv_transfer.transport import Buffer
@@ -43,18 +43,14 @@ class Handles:
 @dataclass(slots=True)
 class _Outgoing:
     key: str
-    runs: list[Span]
     buffers: Sequence[Buffer]
-    """Kept alive."""
     passage: Passage | None = None
 
 
 @dataclass(slots=True)
 class _Incoming:
     key: str
-    runs: list[Span]
     buffers: Sequence[Buffer]
-    """Kept alive."""
     reading: Reading | None = None
     passage: Passage | None = None
 
@@ -97,17 +93,15 @@ class Exchange:
 
     def send(self, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
         """Offer buffers to the other side."""
-        runs = [(address_of(buffer), buffer.nbytes) for buffer in buffers]
-        self._outgoing[tag] = _Outgoing(key, runs, buffers)
-        self._say(Offer(tag, runs))
+        self._outgoing[tag] = _Outgoing(key, buffers)
+        self._say(Offer(tag, [(address_of(buffer), buffer.nbytes) for buffer in buffers]))
 
     def receive(self, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
         """Have what is or will be offered under a tag moved into buffers.
 
         Raises `ExchangeError`.
         """
-        runs = [(address_of(buffer), buffer.nbytes) for buffer in buffers]
-        self._incoming[tag] = _Incoming(key, runs, buffers)
+        self._incoming[tag] = _Incoming(key, buffers)
         offer = self._offers.pop(tag, None)
         if offer is not None:
             self._begin(offer)
@@ -189,18 +183,18 @@ class Exchange:
         incoming = self._incoming[offer.tag]
         if incoming.reading is not None or incoming.passage is not None:
             raise ExchangeError("it offers twice")
-        if [length for _, length in offer.runs] != [length for _, length in incoming.runs]:
+        if [length for _, length in offer.runs] != [buffer.nbytes for buffer in incoming.buffers]:
             log.warning("a peer offers other blocks than those we asked for")
             self._give_up(offer.tag)
         elif self._source is not None:
-            targets = [address for address, _ in incoming.runs]
+            targets = [address_of(buffer) for buffer in incoming.buffers]
             incoming.reading = Reading(self._source, offer.runs, targets)
         else:
             self._have_sent(offer.tag, incoming)
 
     def _have_sent(self, tag: int, incoming: _Incoming) -> None:
         first = secrets.randbits(TRANSFER_BITS) << passage.TAG_BITS
-        incoming.passage = passage.receive(self._handles.worker, incoming.runs, first)
+        incoming.passage = passage.receive(self._handles.worker, incoming.buffers, first)
         self._check(incoming.passage)
         self._say(Send(tag, first))
 
@@ -208,7 +202,7 @@ class Exchange:
         outgoing = self._outgoing.get(frame.tag)
         if outgoing is None or outgoing.passage is not None:
             raise ExchangeError("it wants to be sent what it was not offered")
-        outgoing.passage = passage.send(self._handles.endpoint, outgoing.runs, frame.first)
+        outgoing.passage = passage.send(self._handles.endpoint, outgoing.buffers, frame.first)
         self._check(outgoing.passage)
 
     def _check(self, begun: Passage) -> None:

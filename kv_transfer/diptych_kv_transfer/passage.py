@@ -9,10 +9,11 @@ what has arrived in part UCX cannot let go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from diptych_kv_transfer import ucp
 from diptych_kv_transfer.frames import Span
+from diptych_kv_transfer.transport import Buffer
 
 PIECE_BYTES = 1 << 20
 TAG_BITS = 24
@@ -22,8 +23,16 @@ TAG_BITS = 24
 class Passage:
     """The pieces of one transfer, on one side."""
 
-    def __init__(self, requests: Iterator[tuple[int, int | None]]) -> None:
-        """Requests to be made of UCX, each with the size of what it receives; None: it sends."""
+    def __init__(
+        self, requests: Iterator[tuple[int, int | None]], buffers: Sequence[Buffer]
+    ) -> None:
+        """Make requests of UCX.
+
+        Args:
+            requests: each with the size of what it receives; None: it sends.
+            buffers: what they move, kept alive.
+        """
+        self._buffers = buffers
         self._requests: deque[tuple[int, int | None]] = deque()
         self.ok = True
         """Nothing has gone wrong so far."""
@@ -54,24 +63,27 @@ class Passage:
             ucp.cancel(worker, request)
 
 
-def send(endpoint: int, runs: Iterable[Span], first_tag: int) -> Passage:
-    """Send runs of our memory to the other side of an endpoint."""
-    return Passage(
+def send(endpoint: int, buffers: Sequence[Buffer], first_tag: int) -> Passage:
+    """Send buffers to the other side of an endpoint."""
+    requests = (
         (ucp.tag_send(endpoint, address, length, tag), None)
-        for tag, (address, length) in enumerate(pieces(runs), first_tag)
+        for tag, (address, length) in enumerate(pieces(buffers), first_tag)
     )
+    return Passage(requests, buffers)
 
 
-def receive(worker: int, runs: Iterable[Span], first_tag: int) -> Passage:
-    """Receive runs into our memory, from whoever knows the tags."""
-    return Passage(
+def receive(worker: int, buffers: Sequence[Buffer], first_tag: int) -> Passage:
+    """Receive into buffers, from whoever knows the tags."""
+    requests = (
         (ucp.tag_receive(worker, address, length, tag), length)
-        for tag, (address, length) in enumerate(pieces(runs), first_tag)
+        for tag, (address, length) in enumerate(pieces(buffers), first_tag)
     )
+    return Passage(requests, buffers)
 
 
-def pieces(runs: Iterable[Span]) -> Iterator[Span]:
-    """Runs, cut where they are longer than a piece."""
-    for address, length in runs:
-        for at in range(0, length, PIECE_BYTES):
-            yield address + at, min(PIECE_BYTES, length - at)
+def pieces(buffers: Iterable[Buffer]) -> Iterator[Span]:
+    """Where buffers are, cut where they are longer than a piece."""
+    for buffer in buffers:
+        address = ucp.address_of(buffer)
+        for at in range(0, buffer.nbytes, PIECE_BYTES):
+            yield address + at, min(PIECE_BYTES, buffer.nbytes - at)

@@ -9,7 +9,7 @@ import numpy as np
 from diptych_kv_transfer import frames
 from diptych_kv_transfer.messages import MAX_MESSAGE_BYTES
 from diptych_kv_transfer.transport import Buffer
-from diptych_kv_transfer.ucp import Array, libucxx
+from diptych_kv_transfer.ucp import Array, StreamReceive
 
 HEADER_BYTES = 4
 """Three bytes of length, one of kind."""
@@ -57,10 +57,10 @@ class Stream:
 
         Raises `StreamError`.
         """
-        while self._request.completed:
-            if not succeeded(self._request):
+        while self._receiving.ended:
+            data = self._receiving.result()
+            if data is None:
                 raise StreamError("the stream has ended")
-            data = self._buffer.tobytes()
             if self._kind is not None:
                 kind, self._kind = self._kind, None
                 self._receive(HEADER_BYTES)
@@ -73,15 +73,10 @@ class Stream:
             self._receive(length)
         return None
 
+    @property
+    def ended(self) -> bool:
+        """UCX writes to none of our buffers any more, as is so soon after the endpoint's end."""
+        return self._receiving.ended
+
     def _receive(self, num_bytes: int) -> None:
-        self._buffer = np.empty(num_bytes, np.uint8)
-        self._request = self._endpoint.stream_recv(Array(self._buffer))
-
-
-def succeeded(request: Any) -> bool:
-    """Whether a completed request did what it was for."""
-    try:
-        request.check_error()
-    except libucxx.UCXError:
-        return False
-    return True
+        self._receiving = StreamReceive(self._endpoint.handle, num_bytes)

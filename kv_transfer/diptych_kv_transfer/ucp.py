@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_int8,
+    c_size_t,
+    c_uint,
+    c_uint64,
+    c_void_p,
+)
 from typing import Any
 
 import libucx
@@ -26,7 +37,9 @@ LAST_ERROR = -100
 ALL_BITS = (1 << 64) - 1
 EP_ATTR_FIELD_TRANSPORTS = 1 << 3
 MEM_MAP_FIELD_ADDRESS_AND_LENGTH = 3
+OP_ATTR_FIELD_FLAGS = 1 << 4
 OP_ATTR_FLAG_NO_IMM_CMPL = 1 << 16
+STREAM_RECV_FLAG_WAITALL = 1
 MAX_TRANSPORTS = 16
 
 
@@ -46,9 +59,13 @@ class _MemMapParams(ctypes.Structure):
 
 
 class _RequestParam(ctypes.Structure):
-    """`ucp_request_param_t` without its optional fields."""
+    """`ucp_request_param_t` up to the fields we set, and room for what follows."""
 
-    _fields_ = [("op_attr_mask", ctypes.c_uint32), ("rest", c_char * 132)]
+    _fields_ = [
+        ("op_attr_mask", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("rest", c_char * 128),
+    ]
 
 
 class _TagInfo(ctypes.Structure):
@@ -90,7 +107,8 @@ def _bind(library: Any) -> Any:
         ("ucp_tag_send_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p]),
         ("ucp_tag_recv_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, *[c_uint64] * 2, c_void_p]),
         ("ucp_tag_recv_request_test", c_int, [c_void_p] * 2),
-        ("ucp_request_check_status", c_int, [c_void_p]),
+        ("ucp_stream_recv_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_void_p, c_void_p]),
+        ("ucp_request_check_status", c_int8, [c_void_p]),
         ("ucp_request_cancel", None, [c_void_p] * 2),
         ("ucp_request_free", None, [c_void_p]),
         ("ucp_ep_query", c_int, [c_void_p] * 2),
@@ -105,6 +123,7 @@ def _bind(library: Any) -> Any:
 _ucp = _bind(ctypes.PyDLL("libucp.so.0"))
 _param = _RequestParam(op_attr_mask=OP_ATTR_FLAG_NO_IMM_CMPL)
 _PARAM = byref(_param)
+_whole = _RequestParam(op_attr_mask=OP_ATTR_FIELD_FLAGS, flags=STREAM_RECV_FLAG_WAITALL)
 
 
 def address_of(buffer: NDArray[np.uint8]) -> int:
@@ -159,6 +178,38 @@ def cancel(worker: int, request: int) -> None:
 def free(request: int) -> None:
     """Give a request back to UCX."""
     _ucp.ucp_request_free(request)
+
+
+class StreamReceive:
+    """The next bytes of an endpoint's stream, on their way to us.
+
+    UCXX's own request is never freed if its endpoint is closed before it has ended, and holds the
+    endpoint, the worker and all their descriptors.
+    """
+
+    def __init__(self, endpoint: int, num_bytes: int) -> None:
+        self._bytes, self._length = np.empty(num_bytes, np.uint8), c_size_t()
+        self._status = OK
+        request: int | None = _ucp.ucp_stream_recv_nbx(
+            endpoint, address_of(self._bytes), num_bytes, byref(self._length), byref(_whole)
+        )
+        if request is not None and LAST_ERROR <= ctypes.c_int64(request).value < 0:
+            self._status, request = ctypes.c_int64(request).value, None
+        self._request = request
+
+    @property
+    def ended(self) -> bool:
+        """UCX writes to the buffer no more."""
+        if self._request is not None:
+            self._status = status_of(self._request)
+            if self._status != IN_PROGRESS:
+                free(self._request)
+                self._request = None
+        return self._request is None
+
+    def result(self) -> bytes | None:
+        """Of one that has ended, what has come; None: the stream is over."""
+        return self._bytes.tobytes() if self._status == OK else None
 
 
 class ReadableMemory:

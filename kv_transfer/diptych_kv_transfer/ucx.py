@@ -16,6 +16,7 @@ import logging
 import os
 import select
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ from diptych_kv_transfer.events import (
     TransferEnded,
 )
 from diptych_kv_transfer.exchange import Exchange, ExchangeError, Handles
-from diptych_kv_transfer.passage import PIECE_BYTES
+from diptych_kv_transfer.passage import PIECE_BYTES, Passage
 from diptych_kv_transfer.same_host import SameHost, may_read, network_transports
 from diptych_kv_transfer.stream import FRAME, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transport import Buffer
@@ -55,7 +56,7 @@ OPTIONS = {
 DRAIN_TIMEOUT_S = 2.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Connection:
     endpoint: Any
     stream: Stream
@@ -91,6 +92,8 @@ class UcxTransport:
         self._same_host = open_same_host()
         self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
+        self._not_ended: list[tuple[Stream, list[Passage]]] = []
+        """What UCX has not let go of when it should have: its memory is kept."""
         self._next_peer = 0
         self._events: list[Event] = []
         self._name = ""
@@ -115,6 +118,10 @@ class UcxTransport:
         self._accepted.append(self._listener.create_endpoint_from_conn_request(request, True))
 
     def _adopt(self, endpoint: Any, address: Address | None) -> None:
+        if not endpoint.alive:
+            if address is not None:
+                self._events.append(ConnectFailed(address, "the connection broke at once"))
+            return
         peer = self._next_peer
         self._next_peer += 1
         stream = Stream(endpoint)
@@ -126,8 +133,11 @@ class UcxTransport:
         )
         connection = self._connections[peer] = _Connection(endpoint, stream, exchange)
 
+        known = weakref.ref(connection)  # or it and its endpoint would keep each other, and UCX
+
         def on_close(*_: object) -> None:
-            connection.lost = True
+            if (found := known()) is not None:
+                found.lost = True
 
         try:
             endpoint.set_close_callback(on_close)
@@ -233,11 +243,13 @@ class UcxTransport:
         connection.endpoint.close_blocking()
         self._worker.cancel_inflight_requests()
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while passages := [passage for passage in passages if not passage.ended]:
+        stream = connection.stream
+        while (passages := [x for x in passages if not x.ended]) or not stream.ended:
             self._worker.progress_once()
             if time.monotonic() > deadline:
                 # Its endpoint is destroyed, so nothing can be sent for it any more.
                 log.error("UCX did not end a transfer of a connection that was cut")
+                self._not_ended.append((stream, passages))
                 break
         del self._connections[peer]
         self._events += [*connection.exchange.take_ended(), PeerLost(peer)]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from diptych_kv_transfer import LoadEnded, open_connector
-from diptych_kv_transfer.events import Connected
+from diptych_kv_transfer.events import Connected, Event
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
@@ -322,6 +322,32 @@ def test_closing_leaves_no_thread_or_descriptor_behind() -> None:
         decode.connector.close()
     del decode
     assert tasks_and_descriptors() == before
+
+
+def test_connections_that_are_gone_leave_no_descriptor_behind() -> None:
+    """Whatever was under way on them, and without help of the garbage collector."""
+
+    def meet() -> None:
+        ours, visitor = UcxTransport("127.0.0.1", 0), UcxTransport("127.0.0.1", 0)
+        visitor.connect(("127.0.0.1", ours.port))
+        arrived: list[Event] = []
+        deadline = time.monotonic() + 10
+        while not any(isinstance(event, Connected) for event in arrived):
+            assert time.monotonic() < deadline
+            visitor.poll(0.0)
+            arrived += ours.poll(0.001)
+        ours.close()
+        visitor.close()
+
+    gc.disable()
+    try:
+        meet()  # UCX keeps some for the process on first use
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            meet()
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 def run_python(code: str) -> str:

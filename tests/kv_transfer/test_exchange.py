@@ -124,7 +124,7 @@ def test_a_receiver_that_breaks_the_protocol_is_refused(
     with pytest.raises(ExchangeError):
         exchange.handle(frame)
     taken = np.zeros(10, np.uint8)
-    loop.finish(passage.receive(loop.handles.worker, [(address_of(taken), 10)], 1 << 40))
+    loop.finish(passage.receive(loop.handles.worker, [taken], 1 << 40))
 
 
 def test_a_sender_that_offers_twice_is_refused(receiver: Ends) -> None:
@@ -172,7 +172,7 @@ def test_what_cannot_be_read_is_sent(here: SameHost, loop: Loop) -> None:
     going = []
     for frame in said:
         assert isinstance(frame, Send)
-        going.append(passage.send(loop.handles.endpoint, offer(0, source).runs, frame.first))
+        going.append(passage.send(loop.handles.endpoint, [source], frame.first))
     loop.finish(*going)
     while len(ended) < 2:
         loop.worker.progress()
@@ -248,9 +248,8 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
     starts = np.cumsum([0, *lengths])[:-1].tolist()
     first = 7 << passage.TAG_BITS
 
-    def runs(array: np.ndarray) -> list[frames.Span]:
-        at = address_of(array) if array.size else 1
-        return [(at + start, length) for start, length in zip(starts, lengths, strict=True)]
+    def runs(array: np.ndarray) -> list[np.ndarray]:
+        return [array[at : at + length] for at, length in zip(starts, lengths, strict=True)]
 
     coming = passage.receive(loop.handles.worker, runs(target), first)
     going = passage.send(loop.handles.endpoint, runs(source), first)
@@ -263,22 +262,22 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
 @pytest.mark.parametrize(("sent", "ok"), [(10, True), (9, False), (11, False)])
 def test_a_piece_of_another_size_is_no_piece(loop: Loop, sent: int, ok: bool) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = passage.receive(loop.handles.worker, [(address_of(target), 10)], 5)
-    loop.finish(coming, passage.send(loop.handles.endpoint, [(address_of(source), sent)], 5))
+    coming = passage.receive(loop.handles.worker, [target[:10]], 5)
+    loop.finish(coming, passage.send(loop.handles.endpoint, [source[:sent]], 5))
     assert coming.ok is ok
     assert not target[10:].any()
 
 
 def test_a_receive_that_is_called_off_ends_and_touches_nothing(loop: Loop) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = passage.receive(loop.handles.worker, [(address_of(target), 16)], 6)
+    coming = passage.receive(loop.handles.worker, [target], 6)
     assert not coming.ended
     coming.cancel(loop.handles.worker)
     loop.finish(coming)
     assert not coming.ok
-    going = passage.send(loop.handles.endpoint, [(address_of(source), 16)], 6)
+    going = passage.send(loop.handles.endpoint, [source], 6)
     taken = np.zeros(16, np.uint8)
-    loop.finish(going, passage.receive(loop.handles.worker, [(address_of(taken), 16)], 6))
+    loop.finish(going, passage.receive(loop.handles.worker, [taken], 6))
     assert not target.any()
     assert taken.all()
 
