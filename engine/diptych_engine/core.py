@@ -228,6 +228,8 @@ class EngineCore:
             self.take_grammars()
         plan = self.scheduler.schedule()
         self.hand_offs.start_loads()
+        if not plan.scheduled and self.scheduler.waiting:
+            self.hand_offs.withdraw_lent()
         if self.adapters.in_use:
             for request, error in self.adapters.use(plan.scheduled, self.scheduler.running):
                 self._end(request, FinishReason.ERROR)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from diptych_engine.request import LoadOrder, Request
+from diptych_engine.request import LoadOrder, Request, RequestStatus
 from diptych_engine.scheduler import Scheduler
 from diptych_kv_transfer import KVConnector, LeaseEnded
 from diptych_protocol import (
@@ -109,6 +109,17 @@ class HandOffs:
         promise = self._promises.pop(request_id, None)
         if promise is not None and self._connector is not None:
             self._connector.withdraw(promise.lease_id)
+
+    def withdraw_lent(self) -> None:
+        """End the leases of requests that wait to compute what they have lent already.
+
+        A promise does not age: what it pins may be what its request, or one before it, waits for.
+        When such a request has computed its prompt it gets a lease of its own.
+        """
+        for promise in list(self._promises.values()):
+            waits = promise.request.status is not RequestStatus.RUNNING
+            if waits and self._scheduler.leased.count(promise.lease_id):
+                self._withdraw(promise.request.request_id)
 
     def forgo(self, request_id: str) -> None:
         """An announced request will not come, or is refused; nothing if none was announced."""

@@ -67,6 +67,7 @@ class Shape:
     max_model_len: int
     lease_seconds: float
     load_timeout_s: float
+    prefix_caching: bool = True
     model: str = "m"
     version: int = VERSION
     """Of the protocol between hinges."""
@@ -114,6 +115,7 @@ class SimEngine:
             shape.max_num_seqs,
             shape.max_num_batched_tokens,
             shape.max_num_waiting,
+            shape.prefix_caching,
         )
         grammars = cast(GrammarCompiler, NoGrammars())
         self.runner = HashingRunner(self.memory)

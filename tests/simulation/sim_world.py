@@ -94,6 +94,7 @@ class World:
                         max_model_len=MAX_MODEL_LEN,
                         lease_seconds=lease_s,
                         load_timeout_s=load_timeout_s,
+                        prefix_caching=random.random() < 0.9,
                         model=random.choice(models),
                     )
                 )

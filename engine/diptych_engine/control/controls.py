@@ -186,8 +186,10 @@ class Controls:
 
     def forget_everything(self) -> None:
         """No KV that was computed up to now will be used by any request of this engine. What
-        is lent out stays as it is."""
+        is lent out stays as it is, unless its prompt is still computed: KV of two kinds does not
+        go into one lease."""
         self._core.scheduler.preempt_all()
+        self._core.hand_offs.withdraw_lent()
         self._discard_loads()
         self._core.scheduler.pool.forget_all(even_held=True)
 
