@@ -78,6 +78,8 @@ def explore(first: int, count: int, processes: int) -> Report:
     with tqdm(total=count, unit=" schedules", smoothing=0.05) as progress:
         for report in _reports(chunks, processes):
             total.add(report)
+            for seed, what in report.failures:
+                progress.write(f"FAILED seed {seed}: {what}\n    make simulate SEED={seed}")
             progress.update(report.schedules)
             progress.set_postfix(states=len(total.states), failures=len(total.failures))
             if len(total.failures) >= MAX_FAILURES:
