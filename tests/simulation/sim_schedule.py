@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sim_faults import FAULTS, plan
 from sim_world import BOUND_S, World
 
 
-def run_schedule(seed: int, note: Callable[[str], None] | None = None) -> World:
+def run_schedule(
+    seed: int,
+    note: Callable[[str], None] | None = None,
+    *,
+    faults: Sequence[str] = tuple(FAULTS),
+) -> World:
     """Run the schedule that a seed stands for, to the end. Raises whatever it finds wrong.
 
-    `note` is told everything that happens.
+    `note` is told everything that happens. `faults`: names of those to choose from.
     """
     world = World(seed, note)
     random = world.random
     for _ in range(random.choice((0, 1, 2, 2, 3, 4, 6))):
-        plan(world, random.choice(list(FAULTS)))
+        plan(world, random.choice(faults))
     pause_s = random.choice((0.02, 0.1))
     for _ in range(random.randrange(2, 9)):
         world.submit()
