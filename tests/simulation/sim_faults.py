@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from sim_choice import Fault, later, some_engine
-from sim_clients import CLIENT_FAULTS
+from sim_clients import CLIENT_FAULTS, abort
 from sim_engine import SimEngine
 from sim_network import Faults
 from sim_world import LEASES, LOADS, STATUSES, Moment, World
@@ -119,6 +119,8 @@ def pause(world: World, where: str) -> bool:
     mode = world.random.choice(("abort", "wait", "keep"))
     world.call(engine, "pause_generation", mode, world.random.random() < 0.5)
     world.clock.after(world.random.random() * 3, world.call, engine, "resume_generation")
+    if world.random.random() < 0.5:  # who is preempted is so for long only during a pause
+        world.clock.after(world.random.random() * 0.2, abort, world, engine.name)
     return True
 
 
