@@ -27,7 +27,7 @@ from tqdm import tqdm
 CHUNK = 100
 """Schedules that a process runs at a time."""
 MAX_FAILURES = 10
-ENOUGH_FOR_ALL = 50_000
+ENOUGH_FOR_ALL = 100_000
 """A run of so many schedules must have reached all that there is a name for."""
 
 

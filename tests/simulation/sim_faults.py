@@ -216,9 +216,10 @@ MOMENTS: dict[Moment, str] = {
 
 AT_WORK: Moment = ("request", STATUSES.index(RequestStatus.RUNNING))
 WEIGHTS = {
-    "a lease is expired": 64, "a lease is withdrawn": 12, "a lease is released": 8,
-    "a lease is revoked": 6, "a load is holding": 3, "a load is opening": 4, "a load is kept": 20,
-    "a request is running": 3, "a request is preempted": 12,
+    "a lease is promised": 3, "a lease is expired": 80, "a lease is withdrawn": 32,
+    "a lease is released": 8, "a lease is revoked": 6, "a load is holding": 3,
+    "a load is opening": 4, "a load is stopping": 2, "a load is kept": 24,
+    "a request is running": 5, "a request is preempted": 12,
 }  # fmt: skip
 """Moments that are seldom reached are chosen more often."""
 
