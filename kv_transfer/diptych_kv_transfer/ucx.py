@@ -63,7 +63,7 @@ class _Connection:
     exchange: Exchange
     lost: bool = False
 
-    def cut(self, reason: Exception) -> None:
+    def cut(self, reason: Exception | str) -> None:
         log.info("cutting a connection: %s", reason)
         self.lost = True
 
@@ -136,8 +136,8 @@ class UcxTransport:
         known = weakref.ref(connection)  # or it and its endpoint would keep each other, and UCX
 
         def on_close(*_: object) -> None:
-            if (found := known()) is not None:
-                found.lost = True
+            if (found := known()) is not None and not found.lost:
+                found.cut("UCX has closed it")
 
         try:
             endpoint.set_close_callback(on_close)
