@@ -247,4 +247,4 @@ def test_the_crds_are_upgraded_and_outlive_the_release(cluster: Cluster, tmp_pat
     finally:
         for crd in CRDS:
             if cluster.exists("crd", crd) and not cluster.read("get", crd, "-A")["items"]:
-                cluster.kubectl("delete", "crd", crd, "--wait=false")
+                cluster.kubectl("delete", "crd", crd, "--timeout=60s")

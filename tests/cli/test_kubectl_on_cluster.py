@@ -1,8 +1,8 @@
 """The plugin against a real API server.
 
-Only where DIPTYCH_TEST_KUBECONFIG names an administrator's kubeconfig. The tests work in a
-namespace of their own; the CRD is installed if it is missing, and then removed again. What a router
-says is asked of a real pod if DIPTYCH_TEST_PYTHON_IMAGE names an image with `python3` in it.
+Only where DIPTYCH_TEST_KUBECONFIG names an administrator's kubeconfig of a cluster that has the
+CRDs. The tests work in a namespace of their own. What a router says is asked of a real pod if
+DIPTYCH_TEST_PYTHON_IMAGE names an image with `python3` in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from click.testing import CliRunner
 from kube_tools import ToolUnavailable, find_tool
 
 from diptych.kubectl.main import main
-from diptych_operator.crd import custom_resource_definition
 from diptych_operator.reasons import ConditionType
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.skipif(
 )
 COMMAND_TIMEOUT_S = 60
 POD_TIMEOUT_S = 120
-CRD = "inferenceservices.diptych.dev"
 SINCE = "2026-11-21T07:00:00Z"
 
 
@@ -94,13 +92,8 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
-    ours = not cluster.kubectl("get", "crd", CRD, check=False)
     try:
         cluster.kubectl("create", "namespace", cluster.namespace)
-        if ours:
-            definition = custom_resource_definition()
-            cluster.kubectl("apply", "--server-side", "-f", "-", stdin=definition)
-        cluster.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=20s")
         well = dict.fromkeys(ConditionType, ("True", "Serving", "It serves."))
         well[ConditionType.DEGRADED] = ("False", "AsExpected", "Nothing wants attention.")
         cluster.create("well", **well)
@@ -114,8 +107,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.kubectl("delete", "namespace", cluster.namespace, "--wait=false", check=False)
-        if ours:
-            cluster.kubectl("delete", "crd", CRD, "--wait=false", check=False)
 
 
 @pytest.fixture
