@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
+from apply_crds import apply_crds
 from e2e.kubectl import Kubectl, Object
 from kube_tools import find_tool
 
@@ -49,13 +49,7 @@ class Chart:
         """
         if self._kubectl.get("crd", CRD) is None:
             return False
-        version = json.loads(self._kubectl.run("version", "--output", "json"))["serverVersion"]
-        rendered = self._helm(
-            *("template", RELEASE, str(CHART), "--kube-version", version["gitVersion"]),
-            *("--show-only", "templates/crd.yaml"),
-        )
-        options = ("--server-side", "--force-conflicts", "--filename", "-")
-        self._kubectl.run("apply", *options, stdin=rendered)
+        apply_crds()
         return True
 
     def test(self) -> None:

@@ -1,6 +1,7 @@
 """Gives the cluster of $KUBECONFIG the CRDs of this version, as the chart would.
 
-They belong to the whole cluster, so the tests that need them do not bring their own:
+They belong to the whole cluster, so the tests that need them do not bring their own. On the import
+path of the tests, and a program for `make cluster`:
 
     python tests/support/apply_crds.py
 """
@@ -26,7 +27,8 @@ def run(tool: Tool, *arguments: str, stdin: str = "") -> str:
     return done.stdout
 
 
-def main() -> None:
+def apply_crds() -> str:
+    """Bring the CRDs up to date, whoever brought them; what kubectl says of it."""
     # An old API server knows no rules in a schema: the chart leaves them out then.
     version = json.loads(run("kubectl", "version", "--output", "json"))["serverVersion"]
     crds = run(
@@ -34,10 +36,11 @@ def main() -> None:
         *("--show-only", "templates/crd.yaml"),
     )
     options = ("--server-side", "--force-conflicts", "--filename", "-")
-    print(run("kubectl", "apply", *options, stdin=crds), end="")
+    said = run("kubectl", "apply", *options, stdin=crds)
     established = ("--for=condition=Established", f"--timeout={TIMEOUT_S // 2}s")
     run("kubectl", "wait", *established, "--filename", "-", stdin=crds)
+    return said
 
 
 if __name__ == "__main__":
-    main()
+    print(apply_crds(), end="")
