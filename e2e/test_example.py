@@ -68,7 +68,7 @@ def test_the_plugin_shows_what_engines_do(
     running: Service, client: Client, kubectl: Kubectl
 ) -> None:
     traffic = client.traffic(
-        running.url, running.name, concurrency=1, max_tokens=32, record=ARTIFACTS / "top.jsonl"
+        running.url, running.name, concurrency=1, max_tokens=8, record=ARTIFACTS / "top.jsonl"
     )
     with traffic:
         traffic.wait_served(1, 60)
