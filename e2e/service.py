@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
+from e2e.kubectl import Kubectl, KubectlError, Object, T, TooLate, wait_for
 from e2e.traffic import Client
 
 KIND = "inferenceservices.diptych.dev"
@@ -80,7 +80,7 @@ class Service:
             wanted = (said.get("status"), said.get("reason")) == (status, reason)
             return said["message"] if wanted else None
 
-        return wait_for(f"{kind} {status} {reason} of {self.name}", look, timeout_s)
+        return self._wait_for(f"{kind} {status} {reason}", look, timeout_s)
 
     def settled(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until the newest spec is served in full, and nothing is under way."""
@@ -92,7 +92,16 @@ class Service:
                 and self.condition("Degraded") == "False"
             )
 
-        wait_for(f"{self.name} is settled", look, timeout_s)
+        self._wait_for("settled", look, timeout_s)
+
+    def _wait_for(self, what: str, look: Callable[[], T | None], timeout_s: float) -> T:
+        """As `wait_for`; if it is too late, the error tells what the conditions said instead."""
+        try:
+            return wait_for(f"{self.name}: {what}", look, timeout_s)
+        except TooLate as exc:
+            conditions = self.observed().get("status", {}).get("conditions", [])
+            said = [f"{c['type']}={c['status']} {c['reason']}: {c['message']}" for c in conditions]
+            raise TooLate("\n".join([str(exc), *said])) from None
 
     # --- what became of it --------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from e2e.traffic import Client
 
 DEADLINE_S = 30
 """rollout.progressDeadlineSeconds."""
-SEEN_TIMEOUT_S = 120.0
+SEEN_TIMEOUT_S = 240.0
 """Within this the status names the cause. Pods have to start and to fail; nodes pull images one
 after the other."""
 FAILED_TIMEOUT_S = DEADLINE_S + 60.0

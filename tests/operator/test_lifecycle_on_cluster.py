@@ -91,7 +91,7 @@ def _reason(namespace: Namespace, name: str, condition: str) -> str:
 
 def test_an_image_that_cannot_be_pulled_is_told_of(home: Home) -> None:
     namespace = home.namespace
-    # Never pulled, so that the test does not wait in the node's queue for a time-out.
+    # Never pulled, so that the test does not wait in the node's queue.
     container = {"name": "engine", "imagePullPolicy": "Never"}
     decode = {"podTemplate": {"spec": {"containers": [container]}}}
     spec = {"router": NOWHERE, "prefill": NOWHERE, "decode": decode}

@@ -18,14 +18,13 @@ import yaml
 from crd_kit import EXAMPLES, without_rules
 from kube_tools import ToolUnavailable, find_tool
 from namespace_kit import KUBECONFIG, Namespace, Object, until
-from operator_kit import Identity, Operator, running
+from operator_kit import NO_IMAGE, Identity, Operator, running
 
 from diptych_operator.crd import custom_resource_definition, scaler_definition
 
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster with the CRDs"
 )
-NO_IMAGE = "diptych.invalid/none:1"
 HPA_S = 90.0
 """Kubernetes' controller looks every 15 s, and learns of new kinds every 30 s."""
 QUIET_S = 5.0
