@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diptych_kernels.add_rms_norm import add_rms_norm
 from diptych_kernels.kv_write import kv_write
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope import rotate_
+from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
@@ -23,6 +25,16 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     expected = x.double() / (mean_square + 1e-5).sqrt() * weight.double()
     actual = rms_norm(x, weight, 1e-5).double()
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@dtypes
+def test_add_rms_norm_changes_the_residual_and_normalises_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((3, 7), (3, 7), (7,)))
+    expected = x + residual
+    normed = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, expected)
+    assert torch.equal(normed, rms_norm(expected, weight, 1e-5))
 
 
 @dtypes
@@ -63,3 +75,22 @@ def test_kv_write_touches_only_its_slots_of_its_layer() -> None:
     for token in range(3):
         expected[blocks[token], 1, :, offsets[token]] = keys_values[token]
     assert torch.equal(cache, expected)
+
+
+@dtypes
+def test_rope_kv_write_rotates_queries_and_stores_rotated_keys(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query_heads, kv_heads, dim = 6, 2, 8
+    cache = torch.zeros(5, 3, 2, 4, kv_heads, dim, dtype=dtype)
+    expected_cache = cache.clone()
+    heads = torch.randn(3, query_heads + 2 * kv_heads, dim).to(dtype)
+    expected = heads.clone()
+    angles = torch.randn(3, 1, dim // 2)
+    rotations = torch.stack((angles.cos(), angles.sin()), -1)
+    blocks, offsets = torch.tensor([4, 0, 4]), torch.tensor([3, 0, 1])
+    rotate_(expected[:, : query_heads + kv_heads], rotations)
+    keys_values = expected[:, query_heads:].view(3, 2, kv_heads, dim)
+    kv_write(keys_values, expected_cache[:, 1], blocks, offsets)
+    rope_kv_write(heads, rotations, cache[:, 1], blocks, offsets)
+    assert torch.equal(heads[:, :query_heads], expected[:, :query_heads])
+    assert torch.equal(cache, expected_cache)

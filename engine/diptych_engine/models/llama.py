@@ -20,10 +20,9 @@ from diptych_engine.models.low_rank import AdapterRows, add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_source import ModelConfig
-from diptych_kernels.kv_write import kv_write
 from diptych_kernels.paged_attention import paged_attention
 from diptych_kernels.rms_norm import rms_norm
-from diptych_kernels.rope import rotate_
+from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
 
 
@@ -222,15 +221,13 @@ class LlamaModel:
         config = self.config
         if layer.qkv_bias is not None:
             qkv.add_(layer.qkv_bias)
-        num_tokens, num_query, dim = len(qkv), config.num_attention_heads, config.head_dim
-        heads = qkv.view(num_tokens, -1, dim)
+        num_query = config.num_attention_heads
+        heads = qkv.view(len(qkv), -1, config.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = heads[:, :num_query], heads[:, num_query : self._num_rotated_heads]
             query.copy_(rms_norm(query, layer.query_norm, self._eps))
             key.copy_(rms_norm(key, layer.key_norm, self._eps))
-        rotate_(heads[:, : self._num_rotated_heads], rotations)
-        keys_values = heads[:, num_query:].view(num_tokens, 2, -1, dim)
-        kv_write(keys_values, kv_layer, inputs.slot_blocks, inputs.slot_offsets)
+        rope_kv_write(heads, rotations, kv_layer, inputs.slot_blocks, inputs.slot_offsets)
         return paged_attention(heads[:, :num_query], kv_layer, inputs.attention).flatten(1)
 
     def normed(self, hidden: Tensor) -> Tensor:
