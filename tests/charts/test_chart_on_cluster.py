@@ -29,8 +29,9 @@ pytestmark = pytest.mark.skipif(
 CRD = "inferenceservices.diptych.dev"
 CRDS = (CRD, "poolscalers.diptych.dev")
 ACCOUNT = "diptych-operator"
-# No image is needed: what is tested is the objects, not the program in the pods.
-QUIET = {"image": {"pullPolicy": "Never"}, "replicas": 2}
+# What is tested is the objects, not the program in the pods. It must not even start: an operator
+# for the whole cluster would reconcile the services of tests that run beside these.
+QUIET = {"image": {"repository": "no-such-image", "pullPolicy": "Never"}, "replicas": 2}
 NO_CRD = QUIET | {"crds": {"install": False}}
 
 
