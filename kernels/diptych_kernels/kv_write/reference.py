@@ -1,16 +1,17 @@
-"""kv_layer[blocks[t], :, offsets[t]] = keys_values[t]."""
+"""kv_layer[blocks[t], :, offsets[t]] = keys_values[t] / kv_scale."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from diptych_kernels.kv_write.float8 import FLOAT8, FLOAT8_MAX
 
-def kv_write(keys_values: Tensor, kv_layer: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-    """Store the keys and values of new tokens in their slots of one layer's cache.
 
-    keys_values: [tokens, 2, kv_heads, head_dim], keys first; any strides.
-    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view.
-    blocks, offsets: [tokens] int64, each token's block and its place in that block; no two tokens
-        share a slot.
-    """
+def kv_write(
+    keys_values: Tensor, kv_layer: Tensor, blocks: Tensor, offsets: Tensor, kv_scale: float = 1.0
+) -> None:
+    """As `diptych_kernels.kv_write.kv_write`."""
+    if kv_layer.dtype is FLOAT8:
+        scaled = keys_values.float() / kv_scale
+        keys_values = scaled.clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
     kv_layer[blocks, :, offsets] = keys_values

@@ -1,5 +1,32 @@
 """Rotary position embedding, and the cache write of the keys that it rotated."""
 
-from diptych_kernels.rope_kv_write.reference import rope_kv_write
+from __future__ import annotations
+
+from torch import Tensor
+
+from diptych_kernels.rope_kv_write import reference
 
 __all__ = ["rope_kv_write"]
+
+
+def rope_kv_write(
+    heads: Tensor,
+    rotations: Tensor,
+    kv_layer: Tensor,
+    blocks: Tensor,
+    offsets: Tensor,
+    kv_scale: float = 1.0,
+) -> None:
+    """Rotate the query heads in place; store the rotated keys and the values.
+
+    heads: [tokens, query_heads + 2 kv_heads, head_dim], contiguous: the queries, then the keys,
+        then the values. What the key heads hold afterwards is not defined.
+    rotations: [tokens, 1, head_dim / 2, 2] float32, as `rotate_` takes them.
+    kv_layer, blocks, offsets, kv_scale: as `kv_write` takes them.
+    """
+    if heads.is_cuda:
+        from diptych_kernels.rope_kv_write import triton
+
+        triton.rope_kv_write(heads, rotations, kv_layer, blocks, offsets, kv_scale)
+    else:
+        reference.rope_kv_write(heads, rotations, kv_layer, blocks, offsets, kv_scale)
