@@ -1,6 +1,28 @@
 """Attention of a mixed batch (prefill chunks and decodes) over the paged KV cache."""
 
+from __future__ import annotations
+
+from torch import Tensor
+
+from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
-from diptych_kernels.paged_attention.reference import paged_attention
 
 __all__ = ["AttentionMetadata", "paged_attention"]
+
+
+def paged_attention(
+    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, kv_scale: float = 1.0
+) -> Tensor:
+    """Attend from the step's new tokens, whose own keys and values stand in the cache already.
+
+    queries: [tokens, heads, head_dim]; any strides with a contiguous last dimension.
+    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view; of the queries' dtype
+        or of 8-bit floats.
+    kv_scale: as `kv_write` takes it.
+    Returns [tokens, heads, head_dim]; heads is a multiple of kv_heads.
+    """
+    if queries.is_cuda:
+        from diptych_kernels.paged_attention import triton
+
+        return triton.paged_attention(queries, kv_layer, metadata, kv_scale)
+    return reference.paged_attention(queries, kv_layer, metadata, kv_scale)

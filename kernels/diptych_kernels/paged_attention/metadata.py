@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, schedule
+
 CPU = torch.device("cpu")
 MAX_PADDING_RATIO = 2
 """Decodes are gathered together while padding at most doubles the keys that are read."""
@@ -66,6 +68,29 @@ class AttentionMetadata:
         return [
             self._prefill_chunk(index) for index in range(self.num_decodes, len(self.context_lens))
         ]
+
+    def on_device(self, geometry: Geometry) -> tuple[Schedule, Tensor]:
+        """How a GPU cuts the step, and the schedule's numbers on the device."""
+        known = self._schedules.get(geometry)
+        if known is None:
+            plan = schedule(
+                self.query_starts,
+                self.context_lens,
+                self.block_tables,
+                self.num_decodes,
+                self.window,
+                geometry,
+            )
+            numbers = torch.from_numpy(plan.numbers)
+            if self.device.type == "cuda":
+                # Only from pinned memory does a copy let the host go on.
+                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+            known = self._schedules[geometry] = plan, numbers
+        return known
+
+    @cached_property
+    def _schedules(self) -> dict[Geometry, tuple[Schedule, Tensor]]:
+        return {}
 
     def _decode_group(
         self, members: slice | NDArray[np.int64], lengths: NDArray[np.int64], longest: int

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diptych_kernels.kv_write.float8 import FLOAT8
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
 
-def paged_attention(queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Attend from the step's new tokens, whose own keys and values stand in the cache already.
-
-    queries: [tokens, heads, head_dim]; any strides with a contiguous last dimension.
-    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view.
-    Returns [tokens, heads, head_dim]; heads is a multiple of kv_heads.
-    """
+def paged_attention(
+    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, kv_scale: float = 1.0
+) -> Tensor:
+    """As `diptych_kernels.paged_attention.paged_attention`."""
+    if kv_layer.dtype is FLOAT8:
+        kv_layer = kv_layer.to(queries.dtype) * kv_scale
     groups, chunks = metadata.decode_groups, metadata.prefill_chunks
     if len(groups) == 1 and not chunks:
         return _decode(queries, kv_layer, groups[0].blocks, groups[0].longest, groups[0].mask)

@@ -1,0 +1,99 @@
+"""Compile every kernel for a Hopper GPU, as its launcher would call it, without having one.
+
+Prints a JSON line for each: name, shared memory in bytes, and which instructions stand in it. A
+process of its own, because Triton's interpreter, once chosen, is all that a process has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from diptych_kernels.add_rms_norm.triton import add_rms_norm
+from diptych_kernels.kv_write.float8 import FLOAT8
+from diptych_kernels.kv_write.triton import kv_write
+from diptych_kernels.paged_attention import AttentionMetadata
+from diptych_kernels.paged_attention import triton as paged_attention
+from diptych_kernels.rms_norm.triton import rms_norm
+from diptych_kernels.rope.triton import rotate_
+from diptych_kernels.rope_kv_write.triton import rope_kv_write
+from diptych_kernels.silu_mul.triton import silu_mul
+
+INSTRUCTIONS = ("wgmma", "mma.sync", "cp.async", "ld.global.v4")
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, BLOCK_SIZE = 32, 8, 128, 4096, 16
+EPS = 1e-5
+PROCESSORS = 132
+
+
+class HopperThatOnlyCompiles:
+    """What Triton asks of a device before it launches something."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+    """Stands in for `kernel[grid]`."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        compiled = kernel.warmup(*args, grid=grid, **kwargs)
+        found = [name for name in INSTRUCTIONS if name in compiled.asm["ptx"]]
+        shared = compiled.metadata.shared
+        print(json.dumps({"kernel": kernel.fn.__name__, "shared": shared, "has": found}))
+
+    return run
+
+
+def attend(kv_dtype: torch.dtype, window: int | None) -> None:
+    """Two long decodes and a chunk after a prefix."""
+    metadata = AttentionMetadata(
+        query_starts=np.array([0, 1, 2, 102]),
+        context_lens=np.array([4000, 4000, 8000]),
+        block_tables=np.zeros((3, 500), np.int64),
+        num_decodes=2,
+        block_size=BLOCK_SIZE,
+        window=window,
+    )
+    queries = torch.empty(102, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    paged_attention.paged_attention(queries, cache(kv_dtype), metadata)
+
+
+def cache(dtype: torch.dtype) -> torch.Tensor:
+    """One layer of two."""
+    return torch.empty(4, 2, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)[:, 1]
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(HopperThatOnlyCompiles())
+    JITFunction.__getitem__ = compile_only
+    paged_attention.num_processors = lambda _: PROCESSORS
+    x = torch.empty(4, HIDDEN, dtype=torch.bfloat16)
+    heads = torch.empty(4, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    rotations = torch.empty(4, 1, HEAD_DIM // 2, 2)
+    slots = torch.arange(4), torch.arange(4)
+    rms_norm(x, x[0], EPS)
+    add_rms_norm(x, x, x[0], EPS)
+    silu_mul(x)
+    rotate_(heads, rotations)
+    for dtype in (torch.bfloat16, FLOAT8):
+        kv_write(heads[:, HEADS:].view(4, 2, KV_HEADS, -1), cache(dtype), *slots)
+        rope_kv_write(heads, rotations, cache(dtype), *slots)
+    attend(torch.bfloat16, None)
+    attend(FLOAT8, 3000)
+
+
+if __name__ == "__main__":
+    main()
