@@ -57,8 +57,12 @@ format: $(VENV)/.test ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.test ## measure start-up, serving, engine overhead and hand-offs; writes benchmarks/results
-	$(BIN)/python -m benchmarks.run
+$(VENV)/.bench: pyproject.toml $(VENV)/.test
+	$(PIP) install -e '.[bench]'
+	@touch $@
+
+bench: $(VENV)/.bench ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any, QUICK=1 for less; docs/performance.md
+	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS)) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.handoff
 
 crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types

@@ -14,6 +14,7 @@ import logging
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import psutil
@@ -114,9 +115,9 @@ async def measure_calls(engine: AsyncLLM, streams: int) -> None:
     await row("is_paused()", engine.is_paused)
     for mode in MODES:
         pause = f'pause_generation(mode="{mode}")'
-        await row(pause, lambda m=mode: engine.pause_generation(mode=m), "resume_generation")
+        await row(pause, partial(engine.pause_generation, mode=mode), "resume_generation")
     for level in (0, 1, 2):
-        await row(f"sleep({level})", lambda x=level: engine.sleep(x), "wake_up")
+        await row(f"sleep({level})", partial(engine.sleep, level), "wake_up")
     await row("reset_prefix_cache()", engine.reset_prefix_cache)
     await row(
         "reset_prefix_cache(reset_running_requests=True)",

@@ -1,7 +1,9 @@
 """A closed-loop streaming load client: N users, each sending its next request when one has ended.
 
-`python -m benchmarks.load --url http://127.0.0.1:8080 --concurrency 4 --prompt-tokens 128`
-Prompts are random token ids, so their length is exact and no prefix is shared.
+`python -m benchmarks.load --url http://127.0.0.1:8080 --concurrency 4 --prompt-tokens 128` Prompts
+are random token ids, so their length is exact, and the same seed gives every system the same
+prompts. While answers come in, the client only notes when and what; it reads them afterwards,
+because it may share its processor with the server.
 """
 
 from __future__ import annotations
@@ -13,15 +15,29 @@ import json
 import random
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx
+from benchmarks.figures import percentile
 
 WORD_IDS = range(1000, 48000)
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the users ask for."""
+
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int = 64
+    shared_tokens: int = 0
+    """So many tokens at the beginning are the same in all prompts."""
+    requests: int = 0
+    """Of all users together; 0: one of each."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One request as its user saw it; times in seconds."""
 
@@ -29,80 +45,94 @@ class Sample:
     gaps_s: list[float]
     output_tokens: int
 
-
-@dataclass(slots=True)
-class Cell:
-    """One setting of the load, and what it gave."""
-
-    concurrency: int
-    prompt_tokens: int
-    output_tokens: int
-    wall_s: float = 0.0
-    samples: list[Sample] = field(default_factory=list)
-
-    def summary(self) -> dict[str, float]:
-        ttft = [s.ttft_s * 1e3 for s in self.samples]
-        gaps = [g * 1e3 for s in self.samples for g in s.gaps_s]
-        return {
-            "concurrency": self.concurrency,
-            "prompt_tokens": self.prompt_tokens,
-            "requests": len(self.samples),
-            "ttft_ms_p50": statistics.median(ttft),
-            "itl_ms_p50": statistics.median(gaps),
-            "itl_ms_p99": statistics.quantiles(gaps, n=100)[98],
-            "output_tokens_per_s": sum(s.output_tokens for s in self.samples) / self.wall_s,
-        }
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first."""
+        return sum(self.gaps_s) / max(1, self.output_tokens - 1)
 
 
-async def one_request(client: httpx.AsyncClient, model: str, cell: Cell, seed: int) -> Sample:
-    """Stream one completion. Raises for any answer that is not a complete 200."""
+def prompts(load: Load, seed: int) -> list[list[int]]:
+    """One for each request."""
     rng = random.Random(seed)
+    shared = rng.choices(WORD_IDS, k=load.shared_tokens)
+    own = load.prompt_tokens - load.shared_tokens
+    count = load.requests or load.concurrency
+    return [shared + rng.choices(WORD_IDS, k=own) for _ in range(count)]
+
+
+async def stream_completion(
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int
+) -> Sample:
+    """Raises `RuntimeError` for any answer that is not a 200 with so many tokens."""
     body = {
         "model": model,
-        "prompt": rng.choices(WORD_IDS, k=cell.prompt_tokens),
-        "max_tokens": cell.output_tokens,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    pieces: list[tuple[float, bytes]] = []
     started = time.perf_counter()
-    stamps: list[float] = []
-    tokens = 0
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
+        async for piece in response.aiter_raw():
+            pieces.append((time.perf_counter() - started, piece))
+    return read_stream(pieces, output_tokens)
+
+
+def read_stream(pieces: list[tuple[float, bytes]], expected_tokens: int) -> Sample:
+    """Server-sent events, cut anywhere, with the time at which each piece came."""
+    times: list[float] = []
+    tokens, rest = 0, b""
+    for when, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data: {"):
                 continue
-            chunk = json.loads(line[6:])
-            if chunk.get("choices"):
-                stamps.append(time.perf_counter())
-            elif chunk.get("usage"):
-                tokens = chunk["usage"]["completion_tokens"]
-    if tokens != cell.output_tokens:
-        raise RuntimeError(f"{tokens} tokens instead of {cell.output_tokens}")
-    gaps = [b - a for a, b in itertools.pairwise(stamps)]
-    return Sample(stamps[0] - started, gaps, tokens)
+            event = json.loads(line[6:])
+            if event.get("choices"):
+                times.append(when)
+            if usage := event.get("usage"):
+                tokens = usage["completion_tokens"]
+    if tokens != expected_tokens or not times:
+        raise RuntimeError(f"{tokens} tokens instead of {expected_tokens}")
+    return Sample(times[0], [b - a for a, b in itertools.pairwise(times)], tokens)
 
 
-async def run_cell(
-    url: str, model: str, concurrency: int, prompt_tokens: int, output_tokens: int, waves: int
-) -> Cell:
-    """`waves` requests for each of the users."""
-    cell = Cell(concurrency, prompt_tokens, output_tokens)
-    seeds = iter(random.sample(range(2**31), concurrency * waves))
+async def drive(url: str, model: str, load: Load, seed: int) -> dict[str, float]:
+    """The figures of one load on one server."""
+    waiting = iter(prompts(load, seed))
+    samples: list[Sample] = []
 
     async def user() -> None:
-        for _ in range(waves):
-            cell.samples.append(await one_request(client, model, cell, next(seeds)))
+        for prompt in waiting:
+            samples.append(await stream_completion(client, model, prompt, load.output_tokens))
 
-    limits = httpx.Limits(max_connections=concurrency)
+    limits = httpx.Limits(max_connections=load.concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         started = time.perf_counter()
-        await asyncio.gather(*(user() for _ in range(concurrency)))
-        cell.wall_s = time.perf_counter() - started
-    return cell
+        async with asyncio.TaskGroup() as users:
+            for _ in range(load.concurrency):
+                users.create_task(user())
+        wall_s = time.perf_counter() - started
+    return summary(load, samples, wall_s)
+
+
+def summary(load: Load, samples: list[Sample], wall_s: float) -> dict[str, float]:
+    """Times in milliseconds."""
+    gaps = [gap * 1e3 for sample in samples for gap in sample.gaps_s]
+    return {
+        "concurrency": load.concurrency,
+        "prompt_tokens": load.prompt_tokens,
+        "requests": len(samples),
+        "ttft_ms": statistics.median(sample.ttft_s * 1e3 for sample in samples),
+        "tpot_ms": statistics.median(sample.tpot_s * 1e3 for sample in samples),
+        "itl_p99_ms": percentile(gaps, 99) if gaps else 0.0,
+        "tokens_per_s": sum(sample.output_tokens for sample in samples) / wall_s,
+    }
 
 
 def main() -> None:
@@ -112,14 +142,13 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--waves", type=int, default=2)
+    parser.add_argument("--waves", type=int, default=2, help="requests of each user")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    for prompt_tokens in args.prompt_tokens:
-        for concurrency in args.concurrency:
-            cell = run_cell(
-                args.url, args.model, concurrency, prompt_tokens, args.output_tokens, args.waves
-            )
-            print(json.dumps(asyncio.run(cell).summary()), flush=True)
+    for length, concurrency in itertools.product(args.prompt_tokens, args.concurrency):
+        requests = args.waves * concurrency
+        load = Load(concurrency, length, args.output_tokens, requests=requests)
+        print(json.dumps(asyncio.run(drive(args.url, args.model, load, args.seed))), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.handoff import latency, peers, report, speed
 from benchmarks.handoff.shapes import all_shapes
-from benchmarks.run import RESULTS, machine
+from benchmarks.machine import RESULTS, machine
 
 
 def run(repetitions: int, rejections: int, newcomers: int, nixl_python: str) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""`python -m benchmarks [SCENARIO ...]`: measure; tables and plots go to benchmarks/results.
+
+Other projects' engines run beside ours where `--peers`, or $DIPTYCH_BENCH_PEERS, names the
+interpreters of their environments: `vllm=/path/to/bin/python,llamacpp=/path/to/bin/python`. Nothing
+needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.machine import RESULTS, machine
+from benchmarks.peers.servers import VARIABLE, UnknownPeerError, parse_peers
+from benchmarks.scenario import Options, Reporter, Scenario
+from benchmarks.scenarios import (
+    growth,
+    mixed,
+    offline,
+    online,
+    overhead,
+    pair,
+    parallel,
+    router,
+    startup,
+)
+from rich.console import Console
+
+SCENARIOS: tuple[Scenario, ...] = tuple(
+    module.SCENARIO
+    for module in (overhead, startup, online, offline, pair, mixed, growth, parallel, router)
+)
+
+
+def arguments() -> argparse.Namespace:
+    names = [scenario.name for scenario in SCENARIOS]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "scenarios", nargs="*", choices=[*names, []], metavar="SCENARIO",
+        help=f"of {', '.join(names)}; none: all",
+    )  # fmt: skip
+    parser.add_argument("--only", default="", help="cases whose name contains this: 128/1")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="fewer cases, each measured once")
+    parser.add_argument("--peers", default=os.environ.get(VARIABLE, ""), help="NAME=PYTHON,...")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--page", action="store_true", help="measure nothing; write the page anew")
+    args = parser.parse_args()
+    if args.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
+    return args
+
+
+def measure(scenario: Scenario, options: Options, console: Console) -> report.Result:
+    console.rule(scenario.title)
+    reporter = Reporter(console)
+    load, started = os.getloadavg()[0], time.perf_counter()
+    records = scenario.run(options, reporter)
+    return report.Result(
+        scenario.name, machine(), command(), load, time.perf_counter() - started, records,
+        reporter.notes,
+    )  # fmt: skip
+
+
+def command() -> str:
+    """As it was typed, without the peers' paths."""
+    words = [word for word in sys.argv[1:] if "=" not in word and word != "--peers"]
+    return shlex.join(["python", "-m", "benchmarks", *words])
+
+
+def main() -> None:
+    args = arguments()
+    console = Console()
+    logging.disable()
+    try:
+        peers = parse_peers(args.peers)
+    except UnknownPeerError as exc:
+        raise SystemExit(f"--peers: {exc}") from exc
+    options = Options(args.repetitions, args.only, args.quick, peers)
+    chosen = [s for s in SCENARIOS if not args.scenarios or s.name in args.scenarios]
+    for scenario in [] if args.page else chosen:
+        report.write(measure(scenario, options, console), args.out)
+    results = report.read(args.out, SCENARIOS)
+    page = report.page(results, SCENARIOS)
+    (args.out / report.PAGE).write_text(page)
+    for scenario in SCENARIOS:
+        if scenario.panels and scenario.name in results:
+            report.plot(scenario, results[scenario.name].records, args.out)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

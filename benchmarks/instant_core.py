@@ -1,0 +1,93 @@
+"""Engines that compute nothing: what is left of a request's time is the router's.
+
+`python -m benchmarks.instant_core PREFILL_PORT DECODE_PORT` speaks the wire of two EngineCores.
+Every request has its whole answer at once; prefill lends blocks that nobody will read.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+import zmq
+
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineDescription,
+    FinishReason,
+    SchedulerStats,
+    UtilityOutput,
+    wire,
+)
+
+TOKEN = 1000
+
+
+def description(name: str) -> EngineDescription:
+    return EngineDescription(
+        engine_id=name, epoch="1", model="smollm2", max_model_len=8192, vocab_size=49152,
+        block_size=16, num_blocks=4096, dtype="float32", compat={}, max_num_seqs=64, pid=0,
+        kv_transfer=True, kv_transfer_host="127.0.0.1", kv_transfer_port=1,
+    )  # fmt: skip
+
+
+def answer(request: EngineCoreRequest) -> EngineCoreOutput:
+    """All the tokens that it may have."""
+    params = request.sampling
+    before = len(request.generated_token_ids or ())
+    asked = (params.extra_args or {}).get("kv_transfer_params") or {}
+    lease: dict[str, Any] | None = None
+    if asked.get("do_remote_decode"):
+        lease = {
+            "do_remote_prefill": True, "remote_engine_id": "prefill", "remote_host": "127.0.0.1",
+            "remote_port": 1, "remote_request_id": request.request_id, "remote_block_ids": [[1]],
+            "remote_num_tokens": 16, "lease_id": asked.get("lease_id"), "lease_seconds": 30.0,
+            "epoch": "1",
+        }  # fmt: skip
+    return EngineCoreOutput(
+        request.request_id, [TOKEN] * ((params.max_tokens or 1) - before),
+        finish_reason=FinishReason.LENGTH, kv_transfer_params=lease,
+    )  # fmt: skip
+
+
+def replies(
+    name: str, kind: EngineCoreRequestType, payload: list[bytes]
+) -> EngineCoreOutputs | None:
+    match kind:
+        case EngineCoreRequestType.ADD:
+            return EngineCoreOutputs(outputs=[answer(wire.request_decoder.decode(payload))])
+        case EngineCoreRequestType.UTILITY:
+            call = wire.utility_decoder.decode(payload)
+            results: dict[str, Any] = {
+                "describe": msgspec.to_builtins(description(name)),
+                "stats": SchedulerStats(blocks_total=4096, blocks_free=4096),
+            }
+            output = UtilityOutput(call.call_id, result=results.get(call.method))
+            return EngineCoreOutputs(utility_output=output)
+        case _:
+            return None
+
+
+def main(ports: dict[str, int]) -> None:
+    """Serve until SIGTERM."""
+    context = zmq.Context()
+    poller, names = zmq.Poller(), {}
+    for name, port in ports.items():
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(f"tcp://127.0.0.1:{port}")
+        poller.register(socket, zmq.POLLIN)
+        names[socket] = name
+    while True:
+        for socket, _ in poller.poll():
+            client, kind, *payload = socket.recv_multipart()
+            reply = replies(names[socket], EngineCoreRequestType(kind), payload)
+            if reply is not None:
+                socket.send_multipart([client, *wire.encoder.encode(reply)])
+
+
+if __name__ == "__main__":
+    main({"prefill": int(sys.argv[1]), "decode": int(sys.argv[2])})

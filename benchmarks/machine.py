@@ -1,0 +1,48 @@
+"""Where figures were taken: they mean nothing without it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+TELLING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+"""What decides which matrix kernels a processor has."""
+
+
+def machine() -> str:
+    """Processor, cores, instruction sets, torch, date and commit, in a line."""
+    facts = _cpu_facts()
+    flags = [flag for flag in TELLING_FLAGS if flag in facts.get("flags", "").split()]
+    return ", ".join([
+        facts.get("model name", platform.machine()),
+        f"{len(os.sched_getaffinity(0))} cores",
+        f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        " ".join(flags) or "no vector extensions of note",
+        f"torch {metadata.version('torch')}",
+        str(date.today()),
+        f"commit {_commit()}",
+    ])  # fmt: skip
+
+
+def _cpu_facts() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in reversed(lines))
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _commit() -> str:
+    """With a plus sign if files differ from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--exclude", "*", "--dirty=+"],
+        cwd=HERE, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return described.stdout.strip() or "unknown"

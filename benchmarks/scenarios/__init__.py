@@ -1,0 +1,1 @@
+"""What is measured: one module for each scenario."""

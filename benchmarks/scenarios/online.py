@@ -1,0 +1,64 @@
+"""Completions over HTTP, streamed, at rising concurrency."""
+
+from __future__ import annotations
+
+import itertools
+
+from benchmarks.figures import Record
+from benchmarks.load import Load
+from benchmarks.peers import servers as peers
+from benchmarks.scenario import Column, Options, Panel, Reporter, Scenario, compare
+from benchmarks.servers import diptych
+
+PROMPTS = (128, 512, 1024)
+CONCURRENCY = (1, 4, 16, 64)
+SHARED_PROMPT, SHARED_TOKENS = 512, 448
+LEAST_REQUESTS = 3
+HEAVY_TOKENS = 20_000
+"""Of all prompts of a case: more is measured once."""
+
+
+def loads(*, quick: bool) -> dict[str, Load]:
+    """`prompt tokens / users`."""
+    sizes = itertools.product(PROMPTS[:2] if quick else PROMPTS, CONCURRENCY[: 3 if quick else 4])
+    cases = {
+        f"{prompt}/{users}": Load(users, prompt, requests=max(LEAST_REQUESTS, users))
+        for prompt, users in sizes
+    }
+    for users in CONCURRENCY[1:3]:
+        cases[f"{SHARED_PROMPT} shared/{users}"] = Load(
+            users, SHARED_PROMPT, shared_tokens=SHARED_TOKENS, requests=2 * users
+        )
+    return cases
+
+
+def run(options: Options, reporter: Reporter) -> list[Record]:
+    cases = loads(quick=options.quick)
+    heavy = {
+        case for case, load in cases.items() if load.prompt_tokens * load.requests > HEAVY_TOKENS
+    }
+    systems = [diptych(), *peers.servers(options.peers)]
+    return compare(systems, cases, options, reporter, once=frozenset(heavy))
+
+
+SCENARIO = Scenario(
+    "online",
+    "Online: tokens for users who wait",
+    "`prompt tokens / users`; each user streams 64 greedy tokens and asks again, at least "
+    f"{LEAST_REQUESTS} requests together. Prompts are random token ids, the same for every "
+    f"system; in `{SHARED_PROMPT} shared` the first {SHARED_TOKENS} are common to all. Every "
+    f"system has all cores, and cases of more than {HEAVY_TOKENS} prompt tokens run once.",
+    (
+        Column("tokens_per_s", "output tokens/s"),
+        Column("ttft_ms", "TTFT p50 ms", 0),
+        Column("tpot_ms", "time a token p50 ms"),
+        Column("itl_p99_ms", "ITL p99 ms", 0),
+    ),
+    run,
+    versus=("tokens_per_s", "ttft_ms"),
+    panels=tuple(
+        Panel(f"{prompt}-token prompts", "concurrency", figure, f"{prompt}/")
+        for figure in ("tokens_per_s", "ttft_ms")
+        for prompt in PROMPTS
+    ),
+)

@@ -1,0 +1,176 @@
+"""What a router adds to a request, in front of engines that take no time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvloop
+from benchmarks.figures import Record, percentile
+from benchmarks.scenario import Column, Options, Reporter, Scenario, rotated
+from benchmarks.servers import MODEL, NotStartedError, Running, System, free_port, running
+
+SECONDS, QUICK_SECONDS = 3.0, 1.0
+CONNECTIONS = (1, 16)
+START_TIMEOUT_S = 30.0
+BODY = json.dumps({
+    "model": "smollm2", "prompt": "The capital of France is Paris. The capital of Germany is",
+    "max_tokens": 2, "temperature": 0,
+}).encode()  # fmt: skip
+
+
+@contextlib.contextmanager
+def engines(module: str, ports: Sequence[int]) -> Iterator[None]:
+    """A process of engines that listens at these ports."""
+    process = subprocess.Popen([sys.executable, "-m", module, *map(str, ports)])
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for port in ports:
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise NotStartedError(f"{module} did not start")
+                time.sleep(0.02)
+        yield
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
+
+
+def our_router(prefill: int, decode: int) -> System:
+    config = {"model": MODEL, "served_name": "smollm2", "verify": "off"}
+
+    def command(port: int, folder: Path) -> list[str]:
+        path = folder / "router.json"
+        path.write_text(json.dumps(config))
+        return [
+            sys.executable, "-m", "diptych_router", "--config", str(path), "--port", str(port),
+            "--prefill", f"127.0.0.1:{prefill}", "--decode", f"127.0.0.1:{decode}",
+        ]  # fmt: skip
+
+    return System("diptych", command)
+
+
+def other_routers(peers: dict[str, str], workers: Sequence[int]) -> list[System]:
+    """Plain, and between prefill and decode. A peer is the program's interpreter."""
+    prefill, decode = (f"http://127.0.0.1:{port}" for port in workers)
+    arguments = {
+        "vllm-router": (["--worker-urls", prefill],
+                        ["--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode]),
+        "sglang-router": (["--worker-urls", prefill, "--disable-retries"],
+                          ["--pd-disaggregation", "--prefill", prefill, str(free_port()),
+                           "--decode", decode]),
+    }  # fmt: skip
+    modules = {"vllm-router": "vllm_router.launch_router",
+               "sglang-router": "sglang_router.launch_router"}  # fmt: skip
+
+    def system(name: str, kind: str, own: list[str]) -> System:
+        def command(port: int, _: Path) -> list[str]:
+            return [
+                peers[name], "-m", modules[name], *own, "--host", "127.0.0.1", "--port", str(port),
+                "--prometheus-port", str(free_port()), "--policy", "round_robin",
+            ]  # fmt: skip
+
+        return System(f"{name}, {kind}", command, environment={"PYTHONPATH": ""})
+
+    return [
+        system(name, kind, own)
+        for name, pair in arguments.items()
+        if name in peers
+        for kind, own in zip(("plain", "P/D"), pair, strict=True)
+    ]
+
+
+async def hammer(url: str, connections: int, seconds: float) -> dict[str, float]:
+    """Each connection sends its next request when it has an answer."""
+    address = urlsplit(url)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(BODY)}\r\n\r\n"
+    )
+    request = head.encode() + BODY
+    latencies: list[float] = []
+
+    async def connection() -> None:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        while time.perf_counter() < end:
+            started = time.perf_counter()
+            writer.write(request)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            if not answer.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(answer.decode())
+            _, _, length = answer.lower().partition(b"content-length:")
+            await reader.readexactly(int(length.split(b"\r\n")[0]))
+            latencies.append((time.perf_counter() - started) * 1e3)
+        writer.close()
+
+    started = time.perf_counter()
+    end = started + seconds
+    async with asyncio.timeout(seconds + START_TIMEOUT_S), asyncio.TaskGroup() as group:
+        for _ in range(connections):
+            group.create_task(connection())
+    return {
+        "requests_per_s": len(latencies) / (time.perf_counter() - started),
+        "latency_ms": percentile(latencies, 50),
+        "latency_p99_ms": percentile(latencies, 99),
+    }
+
+
+def run(options: Options, reporter: Reporter) -> list[Record]:
+    seconds = QUICK_SECONDS if options.quick else SECONDS
+    cores, workers = [free_port(), free_port()], [free_port(), free_port()]
+    others = other_routers(options.peers, workers)
+    with ExitStack() as stack:
+        stack.enter_context(engines("benchmarks.instant_core", cores))
+        routers = [stack.enter_context(running(our_router(*cores)))]
+        if others:
+            for port in workers:
+                stack.enter_context(engines("benchmarks.instant_http", [port]))
+        for system in others:
+            try:
+                routers.append(stack.enter_context(running(system)))
+            except NotStartedError as exc:
+                reporter.note(f"left out: {exc}")
+        return _measured(routers, seconds, options, reporter)
+
+
+def _measured(
+    routers: list[Running], seconds: float, options: Options, reporter: Reporter
+) -> list[Record]:
+    records = []
+    with reporter.counting("measuring", len(CONNECTIONS) * options.times * len(routers)):
+        for connections in CONNECTIONS:
+            case = f"{connections} connection{'s' * (connections > 1)}"
+            for repetition in range(options.times):
+                for router in rotated(routers, repetition):
+                    figures = uvloop.run(hammer(router.url, connections, seconds))
+                    record = Record(case, router.system.name, repetition, figures)
+                    records.append(record)
+                    reporter.done(record, ("requests_per_s", "latency_ms"))
+    return records
+
+
+SCENARIO = Scenario(
+    "router",
+    "Router: what it adds to a request",
+    "Completions of 2 tokens in front of engines that answer at once. Ours applies the "
+    "OpenAI API, tokenises, and takes each request through prefill, a lease and decode; "
+    "other projects' routers forward HTTP to servers that would do the first two.",
+    (
+        Column("requests_per_s", "requests/s", 0),
+        Column("latency_ms", "p50 ms", 2),
+        Column("latency_p99_ms", "p99 ms", 2),
+    ),
+    run,
+    versus=("requests_per_s", "latency_ms"),
+)
