@@ -48,11 +48,14 @@ def arguments() -> argparse.Namespace:
         "scenarios", nargs="*", choices=[*names, []], metavar="SCENARIO",
         help=f"of {', '.join(names)}; none: all",
     )  # fmt: skip
-    parser.add_argument("--only", default="", help="cases whose name contains this: 128/1")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="CASE",
+        help="only such cases: 128/1 '512/*'; written to files only where --out says",
+    )  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="fewer cases, each measured once")
     parser.add_argument("--peers", default=os.environ.get(VARIABLE, ""), help="NAME=PYTHON,...")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--out", type=Path, help=f"folder for the results, else {RESULTS}")
     parser.add_argument("--page", action="store_true", help="measure nothing; write the page anew")
     args = parser.parse_args()
     if args.repetitions < 1:
@@ -85,17 +88,27 @@ def main() -> None:
         peers = parse_peers(args.peers)
     except UnknownPeerError as exc:
         raise SystemExit(f"--peers: {exc}") from exc
-    options = Options(args.repetitions, args.only, args.quick, peers)
+    options = Options(args.repetitions, tuple(args.only), args.quick, peers)
     chosen = [s for s in SCENARIOS if not args.scenarios or s.name in args.scenarios]
+    if options.only and args.out is None:  # a part must not stand for the whole
+        for scenario in chosen:
+            print("\n".join(report.section(scenario, measure(scenario, options, console))))
+        return
+    folder = args.out or RESULTS
     for scenario in [] if args.page else chosen:
-        report.write(measure(scenario, options, console), args.out)
-    results = report.read(args.out, SCENARIOS)
+        report.write(measure(scenario, options, console), folder)
+    print(write_page(folder))
+
+
+def write_page(folder: Path) -> str:
+    """Page and plots from all results that are there; the page's text."""
+    results = report.read(folder, SCENARIOS)
     page = report.page(results, SCENARIOS)
-    (args.out / report.PAGE).write_text(page)
+    (folder / report.PAGE).write_text(page)
     for scenario in SCENARIOS:
         if scenario.panels and scenario.name in results:
-            report.plot(scenario, results[scenario.name].records, args.out)
-    print(page)
+            report.plot(scenario, results[scenario.name].records, folder)
+    return page
 
 
 if __name__ == "__main__":

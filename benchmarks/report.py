@@ -118,25 +118,30 @@ def plot(scenario: Scenario, records: Sequence[Record], folder: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    columns = min(3, len(scenario.panels))
-    rows = -(-len(scenario.panels) // columns)
+    panels = [(panel, lines) for panel in scenario.panels if (lines := lines_of(panel, records))]
+    if not panels:
+        return True
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.3 * rows), layout="constrained")
     headings = {column.figure: column.heading for column in scenario.columns}
-    for axes, panel in zip(figure.subplots(rows, columns).flat, scenario.panels, strict=False):
-        for system, points in lines_of(panel, records).items():
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, (panel, lines) in zip(grid.flat, panels, strict=False):
+        for system, points in lines.items():
             axes.plot(*zip(*points, strict=True), "-o", label=system, markersize=4)
         if panel.logarithmic:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_formatter("{x:g}")
         else:
             axes.set_ylim(bottom=0)
         axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(panel.x)
         axes.set_ylabel(headings[panel.y])
         axes.grid(alpha=0.3)
-        if axes.get_lines():
-            axes.legend(fontsize=8)
+        axes.legend(fontsize=8)
     figure.savefig(folder / f"{scenario.name}.png", dpi=100)
     return True
 

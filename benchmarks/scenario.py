@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from benchmarks.figures import Record
 from benchmarks.load import Load, drive
@@ -24,8 +25,8 @@ class Options:
     """What the command line says."""
 
     repetitions: int = 3
-    only: str = ""
-    """Cases that do not contain it are left out."""
+    only: tuple[str, ...] = ()
+    """Patterns of the cases that are measured; none: all."""
     quick: bool = False
     """Fewer cases, and each once."""
     peers: dict[str, str] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class Options:
         return 1 if self.quick else self.repetitions
 
     def wants(self, case: str) -> bool:
-        return self.only in case
+        return not self.only or any(fnmatchcase(case, pattern) for pattern in self.only)
 
 
 @dataclass(frozen=True, slots=True)

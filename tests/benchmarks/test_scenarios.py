@@ -8,7 +8,7 @@ from benchmarks.__main__ import SCENARIOS
 from benchmarks.aims import AIMS
 from benchmarks.peers import checkpoint
 from benchmarks.peers.servers import UnknownPeerError, parse_peers, servers
-from benchmarks.scenario import seed_of
+from benchmarks.scenario import Options, seed_of
 from benchmarks.scenarios import mixed, online, pair
 
 
@@ -29,6 +29,14 @@ def test_aims_are_of_cases_that_are_measured() -> None:
     for aim in AIMS:
         assert aim.scenario in {scenario.name for scenario in SCENARIOS}
         assert aim.case in cases.get(aim.scenario, [aim.case]), aim.what
+
+
+@pytest.mark.parametrize(
+    ("only", "wanted"),
+    [((), True), (("128/1",), False), (("128/*",), True), (("512/1", "128/16"), True)],
+)
+def test_cases_are_chosen_by_pattern(only: tuple[str, ...], *, wanted: bool) -> None:
+    assert Options(only=only).wants("128/16") is wanted
 
 
 def test_peers_are_read_from_text() -> None:
