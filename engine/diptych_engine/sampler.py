@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.request import Request, StepResult
 from diptych_engine.row_options import RowOptions, change_logits
-from diptych_engine.sampling_math import argmax, describe, draw, keep_floor, to_tensor, uniforms
+from diptych_engine.sampling_math import argmax, describe, to_tensor, uniforms
+from diptych_kernels.sampling import Filters, sample
 
 LogprobsRow = tuple[list[int], list[float], int]
 
@@ -113,24 +113,18 @@ class Sampler:
             return
         rows = rows[chosen]
         positions = np.array([len(request.token_ids) for request in requests], np.uint64)[chosen]
-        scaled = logits if len(chosen) == len(logits) else logits[to_tensor(chosen, logits)]
-        scaled = scaled / to_tensor(self._temperature[rows], logits).unsqueeze(1)
-        self._exclude_unlikely(scaled, rows)
-        where = to_tensor(uniforms(self._seed[rows], positions), logits)
-        tokens[chosen] = draw(scaled, where).cpu().numpy()
-
-    def _exclude_unlikely(self, scaled: Tensor, rows: NDArray[np.int64]) -> None:
-        """Apply top-k, top-p and min-p, in place."""
-        filtered = np.flatnonzero(self._filtered[rows])
-        if not len(filtered):
-            return
-        rows = rows[filtered]
-        index = to_tensor(filtered, scaled)
-        subset = scaled[index]
-        floor = keep_floor(
+        subset = logits if len(chosen) == len(logits) else logits[to_tensor(chosen, logits)]
+        drawn = sample(
             subset,
-            to_tensor(self._top_k[rows], scaled),
-            to_tensor(self._top_p[rows], scaled),
-            to_tensor(self._min_p[rows], scaled),
+            to_tensor(self._temperature[rows], logits),
+            to_tensor(uniforms(self._seed[rows], positions), logits),
+            self._filters(rows, logits),
         )
-        scaled[index] = subset.masked_fill_(subset < floor, -torch.inf)
+        tokens[chosen] = drawn.cpu().numpy()
+
+    def _filters(self, rows: NDArray[np.int64], like: Tensor) -> Filters | None:
+        """Top-k, top-p and min-p of the rows, where `like` is."""
+        if not self._filtered[rows].any():
+            return None
+        options = (self._top_k[rows], self._top_p[rows], self._min_p[rows])
+        return Filters(*[to_tensor(option, like) for option in options])

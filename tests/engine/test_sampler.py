@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from diptych_engine.request import Request, StepResult
 from diptych_engine.sampler import Sampler
-from diptych_engine.sampling_math import NARROW, keep_floor, uniforms
+from diptych_engine.sampling_math import uniforms
+from diptych_kernels.sampling.reference import NARROW, keep_floor
 from diptych_protocol import SamplingParams
 
 GREEDY = {"temperature": 0.0}

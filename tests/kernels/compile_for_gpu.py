@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from diptych_kernels.add_rms_norm.triton import add_rms_norm
+from diptych_kernels.block_copy.triton import gather_blocks, scatter_blocks
 from diptych_kernels.kv_write.float8 import FLOAT8
 from diptych_kernels.kv_write.triton import kv_write
 from diptych_kernels.paged_attention import AttentionMetadata
@@ -24,12 +25,15 @@ from diptych_kernels.paged_attention import triton as paged_attention
 from diptych_kernels.rms_norm.triton import rms_norm
 from diptych_kernels.rope.triton import rotate_
 from diptych_kernels.rope_kv_write.triton import rope_kv_write
+from diptych_kernels.sampling import Filters
+from diptych_kernels.sampling.triton import sample
 from diptych_kernels.silu_mul.triton import silu_mul
 
 INSTRUCTIONS = ("wgmma", "mma.sync", "cp.async", "ld.global.v4")
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, BLOCK_SIZE = 32, 8, 128, 4096, 16
 EPS = 1e-5
 PROCESSORS = 132
+VOCABULARY = 128256
 
 
 class HopperThatOnlyCompiles:
@@ -91,6 +95,12 @@ def main() -> None:
     for dtype in (torch.bfloat16, FLOAT8):
         kv_write(heads[:, HEADS:].view(4, 2, KV_HEADS, -1), cache(dtype), *slots)
         rope_kv_write(heads, rotations, cache(dtype), *slots)
+        blocks = torch.empty(4, 2, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)
+        gather_blocks(blocks, slots[0], blocks)
+        scatter_blocks(blocks, blocks, slots[0])
+    one, where = torch.ones(4), torch.zeros(4, dtype=torch.float64)
+    for filters in (None, Filters(slots[0], where, one)):
+        sample(torch.empty(4, VOCABULARY), one, where, filters)
     attend(torch.bfloat16, None)
     attend(FLOAT8, 3000)
 

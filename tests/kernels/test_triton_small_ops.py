@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.add_rms_norm import triton as add_rms_norm
+from diptych_kernels.block_copy import reference as block_copy_reference
+from diptych_kernels.block_copy import triton as block_copy
 from diptych_kernels.kv_write import reference as kv_write_reference
 from diptych_kernels.kv_write import triton as kv_write
 from diptych_kernels.kv_write.float8 import FLOAT8
@@ -183,3 +185,23 @@ def test_rope_kv_write(
     rope_kv_write.rope_kv_write(heads, rotations, cache.actual[:, 1], *arguments)
     check(heads[:, :query_heads], expected[:, :query_heads])
     cache.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FLOAT8], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 1, 1, 3), (3, 2, 16, 3, 64)], ids=str)
+def test_blocks_travel_through_a_staging_buffer(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    source = torch.randn(9, *shape).to(device, dtype)
+    ids = torch.tensor([7, 0, 3, 8], device=device)
+    staging = torch.zeros(4, *shape).to(device, dtype)
+    block_copy.gather_blocks(source, ids, staging)
+    assert torch.equal(staging.float(), source.float()[ids])
+    target = torch.zeros(9, *shape).to(device, dtype)
+    expected = target.clone()
+    there = torch.tensor([1, 8, 0, 2], device=device)
+    block_copy_reference.scatter_blocks(staging, expected, there)
+    block_copy.scatter_blocks(staging, target, there)
+    assert torch.equal(target.float(), expected.float())
+    assert torch.equal(target.float()[there], source.float()[ids])
