@@ -64,6 +64,7 @@ $(VENV)/.bench: pyproject.toml $(VENV)/.test
 bench: $(VENV)/.bench ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any, QUICK=1 for less; docs/performance.md
 	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS)) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.handoff
+	$(BIN)/python -m benchmarks.kernels
 
 crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types
 	$(BIN)/python -m diptych_operator.crd

@@ -19,8 +19,8 @@ TILE_ROWS: Final = 128
 MIN_ROWS: Final = 16
 """The least rows of a matrix product on tensor cores."""
 MIN_SPLIT: Final = 256
-"""Keys of a split, at least: its partial result costs about 1/64 of reading them (head_dim 128,
-four heads a key head)."""
+"""Keys of a split, at least: to write and read its partial result costs 1/32 of reading them (bf16,
+four query heads a key head)."""
 PROGRAMS_PER_PROCESSOR: Final = 4
 """Splits are as large as they can be while this many programs run on each multiprocessor."""
 

@@ -1,0 +1,110 @@
+"""What each kernel must move and compute, whoever writes it. Pure.
+
+A kernel's limit is the larger of bytes over bandwidth and operations over the matrix rate. Bytes
+are those that must cross the device's memory once; what a kernel moves beyond them (partial
+results, rows read again) counts against it. Operations are counted for attention only: elsewhere
+they hide behind the bytes by far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The shape of a model, whole, on one device."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocabulary: int
+    itemsize: int
+    """Bytes of a weight, an activation, and a number in the cache."""
+    block_size: int
+
+    @property
+    def query(self) -> int:
+        """Bytes of all query heads of a token."""
+        return self.heads * self.head_dim * self.itemsize
+
+    @property
+    def kv(self) -> int:
+        """Bytes of a token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block(self) -> int:
+        """Bytes of a KV block, all layers."""
+        return self.layers * self.block_size * self.kv
+
+
+LLAMA_3_8B = Model(4096, 14336, 32, 8, 128, 32, 128256, 2, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    bytes: int
+    flops: int = 0
+
+    def seconds(self, bandwidth: float, rate: float) -> float:
+        """At the limit: bytes a second and operations a second."""
+        return max(self.bytes / bandwidth, self.flops / rate)
+
+
+def rms_norm(model: Model, rows: int) -> Cost:
+    """Read and write each row; the weight once."""
+    return Cost((2 * rows + 1) * model.hidden * model.itemsize)
+
+
+def add_rms_norm(model: Model, rows: int) -> Cost:
+    """Read both terms, write their sum and the normed row."""
+    return Cost((4 * rows + 1) * model.hidden * model.itemsize)
+
+
+def silu_mul(model: Model, rows: int) -> Cost:
+    """Read gate and up, write their product."""
+    return Cost(3 * rows * model.intermediate * model.itemsize)
+
+
+def rope(model: Model, tokens: int) -> Cost:
+    """Read and write query and key heads; the angles are float32."""
+    return Cost(tokens * (2 * model.query + model.kv + 4 * model.head_dim))
+
+
+def kv_write(model: Model, tokens: int) -> Cost:
+    """Read and write keys and values; two indices of 8 bytes."""
+    return Cost(tokens * (2 * model.kv + 16))
+
+
+def rope_kv_write(model: Model, tokens: int) -> Cost:
+    """Queries are read and written back, keys and values read and written to the cache."""
+    return Cost(tokens * (2 * model.query + 2 * model.kv + 4 * model.head_dim + 16))
+
+
+def decode_attention(model: Model, contexts: Iterable[int]) -> Cost:
+    """Read every key and value once, for all heads that share them; read queries, write results."""
+    contexts = list(contexts)
+    moved = sum(contexts) * model.kv + 2 * len(contexts) * model.query
+    return Cost(moved, 4 * sum(contexts) * model.heads * model.head_dim)
+
+
+def prefill_attention(model: Model, new: int, prefix: int) -> Cost:
+    """Of `new` tokens after `prefix` ones: two products for each pair of query and key it sees."""
+    pairs = new * prefix + new * (new + 1) // 2
+    moved = (new + prefix) * model.kv + 2 * new * model.query
+    return Cost(moved, 4 * pairs * model.heads * model.head_dim)
+
+
+def block_copy(model: Model, blocks: int) -> Cost:
+    """Read and write."""
+    return Cost(2 * blocks * model.block)
+
+
+def sampling(model: Model, rows: int) -> Cost:
+    """Read the float32 logits once."""
+    return Cost(4 * rows * model.vocabulary)

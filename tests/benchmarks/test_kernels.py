@@ -1,0 +1,64 @@
+"""What the kernel benchmarks count and compare; the measuring itself needs a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.kernels import costs, report
+from benchmarks.kernels.cases import Sizes, Workload
+from benchmarks.kernels.costs import LLAMA_3_8B, Cost, Model
+
+TINY = Model(
+    hidden=24, intermediate=40, heads=6, kv_heads=2, head_dim=8, layers=3, vocabulary=700,
+    itemsize=4, block_size=4,
+)  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+def test_both_sides_of_every_case_compute_the_same() -> None:
+    torch.manual_seed(0)
+    sizes = Sizes(rows=(5,), decodes=((3, 18),), prefills=((9, 0), (5, 6)), blocks=3, sampled=(4,))
+    seen = []
+    for case in Workload(TINY, torch.device("cpu"), torch.float32).cases(sizes):
+        torch.testing.assert_close(case.ours(), case.torchs())
+        assert case.cost.bytes > 0
+        seen.append(case.kernel)
+    assert len(seen) == 12
+
+
+@pytest.mark.parametrize(("new", "prefix", "pairs"), [(1, 0, 1), (3, 0, 6), (1, 9, 10), (2, 5, 13)])
+def test_prefill_counts_the_keys_that_each_query_sees(new: int, prefix: int, pairs: int) -> None:
+    cost = costs.prefill_attention(TINY, new, prefix)
+    assert cost.flops == pairs * 2 * 2 * TINY.heads * TINY.head_dim
+
+
+def test_a_decode_is_a_prefill_of_one_token() -> None:
+    assert costs.decode_attention(TINY, [10]) == costs.prefill_attention(TINY, 1, 9)
+
+
+def test_a_block_of_llama_3_8b_has_two_mib() -> None:
+    assert LLAMA_3_8B.block == 2 << 20
+
+
+def test_the_slower_of_memory_and_products_is_the_limit() -> None:
+    assert Cost(100, 10).seconds(bandwidth=10, rate=10) == 10
+    assert Cost(10, 100).seconds(bandwidth=10, rate=10) == 10
+
+
+def test_the_page_on_kernels_has_the_limits_that_are_computed() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    for line in report.limits().splitlines()[2:]:
+        assert line.rstrip("|").rstrip() in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_without_a_gpu_it_says_so_and_ends_well() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kernels"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "no GPU" in run.stdout
