@@ -1,0 +1,1 @@
+"""A discrete-event simulator of prefill and decode pods with measured step costs."""

@@ -1,0 +1,141 @@
+"""`python -m benchmarks.simulate calibrate|run|check|study`: see docs/capacity.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from benchmarks.machine import RESULTS
+from benchmarks.simulate import calibration, report
+from benchmarks.simulate.calibration import Calibration
+from benchmarks.simulate.cluster import Simulation
+from benchmarks.simulate.metrics import Objectives, Summary, summarise
+from benchmarks.simulate.routing import POLICIES
+from benchmarks.simulate.workload import (
+    Lengths,
+    Request,
+    Sharing,
+    Traffic,
+    bursty,
+    read_trace,
+    write_trace,
+)
+
+MEASURED = RESULTS / "simulate-costs.json"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+
+    measure = commands.add_parser("calibrate", help="measure this machine with the real engine")
+    measure.add_argument("--out", type=Path, default=MEASURED)
+    measure.add_argument("--rounds", type=int, default=3)
+    measure.set_defaults(run=_calibrate)
+
+    compare = commands.add_parser("check", help="simulate what a real 1P1D service is asked")
+    compare.add_argument("--costs", type=Path, default=MEASURED, help="where the calibration goes")
+    compare.add_argument("--repetitions", type=int, default=3)
+    compare.set_defaults(run=_check)
+
+    paper = commands.add_parser("study", help="a thousand pods on paper")
+    paper.set_defaults(run=_study)
+
+    run = commands.add_parser("run", help="simulate a service under load")
+    run.add_argument("--prefill", type=int, default=1, help="pods; 0: decode pods do everything")
+    run.add_argument("--decode", type=int, default=1, help="pods")
+    run.add_argument(
+        "--costs",
+        type=Path,
+        help="a file of `calibrate`; without: an 8B model on H200s, on paper",
+    )
+    run.add_argument("--rate", type=float, nargs="+", default=[1.0], help="requests a second")
+    run.add_argument("--burst", type=float, default=1.0, help="variation of gaps; 1 is Poisson")
+    run.add_argument("--users", type=int, nargs="+", help="instead of rates: who waits for answers")
+    run.add_argument("--requests", type=int, default=1000)
+    run.add_argument("--prompt", type=Lengths.parse, default="512", help="tokens: MEAN[:SIGMA]")
+    run.add_argument("--output", type=Lengths.parse, default="64", help="tokens: MEAN[:SIGMA]")
+    run.add_argument("--shared", type=float, default=0.0, help="part with a common prefix")
+    run.add_argument("--prefixes", type=int, default=16)
+    run.add_argument("--prefix-tokens", type=int, default=0)
+    run.add_argument("--trace", type=Path, help="requests from a file: a JSON object a line")
+    run.add_argument("--write-trace", type=Path, help="the requests of the last load")
+    run.add_argument("--routers", type=int, default=1)
+    run.add_argument("--policy", choices=sorted(POLICIES), default="product")
+    run.add_argument("--ttft-ms", type=float, default=1000.0, help="what every request is to get")
+    run.add_argument("--tpot-ms", type=float, default=50.0, help="likewise, a token on average")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--json", action="store_true")
+    run.add_argument("--plot", type=Path, help="percentiles and goodput against load, as a picture")
+    run.set_defaults(run=_run)
+    return parser
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    from benchmarks.simulate.calibrate import calibrate  # the engine, and torch with it
+
+    measured = calibrate(args.rounds)
+    measured.write(args.out)
+    print(report.errors_line(measured))
+
+
+def _check(args: argparse.Namespace) -> None:
+    from benchmarks.simulate import check
+
+    check.main(args.repetitions, args.costs)
+
+
+def _study(_: argparse.Namespace) -> None:
+    from benchmarks.simulate import study  # nobody else waits for its pictures
+
+    study.main()
+
+
+def _loads(args: argparse.Namespace) -> dict[float, list[Request]]:
+    """Requests by the load that they are."""
+    if args.trace is not None:
+        requests = read_trace(args.trace)
+        span = requests[-1].arrival - requests[0].arrival or 1.0
+        return {len(requests) / span: requests}
+    sharing = Sharing(args.shared, args.prefixes, args.prefix_tokens)
+    traffic = Traffic(args.prompt, args.output, sharing)
+    if args.users:
+        return {
+            users: traffic.requests(np.zeros(args.requests), args.seed, users)
+            for users in args.users
+        }
+    return {
+        rate: traffic.requests(bursty(rate, args.requests, args.seed, args.burst), args.seed)
+        for rate in args.rate
+    }
+
+
+def _run(args: argparse.Namespace) -> None:
+    costs = Calibration.read(args.costs) if args.costs else calibration.on_paper()
+    plan = costs.plan(args.prefill, args.decode, args.routers, POLICIES[args.policy])
+    objectives = Objectives(args.ttft_ms / 1e3, args.tpot_ms / 1e3)
+    results: dict[float, Summary] = {}
+    for load, requests in _loads(args).items():
+        log = Simulation(plan).run(requests)
+        results[load] = summarise(log, objectives)
+        if args.write_trace is not None:
+            write_trace(args.write_trace, requests)
+    if args.json:
+        rows = [{"load": load, **summary.to_dict()} for load, summary in results.items()]
+        print(json.dumps({"costs": costs.machine, "results": rows}, indent=2))
+    else:
+        print(f"{costs.machine}: {args.prefill} prefill and {args.decode} decode pods\n")
+        print(report.table("users" if args.users else "requests/s", results))
+    if args.plot is not None:
+        report.plot_loads(results, args.plot, "users" if args.users else "requests/s")
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

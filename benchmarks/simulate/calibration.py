@@ -1,0 +1,79 @@
+"""What was measured, as a file: step costs of both roles, and all that lies between them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulate import hardware
+from benchmarks.simulate.costs import StepCost
+from benchmarks.simulate.engine import Limits
+from benchmarks.simulate.plan import Overheads, Plan, Pool
+from benchmarks.simulate.routing import Policy, product
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Everything of a `Plan` that has to be measured."""
+
+    machine: str
+    prefill: StepCost
+    decode: StepCost
+    slowdown: dict[str, float]
+    """By role: how many times as long a step takes while the other role computes beside it."""
+    overheads: Overheads
+    limits: Limits
+    one_machine: bool
+    errors: dict[str, list[float]]
+    """By role: fitted over measured, less one, of each kind of step."""
+
+    def plan(self, prefill: int, decode: int, routers: int = 1, policy: Policy = product) -> Plan:
+        return Plan(
+            Pool(prefill, self.prefill, self.limits, self.slowdown["prefill"]),
+            Pool(decode, self.decode, self.limits, self.slowdown["decode"]),
+            self.overheads,
+            self.one_machine,
+            routers,
+            policy,
+        )
+
+    def write(self, path: Path) -> None:
+        costs = {"prefill": self.prefill.to_dict(), "decode": self.decode.to_dict()}
+        rest = {
+            "overheads": asdict(self.overheads), "limits": asdict(self.limits),
+            "slowdown": self.slowdown, "one_machine": self.one_machine, "errors": self.errors,
+        }  # fmt: skip
+        path.write_text(json.dumps({"machine": self.machine, **costs, **rest}, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """Raises `ValueError` for a file that `write` did not write."""
+        try:
+            raw: dict[str, Any] = json.loads(path.read_text())
+            return cls(**{
+                **raw,
+                "prefill": StepCost.from_dict(raw["prefill"]),
+                "decode": StepCost.from_dict(raw["decode"]),
+                "overheads": Overheads(**raw["overheads"]),
+                "limits": Limits(**raw["limits"]),
+            })  # fmt: skip
+        except (KeyError, TypeError, json.JSONDecodeError) as exc:
+            raise ValueError(f"{path} is no calibration: {exc}") from exc
+
+
+def on_paper(max_num_batched_tokens: int = 8192) -> Calibration:
+    """An 8B model on one H200 a pod, from published rates: derived, not measured."""
+    device, model = hardware.H200, hardware.LLAMA_8B
+    cost = hardware.step_cost(device, model)
+    return Calibration(
+        machine=f"{model.name} on {device.name}, derived from its roofline, not measured",
+        prefill=cost,
+        decode=cost,
+        slowdown={"prefill": 1.0, "decode": 1.0},
+        overheads=hardware.overheads(device, model),
+        limits=hardware.limits(device, model, max_num_batched_tokens),
+        one_machine=False,
+        errors={},
+    )

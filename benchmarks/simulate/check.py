@@ -1,0 +1,153 @@
+"""Predicted over measured: one prefill and one decode engine of this machine, under several loads.
+
+The machine's speed drifts, so calibrations and measurements alternate: what was measured is
+compared with what follows from the calibrations just before and after it, and the medians of these
+quotients count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from benchmarks.load import Sample
+from benchmarks.machine import RESULTS, machine
+from benchmarks.servers import diptych_pair, running
+from benchmarks.simulate.calibrate import Round, benches, conclude
+from benchmarks.simulate.calibration import Calibration
+from benchmarks.simulate.cluster import Simulation
+from benchmarks.simulate.metrics import Objectives, summarise
+from benchmarks.simulate.service import send
+from benchmarks.simulate.workload import Lengths, Request, Traffic, poisson
+
+FIGURES = ("TTFT p50", "ITL p50", "tokens/s")
+AIM = 0.15
+OUTPUT = Lengths(64)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A load: so many users who wait for answers, or so many requests a second."""
+
+    name: str
+    prompt: int
+    requests: int
+    users: int = 0
+    rate: float = 0.0
+
+    def draw(self, seed: int) -> list[Request]:
+        traffic = Traffic(Lengths(self.prompt), OUTPUT)
+        if self.users:
+            return traffic.requests(np.zeros(self.requests), seed, self.users)
+        return traffic.requests(poisson(self.rate, self.requests, seed), seed)
+
+
+SCENARIOS = (
+    *(
+        Scenario(f"{users} users, {prompt} tokens", prompt, max(3, 2 * min(users, 12)), users)
+        for prompt in (128, 512)
+        for users in (1, 4, 16)
+    ),
+    Scenario("Poisson 0.5/s, 128 tokens", 128, 12, rate=0.5),
+    Scenario("Poisson 1/s, 128 tokens", 128, 20, rate=1.0),
+    Scenario("Poisson 0.5/s, 512 tokens", 512, 12, rate=0.5),
+)
+
+Figures = tuple[float, float, float]
+
+
+def predict(measured: Calibration, requests: Sequence[Request]) -> Figures:
+    """TTFT and ITL in milliseconds, tokens a second."""
+    log = Simulation(measured.plan(1, 1)).run(requests)
+    got = summarise(log, Objectives(1.0, 1.0))
+    return got.ttft_ms["p50"], got.itl_ms["p50"], got.output_tokens_per_s
+
+
+def observe(samples: Sequence[Sample], wall_s: float) -> Figures:
+    """The same of a real service."""
+    return (
+        statistics.median(sample.ttft_s for sample in samples) * 1e3,
+        statistics.median(gap for sample in samples for gap in sample.gaps_s) * 1e3,
+        sum(sample.output_tokens for sample in samples) / wall_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One scenario in one repetition."""
+
+    scenario: str
+    predicted: Figures
+    measured: Figures
+
+
+def run(repetitions: int) -> tuple[list[Comparison], Calibration]:
+    """Every scenario so often, between calibrations; and what all of these come to."""
+    comparisons, rounds = [], []
+    with running(diptych_pair()) as service, benches() as engines:
+        limits = engines["decode"].limits()
+        rounds.append(Round.measure(engines, service.url, 0))
+        for repetition in range(repetitions):
+            seen = []
+            for number, scenario in enumerate(SCENARIOS):
+                seed = 1000 * (repetition + 1) + number
+                requests = scenario.draw(seed)
+                figures = observe(*asyncio.run(send(service.url, requests, seed)))
+                seen.append((scenario.name, requests, figures))
+                print(f"{scenario.name}: {' '.join(f'{f:.1f}' for f in figures)}", flush=True)
+            rounds.append(Round.measure(engines, service.url, repetition + 1))
+            around = conclude(rounds[-2:], limits)
+            comparisons += [
+                Comparison(name, predict(around, requests), figures)
+                for name, requests, figures in seen
+            ]
+    return comparisons, conclude(rounds, limits)
+
+
+def page(comparisons: Sequence[Comparison], measured: Calibration) -> str:
+    """All of it in Markdown."""
+    lines = [
+        "# The simulator against a real 1P1D service", "",
+        f"`python -m benchmarks.simulate check` on {measured.machine}. Predicted over measured, "
+        "medians over repetitions (lowest to highest); in brackets the measured median. TTFT and "
+        "ITL in ms.", "",
+        f"| load | {' | '.join(FIGURES)} |", "|---|---:|---:|---:|",
+    ]  # fmt: skip
+    medians: list[list[float]] = [[], [], []]
+    for name in dict.fromkeys(each.scenario for each in comparisons):
+        cells = []
+        for place, kept in enumerate(medians):
+            mine = [each for each in comparisons if each.scenario == name]
+            ratios = [each.predicted[place] / each.measured[place] for each in mine]
+            kept.append(statistics.median(ratios))
+            real = statistics.median(each.measured[place] for each in mine)
+            cells.append(f"**{kept[-1]:.2f}** ({min(ratios):.2f}-{max(ratios):.2f}) [{real:.0f}]")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    over = [statistics.median(kept) for kept in medians]
+    lines.append(f"| **median over loads** | {' | '.join(f'**{ratio:.2f}**' for ratio in over)} |")
+    within = [sum(abs(ratio - 1) <= AIM for ratio in kept) for kept in medians]
+    counts = ", ".join(
+        f"{figure}: {count} of {len(kept)}"
+        for figure, count, kept in zip(FIGURES, within, medians, strict=True)
+    )
+    lines += ["", f"Loads within {AIM:.0%}: {counts}."]
+    return "\n".join(lines) + "\n"
+
+
+def main(repetitions: int, costs: Path) -> None:
+    comparisons, measured = run(repetitions)
+    measured.write(costs)
+    text = page(comparisons, measured)
+    (RESULTS / "simulate-check.md").write_text(text)
+    rows = [
+        {"scenario": c.scenario, "predicted": c.predicted, "measured": c.measured}
+        for c in comparisons
+    ]
+    record = {"machine": machine(), "figures": FIGURES, "comparisons": rows}
+    (RESULTS / "simulate-check.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(text)

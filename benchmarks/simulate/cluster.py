@@ -1,0 +1,280 @@
+"""The event loop: requests, routers, pods and hand-offs in virtual time.
+
+A request's way is that of docs/architecture.md: a router chooses a pair with the product's own
+policy, P computes the prompt and the first token, D takes the KV over and generates the rest. P's
+blocks stay pinned until D has read them, so a decode pool that is full holds up the prefill pool.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from benchmarks.simulate.engine import Sequence as Row
+from benchmarks.simulate.metrics import Log
+from benchmarks.simulate.plan import Job, Plan, Pod
+from benchmarks.simulate.routing import Accounts
+from benchmarks.simulate.workload import Request
+
+from diptych_router.policy import Role
+
+
+class Simulation:
+    """One run. Everything follows from the plan and the requests; nothing is drawn here."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.now = 0.0
+        self.events = 0
+        self.log = Log()
+        roles: dict[Role, Any] = {"prefill": plan.prefill, "decode": plan.decode}
+        self.pods = {
+            f"{role}-{number}": Pod(f"{role}-{number}", role, pool)
+            for role, pool in roles.items()
+            for number in range(pool.pods)
+        }
+        keys: dict[Role, list[str]] = {
+            role: [pod.key for pod in self.pods.values() if pod.role == role] for role in roles
+        }
+        self.routers = [Accounts.of(keys, seed) for seed in range(plan.routers)]
+        self._turns = count()
+        self._order = count()
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._waiting: deque[Request] = deque()
+        self._open: dict[Job, None] = {}
+
+    def run(
+        self, requests: Iterable[Request], failures: Sequence[tuple[float, Sequence[str]]] = ()
+    ) -> Log:
+        """Until every request has ended. `failures`: when which pods are lost, by their keys."""
+        for request in requests:
+            if request.waits:
+                self._waiting.append(request)
+            else:
+                self._at(request.arrival, self._arrive, request)
+        for time, keys in failures:
+            self._at(time, self._fail, keys)
+        while self._queue:
+            self.now, _, call, args = heapq.heappop(self._queue)
+            call(*args)
+            self.events += 1
+        self.log.stranded = len(self._open)
+        self.log.busy_s = {key: pod.busy_s for key, pod in self.pods.items()}
+        self.log.preemptions = sum(pod.engine.preemptions for pod in self.pods.values())
+        self.log.cached_tokens = sum(pod.engine.cached_tokens for pod in self.pods.values())
+        return self.log
+
+    def _at(self, time: float, call: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._queue, (time, next(self._order), call, args))
+
+    # --- routers ------------------------------------------------------------------------------
+
+    def _arrive(self, request: Request) -> None:
+        job = Job(request, self.now, next(self._turns) % self.plan.routers)
+        self._open[job] = None
+        self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        """Start an attempt with what is known so far; without any engine left, wait for ever."""
+        views = self.routers[job.router].views
+        decision = self.plan.policy(job.request, views["prefill"], views["decode"])
+        job.attempts += 1
+        if decision is None:
+            return
+        request, known = job.request, job.request.prompt + job.generated
+        left = request.output - job.generated
+        taker = self.pods[decision.decode]
+        job.at = self.pods[decision.prefill] if decision.prefill else taker
+        job.taker = taker if job.at is not taker else None
+        first = 1 if job.taker else left
+        row = Row(known, first, lends=bool(job.taker) and left > 1, owner=job)
+        row.prefix, row.prefix_tokens = request.prefix, request.prefix_tokens
+        job.sequence, job.coming = row, None
+        self._charge(job, known, job.at, job.taker)
+        self._at(self.now + self.plan.overheads.request_s, self._add, job, row)
+
+    def _charge(self, job: Job, tokens: int, *pods: Pod | None) -> None:
+        """Put a request to the accounts of these engines, and of nobody else."""
+        accounts = self.routers[job.router]
+        for key, charged in job.charges:
+            accounts.charge(key, -charged)
+        job.charges = [(pod.key, tokens) for pod in pods if pod is not None]
+        for key, charged in job.charges:
+            accounts.charge(key, charged)
+
+    def _add(self, job: Job, row: Row) -> None:
+        """A request reaches its engine, and the announcement the one after it."""
+        if job.sequence is not row or job.at is None:
+            return
+        if row.lends and job.taker is not None:
+            left = row.known + 1, job.request.output - job.generated - 1
+            coming = Row(*left, remote=row.known, owner=job)
+            coming.prefix, coming.prefix_tokens = row.prefix, row.prefix_tokens
+            if job.taker.alive and job.taker.engine.reserve(coming):
+                job.coming = coming
+        job.at.engine.add(row)
+        self._wake(job.at)
+
+    def _hand_over(self, job: Job, lent: Row) -> None:
+        """P has answered: the request goes to D, where the KV is already or is ordered."""
+        accounts, lender, taker = self.routers[job.router], job.at, job.taker
+        if taker is None or not accounts.usable(taker.key):
+            heir = accounts.heir()
+            taker, job.coming = (self.pods[heir] if heir else None), None
+        job.generated += 1
+        job.lender, job.lent = lender, lent
+        job.at, job.taker = taker, None
+        if taker is None:
+            return  # no decode engine is left
+        self._charge(job, job.request.prompt + job.generated, taker)
+        relay = self.plan.overheads.hand_off_s / 2
+        row, job.coming = job.coming, None
+        if row is not None:
+            job.sequence = row
+            share = min(lent.prompt, self.plan.prefill.limits.max_num_batched_tokens)
+            self._at(self.now + relay, self._move, job, row, share)
+            return
+        left = job.request.output - job.generated
+        row = Row(lent.prompt + 1, left, remote=lent.prompt, owner=job)
+        row.prefix, row.prefix_tokens = lent.prefix, lent.prefix_tokens
+        job.sequence = row
+        self._at(self.now + relay, self._add, job, row)
+
+    # --- the network --------------------------------------------------------------------------
+
+    def _move(self, job: Job, row: Row, tokens: int) -> None:
+        """Move the KV of so many tokens now. What had gone before, while P computed, is put to the
+        account of both pods' links afterwards."""
+        lender, taker = job.lender, job.at
+        if job.sequence is not row or lender is None or taker is None or job.lent is None:
+            return
+        seconds = self.plan.overheads.kv_token_s
+        done = max(self.now, lender.link_free, taker.link_free) + tokens * seconds
+        before = max(0, job.lent.prompt - tokens) if row.early else 0
+        lender.link_free = taker.link_free = done + before * seconds
+        self._at(done + self.plan.overheads.hand_off_s / 2, self._loaded, job, row)
+
+    def _loaded(self, job: Job, row: Row) -> None:
+        """D has the KV, and P need not keep it."""
+        taker = job.at
+        if job.sequence is not row or taker is None or not taker.alive:
+            return
+        self._free_lent(job)
+        taker.engine.received(row)
+        self._wake(taker)
+
+    def _free_lent(self, job: Job) -> None:
+        lender, lent, job.lender, job.lent = job.lender, job.lent, None, None
+        if lender is not None and lent is not None and lender.alive:
+            lender.engine.release(lent)
+            self._wake(lender)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _wake(self, pod: Pod) -> None:
+        if pod.busy or not pod.alive:
+            return
+        engine = pod.engine
+        shape = engine.begin()
+        if engine.victims:
+            for victim in engine.victims:
+                _job_of(victim).last_at = pod.last_end
+            engine.victims = []
+        if engine.loads:
+            loads, engine.loads = engine.loads, []
+            for row in loads:
+                self._move(_job_of(row), row, row.remote - row.computed)
+        if shape is None:
+            return
+        pod.busy, pod.pace = True, 1.0
+        pod.began = pod.since = self.now
+        pod.work_left = pod.pool.cost.seconds(shape) + self.plan.overheads.step_s
+        if self.plan.one_machine:
+            self._share_cores()
+        else:
+            self._at(self.now + pod.work_left, self._end, pod, pod.turn)
+
+    def _share_cores(self) -> None:
+        """Who computes has begun or ended: the others go on at another pace."""
+        busy = [pod for pod in self.pods.values() if pod.busy]
+        for pod in busy:
+            pod.work_left -= (self.now - pod.since) / pod.pace
+            pod.since, pod.turn = self.now, pod.turn + 1
+            pod.pace = 1.0 + (pod.pool.slowdown - 1.0) * (len(busy) - 1)
+            self._at(self.now + pod.work_left * pod.pace, self._end, pod, pod.turn)
+
+    def _end(self, pod: Pod, turn: int) -> None:
+        if pod.turn != turn or not pod.alive:
+            return
+        pod.busy = False
+        pod.busy_s += self.now - pod.began
+        pod.turn += 1
+        result = pod.engine.end()
+        self.log.saw_gaps(self.now, self.now - pod.last_end, result.steady_rows)
+        pod.last_end = self.now
+        for row in result.sampled:
+            job = _job_of(row)
+            if job.first_at < 0:
+                job.first_at = self.now
+            else:
+                self.log.saw_gaps(self.now, self.now - job.last_at, 1)
+            job.last_at = self.now
+        for row in result.finished:
+            job = _job_of(row)
+            if row.lends:
+                self._hand_over(job, row)
+            else:
+                self._finish(job)
+        self._wake(pod)
+        if self.plan.one_machine and not pod.busy:
+            self._share_cores()
+
+    def _finish(self, job: Job) -> None:
+        job.ended_at = job.last_at = self.now
+        self._charge(job, 0)
+        del self._open[job]
+        self.log.saw_end(job)
+        if self._waiting:
+            request = self._waiting.popleft()
+            self._at(max(self.now, request.arrival), self._arrive, request)
+
+    # --- losses -------------------------------------------------------------------------------
+
+    def _fail(self, keys: Sequence[str]) -> None:
+        """These pods are gone; routers find out a little later."""
+        for key in keys:
+            self.pods[key].alive = self.pods[key].busy = False
+        self._at(self.now + self.plan.detection_s, self._miss, keys)
+
+    def _miss(self, keys: Sequence[str]) -> None:
+        """Routers take pods for lost: what was there begins again elsewhere."""
+        for accounts in self.routers:
+            for key in keys:
+                accounts.lose(key)
+        lost = {self.pods[key] for key in keys}
+        for job in list(self._open):
+            unread = job.lender in lost
+            if job.at in lost or unread:
+                self._restart(job)
+
+    def _restart(self, job: Job) -> None:
+        """Prompt and tokens so far go to another pair; the user's stream goes on."""
+        if job.sequence is not None and job.at is not None:
+            job.generated += job.at.engine.tokens_of(job.sequence)
+            if job.last_at >= 0:
+                job.last_at = max(job.last_at, job.at.last_end)
+        if job.coming is not None and job.taker is not None and job.taker.alive:
+            job.taker.engine.forgo(job.coming)
+        if job.lender is not None and job.lender.alive:
+            self._free_lent(job)
+        job.lender = job.lent = None
+        self._begin(job)
+
+
+def _job_of(row: Row) -> Job:
+    if not isinstance(row.owner, Job):
+        raise RuntimeError("a sequence that belongs to no request")
+    return row.owner

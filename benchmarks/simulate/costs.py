@@ -1,0 +1,144 @@
+"""What a step of the engine costs: a small model, its fit to measurements, and its file.
+
+A step's seconds are the sum of
+- `linear`: matrix products over all tokens of the step, piecewise linear in their number, because
+  kernels change with it (a vector times a packed matrix is not a small matrix product);
+- `sampled_row_s` for each row whose next token is sampled (output matrix, sampler, its message);
+- `pair_s` for each pair of a prompt's token and a token that it attends to;
+- `kv_token_s` for each token of context that a decode row reads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step computes, as far as its time depends on it."""
+
+    tokens: int
+    """Of prompts and decode rows together."""
+    sampled: int
+    """Rows whose next token is sampled."""
+    pairs: float = 0.0
+    """Of a prompt's token and each token up to it."""
+    kv_tokens: int = 0
+    """Context of all decode rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step, by what it computes."""
+
+    knots: tuple[tuple[int, float], ...]
+    """(tokens, seconds), rising in both; between two of them it is a straight line, and beyond the
+    last one the line goes on."""
+    sampled_row_s: float
+    pair_s: float
+    kv_token_s: float
+    _table: list[float] = field(default_factory=list, compare=False, repr=False)
+    """`linear` by number of tokens, as far as anybody has asked."""
+
+    def seconds(self, shape: StepShape) -> float:
+        table = self._table
+        if shape.tokens >= len(table):
+            table.extend(self._linear(count) for count in range(len(table), shape.tokens + 1))
+        return (
+            table[shape.tokens]
+            + self.sampled_row_s * shape.sampled
+            + self.pair_s * shape.pairs
+            + self.kv_token_s * shape.kv_tokens
+        )
+
+    def _linear(self, tokens: int) -> float:
+        weights = hats([count for count, _ in self.knots], tokens)
+        return float(weights @ np.array([seconds for _, seconds in self.knots]))
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "knots": [list(knot) for knot in self.knots],
+            "sampled_row_s": self.sampled_row_s,
+            "pair_s": self.pair_s,
+            "kv_token_s": self.kv_token_s,
+        }
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, object]) -> StepCost:
+        """Raises `KeyError` or `TypeError` for what `to_dict` did not write."""
+        return cls(**{**raw, "knots": tuple((n, s) for n, s in raw["knots"])})  # type: ignore
+
+
+def hats(knots: Sequence[int], tokens: int) -> NDArray[np.float64]:
+    """How much each knot's value counts at a number of tokens; sums to one."""
+    weights = np.zeros(len(knots))
+    if len(knots) == 1 or tokens <= knots[0]:
+        weights[0] = 1.0
+        return weights
+    right = min(bisect_right(knots, tokens), len(knots) - 1)
+    part = (tokens - knots[right - 1]) / (knots[right] - knots[right - 1])
+    weights[right - 1], weights[right] = 1.0 - part, part
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A model and how far it is from what was measured."""
+
+    cost: StepCost
+    errors: tuple[float, ...]
+    """Fitted over measured, less one, for each measurement."""
+
+
+def fit(shapes: Sequence[StepShape], seconds: Sequence[float], knots: Sequence[int]) -> Fit:
+    """The cost model with the smallest relative errors (squared). No part of it is negative, and
+    more tokens never take less time.
+
+    knots: numbers of tokens, rising; each should have been measured.
+    """
+    rows = []
+    for shape in shapes:
+        # A knot's value is the sum of the steps up to it, so that steps >= 0 makes it rise.
+        steps = hats(knots, shape.tokens)[::-1].cumsum()[::-1]
+        rows.append([*steps, shape.sampled, shape.pairs, shape.kv_tokens])
+    measured = np.array(seconds)
+    design = np.array(rows, dtype=np.float64) / measured[:, None]
+    solution = non_negative(design, np.ones(len(measured)))
+    values = solution[: len(knots)].cumsum()
+    cost = StepCost(
+        tuple(zip(knots, values.tolist(), strict=True)), *solution[len(knots) :].tolist()
+    )
+    return Fit(cost, tuple((design @ solution - 1.0).tolist()))
+
+
+def non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 that minimises |ax - b|: the active-set method of Lawson and Hanson (1974)."""
+    scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0
+    a = a / scale
+    count = a.shape[1]
+    x, passive = np.zeros(count), np.zeros(count, dtype=bool)
+    for _ in range(3 * count):
+        gradient = a.T @ (b - a @ x)
+        gradient[passive] = -np.inf
+        best = int(gradient.argmax())
+        if gradient[best] <= 1e-10:
+            break
+        passive[best] = True
+        while True:
+            trial = np.zeros(count)
+            trial[passive] = np.linalg.lstsq(a[:, passive], b, rcond=None)[0]
+            below = passive & (trial <= 0)
+            if not below.any():
+                break
+            part = float((x[below] / (x[below] - trial[below])).min())
+            x = x + part * (trial - x)
+            passive &= x > 1e-14
+            x[~passive] = 0.0
+        x = trial
+    return np.asarray(x / scale)

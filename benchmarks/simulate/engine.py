@@ -1,0 +1,330 @@
+"""A model of one engine's scheduler that costs the same for a step of one row as of a thousand.
+
+It decides what the product's `Scheduler` decides under `fcfs` (tests compare the two step by step):
+running requests first and in order, prompts in shares of the token budget, admission while
+budget, rows and blocks last, preemption of the last one by recompute. It counts instead of listing:
+decode rows only grow, all by one token a step, so their number, the sum of their contexts and how
+many of them need a block when are all that a step has to know.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+
+from benchmarks.simulate.costs import StepShape
+from benchmarks.simulate.prefixes import PrefixMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine is configured to; names as in `EngineConfig`."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request as one engine has it."""
+
+    prompt: int
+    """Tokens known when it comes, those that another engine generated included."""
+    to_generate: int
+    remote: int = 0
+    """Tokens whose KV is to be fetched from another engine."""
+    lends: bool = False
+    """Its blocks stay when it has ended, until `release`."""
+    prefix: int = -1
+    """Which prefix it shares with others; -1: none."""
+    prefix_tokens: int = 0
+    owner: object = None
+    """Whatever the caller wants to find again."""
+    computed: int = 0
+    """Tokens whose KV stands here; of a decode row: when it became one."""
+    generated: int = 0
+    """Likewise."""
+    blocks: int = 0
+    early: int = 0
+    """Blocks that were reserved before it came."""
+    shared: int = 0
+    """Leading ones of `blocks` that belong to the memory of prefixes."""
+    row_since: int = -1
+    """The step in which it became a decode row; -1: it is none."""
+    stays: int = 0
+    """Counts how often it ceased to be a row, so that an outdated end is told apart."""
+
+    @property
+    def known(self) -> int:
+        return self.prompt + self.generated
+
+
+@dataclass(slots=True)
+class StepEnd:
+    """What a step has produced."""
+
+    sampled: list[Sequence]
+    """Those whose token here was the first since they came or lost their blocks."""
+    finished: list[Sequence]
+    steady_rows: int
+    """Rows that got a token in this step, and in the one before."""
+
+
+@dataclass(slots=True)
+class EngineModel:
+    """Queues, rows and blocks of one engine. The caller keeps the time."""
+
+    limits: Limits
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: dict[Sequence, None] = field(default_factory=dict)
+    """In the order of admission; the last is the first to be preempted."""
+    loads: list[Sequence] = field(default_factory=list)
+    """What is to be fetched; the caller takes it, and says `received`."""
+    victims: list[Sequence] = field(default_factory=list)
+    """Decode rows that lost their blocks; the caller takes them."""
+    rows: int = 0
+    context: int = 0
+    """KV tokens of all decode rows."""
+    step: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    """Of prompts, that need not be computed because they were remembered."""
+    reserved: int = 0
+    """Blocks of requests that are only announced."""
+    prefixes: PrefixMemory = field(init=False)
+    _due: list[int] = field(init=False)
+    """Rows that need a block in steps that leave this remainder modulo the block size."""
+    _ends: list[tuple[int, int, Sequence, int]] = field(default_factory=list)
+    """(step, order, row, its stay): when rows have all their tokens."""
+    _order: count[int] = field(default_factory=count)
+    _chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Shares of prompts in the step under way."""
+    _newcomers: list[Sequence] = field(default_factory=list)
+    """Rows of the step under way that were none before."""
+
+    def __post_init__(self) -> None:
+        self.prefixes = PrefixMemory(self.limits.num_blocks)
+        self._due = [0] * self.limits.block_size
+
+    @property
+    def free(self) -> int:
+        return self.prefixes.free
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def received(self, sequence: Sequence) -> None:
+        """What `remote` stands for is here."""
+        self.reserved -= sequence.early
+        sequence.early = 0
+        sequence.computed, sequence.remote = min(sequence.remote, sequence.known - 1), 0
+        self._remember(sequence)
+        self.waiting.appendleft(sequence)
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Take blocks for a request that is only announced, by the rules of `EarlyLoads`. False:
+        there is not room enough."""
+        wanted, total = self._blocks_for(sequence.remote), self.limits.num_blocks
+        hit, idle = self._hit(sequence)
+        left = self.free - idle - max(0, wanted - hit)
+        if left < total // 4 or self.reserved + wanted > total // 2:
+            return False
+        self._take_prefix(sequence)
+        self._grow(sequence, max(0, wanted - sequence.blocks))
+        sequence.early = wanted
+        self.reserved += wanted
+        return True
+
+    def forgo(self, sequence: Sequence) -> None:
+        """A request for which blocks were reserved will not come."""
+        self.reserved -= sequence.early
+        sequence.early = 0
+        self.release(sequence)
+
+    def tokens_of(self, sequence: Sequence) -> int:
+        """How many tokens it has generated here."""
+        since = self.step - sequence.row_since if sequence.row_since >= 0 else 0
+        return sequence.generated + since
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go of a sequence's blocks."""
+        self.prefixes.release(sequence.prefix, sequence.shared, sequence.blocks - sequence.shared)
+        sequence.blocks = sequence.shared = 0
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def begin(self) -> StepShape | None:
+        """Plan a step; None: there is nothing to compute now."""
+        budget = self.limits.max_num_batched_tokens
+        chunks, preempted = self._chunks, False
+        while True:
+            partial = self._partial()
+            share = min(partial.known - partial.computed, budget - self.rows) if partial else 0
+            grown = 0
+            if partial and share:
+                grown = max(0, self._blocks_for(partial.computed + share) - partial.blocks)
+            due = self._due[self.step % self.limits.block_size]
+            if due + grown <= self.free:
+                break
+            preempted = True
+            self._preempt()
+        self.prefixes.allocate(due)
+        budget -= self.rows
+        if partial and share:
+            self._grow(partial, grown)
+            chunks.append((partial, share))
+            budget -= share
+        if not preempted:
+            self._admit(budget)
+        if not self.rows and not chunks:
+            return None
+        tokens, pairs, sampled = self.rows, 0.0, self.rows
+        for sequence, share in chunks:
+            tokens += share
+            pairs += share * (sequence.computed + (share + 1) / 2)
+            sampled += sequence.computed + share == sequence.known
+        return StepShape(tokens, sampled, pairs, self.context + self.rows)
+
+    def _partial(self) -> Sequence | None:
+        """The request whose prompt is not complete: the last one, if any."""
+        if len(self.running) == self.rows:
+            return None
+        return next(reversed(self.running))
+
+    def _admit(self, budget: int) -> None:
+        while self.waiting and budget > 0:
+            sequence = self.waiting[0]
+            hit, idle = (0, 0) if sequence.blocks else self._hit(sequence)
+            short = self._blocks_for(sequence.known) - hit - sequence.blocks
+            if short > self.free - idle:
+                if not self.running and self._reclaim_from_waiting():
+                    continue
+                break
+            if not sequence.remote and len(self.running) >= self.limits.max_num_seqs:
+                break
+            self.waiting.popleft()
+            if not sequence.blocks:
+                self._take_prefix(sequence)
+            if sequence.remote:
+                wanted = self._blocks_for(sequence.remote)
+                self._grow(sequence, max(0, wanted - sequence.blocks))
+                self.loads.append(sequence)
+                continue
+            share = min(sequence.known - sequence.computed, budget)
+            wanted = self._blocks_for(sequence.computed + share)
+            self._grow(sequence, max(0, wanted - sequence.blocks))
+            self.running[sequence] = None
+            budget -= share
+            if share == 1 and sequence.computed + 1 == sequence.known:
+                self._become_row(sequence)
+                self._newcomers.append(sequence)
+            else:
+                self._chunks.append((sequence, share))
+
+    def end(self) -> StepEnd:
+        """The step is over."""
+        steady = self.rows - len(self._newcomers)
+        self.step += 1
+        self.context += self.rows
+        finished = []
+        while self._ends and self._ends[0][0] <= self.step:
+            _, _, sequence, stay = heapq.heappop(self._ends)
+            if sequence.stays == stay:
+                self._leave_rows(sequence)
+                finished.append(sequence)
+        sampled, self._newcomers = self._newcomers, []
+        for sequence, share in self._chunks:
+            sequence.computed += share
+            self._remember(sequence)
+            if sequence.computed < sequence.known:
+                continue
+            sequence.generated += 1
+            sampled.append(sequence)
+            if sequence.generated >= sequence.to_generate:
+                finished.append(sequence)
+            else:
+                self._become_row(sequence)
+        self._chunks = []
+        for sequence in finished:
+            del self.running[sequence]
+            if not sequence.lends:
+                self.release(sequence)
+        return StepEnd(sampled, finished, steady)
+
+    # --- rows and blocks ----------------------------------------------------------------------
+
+    def _become_row(self, sequence: Sequence) -> None:
+        sequence.row_since = self.step
+        self.rows += 1
+        self.context += sequence.computed
+        self._due[(self.step - sequence.computed) % self.limits.block_size] += 1
+        end = self.step + sequence.to_generate - sequence.generated
+        heapq.heappush(self._ends, (end, next(self._order), sequence, sequence.stays))
+
+    def _leave_rows(self, sequence: Sequence) -> None:
+        """Bring a row's own numbers up to date; it is counted no more."""
+        self._due[(sequence.row_since - sequence.computed) % self.limits.block_size] -= 1
+        since = self.step - sequence.row_since
+        sequence.blocks = max(sequence.blocks, self._blocks_for(sequence.computed + since))
+        sequence.computed += since
+        sequence.generated += since
+        sequence.row_since = -1
+        sequence.stays += 1
+        self.rows -= 1
+        self.context -= sequence.computed
+
+    def _preempt(self) -> None:
+        sequence, _ = self.running.popitem()
+        if sequence.row_since >= 0:
+            self._leave_rows(sequence)
+            self.victims.append(sequence)
+        self._take_blocks(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _take_blocks(self, sequence: Sequence) -> None:
+        """For others; its tokens are computed again when its turn comes."""
+        self.release(sequence)
+        sequence.computed = 0
+        self.preemptions += 1
+
+    def _reclaim_from_waiting(self) -> bool:
+        for sequence in reversed(self.waiting):
+            if sequence.blocks and sequence is not self.waiting[0]:
+                self._take_blocks(sequence)
+                return True
+        return False
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_size)
+
+    def _grow(self, sequence: Sequence, blocks: int) -> None:
+        self.prefixes.allocate(blocks)
+        sequence.blocks += blocks
+
+    def _hit(self, sequence: Sequence) -> tuple[int, int]:
+        """Leading blocks that are remembered, and how many of them nobody holds; at least one
+        token is left to compute."""
+        if sequence.prefix < 0:
+            return 0, 0
+        blocks, idle = self.prefixes.find(sequence.prefix)
+        most = (sequence.known - 1) // self.limits.block_size
+        return min(blocks, most), idle
+
+    def _take_prefix(self, sequence: Sequence) -> None:
+        hit, _ = self._hit(sequence)
+        if hit:
+            self.prefixes.take(sequence.prefix)
+            sequence.blocks = sequence.shared = hit
+            sequence.computed = hit * self.limits.block_size
+            if not sequence.remote:
+                self.cached_tokens += sequence.computed
+
+    def _remember(self, sequence: Sequence) -> None:
+        """The shared part of a prompt is computed: others may find it."""
+        whole = sequence.prefix_tokens // self.limits.block_size
+        if whole and sequence.shared < whole and sequence.computed >= sequence.prefix_tokens:
+            sequence.shared = self.prefixes.remember(sequence.prefix, whole, sequence.shared)

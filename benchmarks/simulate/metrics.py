@@ -1,0 +1,112 @@
+"""What users saw, and how many of them got what was promised."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from benchmarks.simulate.plan import Job
+from numpy.typing import NDArray
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What every request is to get."""
+
+    ttft_s: float
+    tpot_s: float
+    """Seconds a token after the first one, on average over the request."""
+
+
+@dataclass(slots=True)
+class Log:
+    """Every request and every gap between tokens, in the order of their ends."""
+
+    jobs: list[Job] = field(default_factory=list)
+    gap_ends: list[float] = field(default_factory=list)
+    gap_seconds: list[float] = field(default_factory=list)
+    gap_counts: list[int] = field(default_factory=list)
+    """How many streams had this gap at this moment."""
+    stranded: int = 0
+    """Requests that no engine was left for."""
+    preemptions: int = 0
+    cached_tokens: int = 0
+    """Of prompts, that engines remembered."""
+    busy_s: dict[str, float] = field(default_factory=dict)
+
+    def saw_gaps(self, now: float, seconds: float, streams: int) -> None:
+        if streams:
+            self.gap_ends.append(now)
+            self.gap_seconds.append(seconds)
+            self.gap_counts.append(streams)
+
+    def saw_end(self, job: Job) -> None:
+        self.jobs.append(job)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Milliseconds and rates of the requests that arrived within a window."""
+
+    requests: int
+    ttft_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    output_tokens_per_s: float
+    """Over all of the run: from the first arrival to the last end."""
+    attained: float
+    """Part of the requests that got what was promised."""
+    goodput_per_s: float
+    """Those requests, a second of the window."""
+    preemptions: int
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def summarise(
+    log: Log, objectives: Objectives, begin: float = 0.0, end: float = float("inf")
+) -> Summary:
+    """Over requests that arrived from `begin` to `end` (seconds of the run)."""
+    jobs = [job for job in log.jobs if begin <= job.arrival < end]
+    if not jobs:
+        raise ValueError("no request arrived in the window and ended")
+    arrival = np.array([job.arrival for job in jobs])
+    ttft = np.array([job.first_at for job in jobs]) - arrival
+    ends = np.array([job.ended_at for job in jobs])
+    outputs = np.array([job.request.output for job in jobs])
+    tpot = (ends - arrival - ttft) / np.maximum(outputs - 1, 1)
+    good = int(((ttft <= objectives.ttft_s) & (tpot <= objectives.tpot_s)).sum())
+    span = (min(end, float(arrival.max())) - max(begin, float(arrival.min()))) or 1.0
+    first, last = min(job.arrival for job in log.jobs), max(job.ended_at for job in log.jobs)
+    return Summary(
+        requests=len(jobs),
+        ttft_ms=_percentiles(ttft, np.ones(len(jobs))),
+        itl_ms=_gaps(log, begin, end),
+        tpot_ms=_percentiles(tpot[outputs > 1], np.ones(int((outputs > 1).sum()))),
+        output_tokens_per_s=sum(job.request.output for job in log.jobs) / (last - first),
+        attained=good / len(jobs),
+        goodput_per_s=good / span,
+        preemptions=log.preemptions,
+    )
+
+
+def _gaps(log: Log, begin: float, end: float) -> dict[str, float]:
+    moments = np.array(log.gap_ends)
+    chosen = (begin <= moments) & (moments < end)
+    if not chosen.any():
+        chosen = np.ones(len(moments), dtype=bool)
+    return _percentiles(np.array(log.gap_seconds)[chosen], np.array(log.gap_counts)[chosen])
+
+
+def _percentiles(seconds: NDArray[np.float64], counts: NDArray[np.float64]) -> dict[str, float]:
+    """In milliseconds, by name; each value counts `counts` times."""
+    if not len(seconds):
+        return {f"p{percent}": 0.0 for percent in PERCENTILES}
+    order = np.argsort(seconds, kind="stable")
+    total = np.cumsum(counts[order])
+    places = np.searchsorted(total, [total[-1] * percent / 100 for percent in PERCENTILES])
+    values = seconds[order][np.minimum(places, len(seconds) - 1)] * 1e3
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}

@@ -1,0 +1,74 @@
+"""One step of the real model runner, with whatever rows one likes."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from benchmarks.servers import KV_GIB
+from benchmarks.simulate.engine import Limits
+
+from diptych_engine.build_core import build_core
+from diptych_engine.request import Request, ScheduledRequest, StepPlan
+from diptych_protocol import EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from benchmarks.simulate.calibrate import Work
+
+REPEATS = 3
+LONG_S = 0.1
+"""After so many seconds a step is not repeated."""
+
+
+class Stepper:
+    """Runs steps without a scheduler. KV is whatever stands in the cache: what numbers it holds
+    does not change how long a step takes."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        config = EngineConfig(model=model, num_threads=threads, kv_cache_bytes=KV_GIB << 30)
+        self._core = build_core(config)
+        self._block_size = config.block_size
+        self.limits = Limits(
+            self._core.description.num_blocks, config.block_size, config.max_num_seqs,
+            config.max_num_batched_tokens,
+        )  # fmt: skip
+        self._names = itertools.count()
+
+    def seconds(self, work: Work) -> float:
+        """Of such a step in which decode rows are known from the one before, and a prompt is new;
+        the median of a few."""
+        blocks = itertools.count()
+        rows = [self._request(work.context + 1, blocks) for _ in range(work.rows)]
+        decodes = [ScheduledRequest(row, work.context, 1, samples=True) for row in rows]
+        gone: list[str] = []
+        if decodes:
+            self._core.runner.execute(StepPlan(decodes, len(decodes), gone))
+        times: list[float] = []
+        while len(times) < REPEATS and sum(times) < LONG_S:
+            shares, tokens = list(decodes), len(decodes) + work.chunk
+            if work.chunk:
+                prompt = self._request(work.before + work.chunk, blocks)
+                shares.append(ScheduledRequest(prompt, work.before, work.chunk, samples=True))
+            started = time.perf_counter()
+            self._core.runner.execute(StepPlan(shares, tokens, gone))
+            times.append(time.perf_counter() - started)
+            gone = [share.request.request_id for share in shares[len(decodes) :]]
+            blocks = itertools.count(sum(len(row.block_ids) for row in rows))
+        gone += [row.request_id for row in rows]
+        self._core.runner.execute(StepPlan([], 0, gone))
+        return statistics.median(times)
+
+    def _request(self, tokens: int, blocks: Iterator[int]) -> Request:
+        """With all its tokens known, and blocks for them."""
+        count = -(-tokens // self._block_size)
+        return Request(
+            f"step-{next(self._names)}", b"", SamplingParams(temperature=0, ignore_eos=True),
+            [token % 997 + 3 for token in range(tokens)], tokens, None, tokens + 1, 0,
+            block_ids=list(itertools.islice(blocks, count)),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._core.close()

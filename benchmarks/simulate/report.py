@@ -1,0 +1,70 @@
+"""Results as Markdown tables, and as plots."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.simulate.calibration import Calibration
+from benchmarks.simulate.metrics import Summary
+from matplotlib.figure import Figure
+
+HEAD = "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s"
+
+
+def table(load: str, results: Mapping[float, Summary]) -> str:
+    """A row for each load."""
+    lines = [f"| {load} | {HEAD} |", "|---|" + "---:|" * 9]
+    for at, got in results.items():
+        lines.append(
+            f"| {at:g} | {got.ttft_ms['p50']:.0f} | {got.ttft_ms['p90']:.0f} "
+            f"| {got.ttft_ms['p99']:.0f} | {got.itl_ms['p50']:.1f} | {got.itl_ms['p99']:.1f} "
+            f"| {got.tpot_ms['p99']:.1f} | {got.output_tokens_per_s:.0f} "
+            f"| {got.attained:.1%} | {got.goodput_per_s:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def errors_line(measured: Calibration) -> str:
+    """How well the fit describes what was measured."""
+    parts = [
+        f"{role}: median {statistics.median(map(abs, errors)):.1%}, "
+        f"largest {max(map(abs, errors)):.1%}"
+        for role, errors in measured.errors.items()
+    ]
+    return f"{measured.machine}; error of the fit: " + "; ".join(parts)
+
+
+def plot_loads(results: Mapping[float, Summary], path: Path, load: str) -> None:
+    """TTFT, ITL and goodput against load."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    ttft, itl, goodput = figure.subplots(1, 3)
+    loads, summaries = list(results), list(results.values())
+    for percent in ("p50", "p90", "p99"):
+        ttft.plot(loads, [each.ttft_ms[percent] for each in summaries], "-o", label=percent)
+        itl.plot(loads, [each.itl_ms[percent] for each in summaries], "-o", label=percent)
+    goodput.plot(loads, [each.goodput_per_s for each in summaries], "-o")
+    ttft.set_yscale("log")
+    for axes, what in ((ttft, "TTFT ms"), (itl, "ITL ms"), (goodput, "good requests/s")):
+        axes.set_xlabel(load)
+        axes.set_ylabel(what)
+    ttft.legend()
+    figure.savefig(path, dpi=110)
+
+
+def plot_lines(
+    lines: Mapping[str, Mapping[float, float]], path: Path, title: str, labels: Sequence[str]
+) -> None:
+    """One line for each name; labels of both axes."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, points in lines.items():
+        axes.plot(list(points), list(points.values()), "-o", label=name)
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,127 @@
+"""Requests to come: when, how long, and what they share. A seed decides everything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as its user sends it."""
+
+    arrival: float
+    """Seconds."""
+    prompt: int
+    output: int
+    prefix: int = -1
+    """Which common beginning its prompt has; -1: none."""
+    prefix_tokens: int = 0
+    waits: bool = False
+    """It is sent when another one has ended, but not before its arrival; in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of numbers of tokens: lognormal with this mean, or fixed."""
+
+    mean: float
+    sigma: float = 0.0
+    """Of the logarithm; 0: all are equal."""
+    most: int = 1 << 17
+
+    def draw(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+        if self.sigma == 0:
+            return np.full(count, round(self.mean))
+        mu = np.log(self.mean) - self.sigma**2 / 2
+        drawn = np.rint(random.lognormal(mu, self.sigma, count))
+        return np.clip(drawn, 1, self.most).astype(np.int64)
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """`512`, or `512:0.8` for a lognormal. Raises `ValueError` for anything else."""
+        mean, _, sigma = text.partition(":")
+        lengths = cls(float(mean), float(sigma or 0))
+        if lengths.mean < 1 or lengths.sigma < 0:
+            raise ValueError(f"{text!r} is not a mean of at least 1 and a sigma of at least 0")
+        return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Some of the prompts begin with one of a few common prefixes, which are put before them."""
+
+    part: float = 0.0
+    """Of the requests."""
+    groups: int = 1
+    tokens: int = 0
+    """Of each common prefix."""
+    skew: float = 1.0
+    """The k-th most popular prefix is asked for in proportion to k to the power of minus this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What users ask for, apart from when."""
+
+    prompt: Lengths
+    output: Lengths
+    sharing: Sharing = Sharing()
+
+    def requests(
+        self, arrivals: NDArray[np.float64], seed: int, users: int | None = None
+    ) -> list[Request]:
+        """One request for each arrival. users: so many send the first ones, and each the next one
+        when it has its answer."""
+        random = np.random.default_rng([seed, 1])
+        count = len(arrivals)
+        prompts = self.prompt.draw(random, count)
+        outputs = self.output.draw(random, count)
+        prefixes = np.full(count, -1)
+        shared = random.random(count) < self.sharing.part
+        weights = np.arange(1, self.sharing.groups + 1) ** -self.sharing.skew
+        drawn = random.choice(self.sharing.groups, count, p=weights / weights.sum())
+        prefixes[shared] = drawn[shared]
+        common = np.where(shared, self.sharing.tokens, 0)
+        waits = np.arange(count) >= (count if users is None else users)
+        columns = (arrivals, prompts + common, outputs, prefixes, common, waits)
+        return [Request(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+
+def poisson(rate: float, count: int, seed: int) -> NDArray[np.float64]:
+    """Arrivals of users who do not know of each other; `rate` a second."""
+    return bursty(rate, count, seed, 1.0)
+
+
+def bursty(rate: float, count: int, seed: int, variation: float) -> NDArray[np.float64]:
+    """Arrivals with gamma-distributed gaps. `variation`: their standard deviation over their mean;
+    1 is Poisson, more comes in bursts."""
+    shape = variation**-2
+    gaps = np.random.default_rng([seed, 0]).gamma(shape, 1 / (rate * shape), count)
+    return gaps.cumsum()
+
+
+def read_trace(path: Path) -> list[Request]:
+    """A JSON object a line, with the fields of `Request`; those with defaults may be missing.
+
+    Raises `ValueError` naming the line that is none.
+    """
+    requests = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            request = Request(**json.loads(line))
+            sound = request.arrival >= 0 and request.prompt >= 1 and request.output >= 1
+        except (TypeError, json.JSONDecodeError) as exc:
+            raise ValueError(f"{path}:{number}: {exc}") from exc
+        if not sound:
+            raise ValueError(f"{path}:{number}: an arrival from 0 on, and a token each, are needed")
+        requests.append(request)
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+def write_trace(path: Path, requests: list[Request]) -> None:
+    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))

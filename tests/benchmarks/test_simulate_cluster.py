@@ -1,0 +1,186 @@
+"""The simulated service: conservation, queueing theory, monotony, losses, determinism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.simulate.cluster import Simulation
+from benchmarks.simulate.costs import StepCost, StepShape, fit
+from benchmarks.simulate.engine import Limits
+from benchmarks.simulate.metrics import Objectives, summarise
+from benchmarks.simulate.plan import Overheads, Plan, Pool
+from benchmarks.simulate.workload import (
+    Lengths,
+    Request,
+    Sharing,
+    Traffic,
+    bursty,
+    poisson,
+    read_trace,
+    write_trace,
+)
+
+COST = StepCost(((1, 0.004), (64, 0.006), (512, 0.03)), 1e-5, 1e-9, 2e-8)
+LIMITS = Limits(num_blocks=2000, block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
+FREE = Overheads(0.0, 0.0, 0.0)
+TRAFFIC = Traffic(Lengths(300, 0.7, 4000), Lengths(40, 0.5, 400))
+OBJECTIVES = Objectives(ttft_s=0.3, tpot_s=0.02)
+
+
+def plan(prefill: int, decode: int, **changes: object) -> Plan:
+    overheads = Overheads(0.003, 0.002, 1e-6)
+    base = Plan(Pool(prefill, COST, LIMITS), Pool(decode, COST, LIMITS), overheads)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def traffic(rate: float, count: int, seed: int = 1) -> list[Request]:
+    return TRAFFIC.requests(poisson(rate, count, seed), seed)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "routers", "num_blocks"),
+    [(2, 2, 1, 2000), (0, 3, 1, 2000), (3, 1, 4, 600), (1, 2, 2, 300)],
+)
+def test_every_request_ends_once_and_gives_everything_back(
+    prefill: int, decode: int, routers: int, num_blocks: int
+) -> None:
+    tight = replace(LIMITS, num_blocks=num_blocks)
+    requests = traffic(30, 300)
+    pools = [Pool(pods, COST, tight) for pods in (prefill, decode)]
+    simulation = Simulation(Plan(*pools, Overheads(0.003, 0.002, 1e-6), routers=routers))
+    log = simulation.run(requests)
+    assert sorted(id(job.request) for job in log.jobs) == sorted(map(id, requests))
+    assert log.stranded == 0
+    assert sum(log.gap_counts) == sum(request.output - 1 for request in requests)
+    for pod in simulation.pods.values():
+        assert pod.engine.free == num_blocks
+        assert (pod.engine.rows, pod.engine.reserved, len(pod.engine.waiting)) == (0, 0, 0)
+    assert all(v.load == 0 for r in simulation.routers for vs in r.views.values() for v in vs)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_one_engine_that_serves_one_after_the_other_is_an_m_d_1_queue(load: float) -> None:
+    """Mean wait of a queue with constant service: Pollaczek and Khinchine."""
+    service = 0.01
+    constant = StepCost(((1, service),), 0.0, 0.0, 0.0)
+    alone = Pool(1, constant, replace(LIMITS, max_num_seqs=1))
+    simulation = Simulation(Plan(replace(alone, pods=0), alone, FREE))
+    arrivals = poisson(load / service, 12000, 7)
+    log = simulation.run(Traffic(Lengths(16), Lengths(1)).requests(arrivals, 7))
+    waits = [job.first_at - job.arrival - service for job in log.jobs]
+    assert np.mean(waits) == pytest.approx(load * service / (2 * (1 - load)), rel=0.1)
+
+
+def test_what_comes_in_is_what_is_there_times_how_long_it_stays() -> None:
+    """Little's law, of all requests from their arrivals to their ends."""
+    log = Simulation(plan(1, 1)).run(traffic(8, 1500))
+    stays = np.array([job.ended_at - job.arrival for job in log.jobs])
+    begin, end = 20.0, min(job.request.arrival for job in log.jobs) + 160.0
+    moments = np.linspace(begin, end, 4001)
+    starts = np.sort([job.arrival for job in log.jobs])
+    ends = np.sort([job.ended_at for job in log.jobs])
+    present = np.searchsorted(starts, moments) - np.searchsorted(ends, moments)
+    assert present.mean() == pytest.approx(8 * stays.mean(), rel=0.08)
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_more_pods_are_never_worse(pool: str) -> None:
+    attained, tight = [], replace(OBJECTIVES, tpot_s=0.0047)
+    for pods in (1, 2, 3, 4):
+        sizes = {"prefill": 4, "decode": 4, pool: pods}
+        log = Simulation(plan(**sizes)).run(traffic(60, 400))
+        attained.append(summarise(log, tight).attained)
+    assert attained == sorted(attained)
+    assert attained[0] < attained[-1]
+
+
+def test_a_seed_says_everything_and_another_one_something_else() -> None:
+    def run(seed: int) -> object:
+        log = Simulation(plan(2, 1)).run(traffic(20, 200, seed))
+        return summarise(log, OBJECTIVES)
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+
+
+def test_losses_cost_time_but_no_request() -> None:
+    requests = traffic(30, 600)
+    quiet = Simulation(plan(3, 3, detection_s=0.5)).run(requests)
+    simulation = Simulation(plan(3, 3, detection_s=0.5))
+    log = simulation.run(requests, [(5.0, ["prefill-0", "prefill-2", "decode-1", "decode-2"])])
+    assert len(log.jobs) == len(requests)
+    assert sum(log.gap_counts) >= sum(request.output - 1 for request in requests) * 0.99
+    again = [job for job in log.jobs if job.attempts > 1]
+    assert again
+    assert max(j.ended_at - j.arrival for j in again) > 0.5
+    slow, fast = (summarise(each, OBJECTIVES).attained for each in (log, quiet))
+    assert slow < fast
+    for pod in simulation.pods.values():
+        if pod.alive:
+            assert pod.engine.free == LIMITS.num_blocks
+
+
+def test_two_engines_on_one_machine_slow_each_other() -> None:
+    shared = plan(1, 1, one_machine=True)
+    shared = replace(shared, decode=replace(shared.decode, slowdown=2.0))
+    requests = TRAFFIC.requests(np.zeros(80), 5, users=8)
+    apart, beside = (
+        summarise(Simulation(p).run(requests), OBJECTIVES) for p in (plan(1, 1), shared)
+    )
+    assert beside.itl_ms["p90"] > 1.3 * apart.itl_ms["p90"]
+    assert beside.output_tokens_per_s < apart.output_tokens_per_s
+
+
+def test_users_who_wait_for_answers_are_never_more_than_they_are() -> None:
+    log = Simulation(plan(1, 1)).run(TRAFFIC.requests(np.zeros(80), 5, users=4))
+    assert len(log.jobs) == 80
+    for job in log.jobs:
+        begun = sum(other.arrival <= job.arrival for other in log.jobs)
+        ended = sum(other.ended_at <= job.arrival for other in log.jobs)
+        assert begun - ended <= 4
+
+
+def test_bursts_have_the_rate_and_the_variation_that_is_asked_for() -> None:
+    gaps = np.diff(bursty(50.0, 40000, 1, 3.0))
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(3.0, rel=0.1)
+
+
+def test_common_prefixes_are_put_before_prompts() -> None:
+    shared = Traffic(Lengths(100), Lengths(5), Sharing(0.5, 4, 64))
+    requests = shared.requests(poisson(10, 2000, 1), 1)
+    with_prefix = [r for r in requests if r.prefix >= 0]
+    assert len(with_prefix) == pytest.approx(1000, rel=0.1)
+    assert {r.prompt for r in with_prefix} == {164}
+    assert {r.prompt for r in requests if r.prefix < 0} == {100}
+
+
+def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    requests = traffic(5, 20)
+    write_trace(tmp_path / "trace", requests)
+    assert read_trace(tmp_path / "trace") == requests
+    (tmp_path / "bad").write_text('{"arrival": 0, "prompt": 5, "output": 1}\n{"arrival": 1}\n')
+    with pytest.raises(ValueError, match="bad:2"):
+        read_trace(tmp_path / "bad")
+
+
+def test_a_fit_finds_the_model_that_made_the_times() -> None:
+    shapes = [
+        StepShape(tokens, sampled, pairs * tokens, kv)
+        for tokens, sampled in ((1, 1), (1, 0), (16, 16), (64, 1), (200, 8), (512, 1), (512, 4))
+        for pairs, kv in ((0, 0), (300, 0), (0, 4000))
+    ]
+    found = fit(shapes, [COST.seconds(shape) for shape in shapes], [1, 64, 512])
+    assert max(map(abs, found.errors)) < 1e-6
+    assert found.cost.sampled_row_s == pytest.approx(COST.sampled_row_s)
+    assert StepCost.from_dict(found.cost.to_dict()) == found.cost
+
+
+def test_a_fit_never_says_that_more_tokens_take_less_time() -> None:
+    shapes = [StepShape(tokens, 0) for tokens in (1, 2, 4, 8)]
+    cost = fit(shapes, [0.02, 0.01, 0.03, 0.025], [1, 2, 4, 8]).cost
+    seconds = [cost.seconds(StepShape(tokens, 0)) for tokens in range(1, 9)]
+    assert seconds == sorted(seconds)
