@@ -80,8 +80,10 @@ _ENGINE_PROBES: dict[str, Any] = {
     "startupProbe": {
         "httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 300,
     },
+    # A program that a starved node keeps waiting is ready all the same: taking it out of service
+    # would hand its load to pods that are starved too. Routers notice by themselves who is dead.
     "readinessProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 2, "failureThreshold": 2,
+        "httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3,
     },
     # Says no to a dead or stalled core only, never to a busy one.
     "livenessProbe": {
@@ -94,7 +96,7 @@ _ROUTER_PROBES: dict[str, Any] = {
         "httpGet": _LIVE, "periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 180,
     },
     "readinessProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2,
+        "httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 3,
     },
     # /health of a router also speaks of its pools, and no restart of a router heals a pool.
     "livenessProbe": {
