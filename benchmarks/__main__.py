@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -84,6 +85,8 @@ def main() -> None:
     args = arguments()
     console = Console()
     logging.disable()
+    # An exception ends what was started, whereas a signal would leave it behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         peers = parse_peers(args.peers)
     except UnknownPeerError as exc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import cast
 
 import uvloop
 
@@ -38,8 +39,7 @@ class Server(asyncio.Protocol):
     """One connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._received = b""
 
     def data_received(self, data: bytes) -> None:

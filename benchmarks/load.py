@@ -36,6 +36,15 @@ class Load:
     requests: int = 0
     """Of all users together; 0: one of each."""
 
+    @property
+    def num_requests(self) -> int:
+        return self.requests or self.concurrency
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts and answers."""
+        return self.num_requests * (self.prompt_tokens + self.output_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -56,8 +65,7 @@ def prompts(load: Load, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     shared = rng.choices(WORD_IDS, k=load.shared_tokens)
     own = load.prompt_tokens - load.shared_tokens
-    count = load.requests or load.concurrency
-    return [shared + rng.choices(WORD_IDS, k=own) for _ in range(count)]
+    return [shared + rng.choices(WORD_IDS, k=own) for _ in range(load.num_requests)]
 
 
 async def stream_completion(

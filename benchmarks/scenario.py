@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from benchmarks.figures import Record
 from benchmarks.load import Load, drive
@@ -18,6 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 WARM_UP = (Load(1, 16, 8, requests=2), Load(4, 128, 8))
 BUSY_WHEN_IDLE = 0.05
+PATIENCE_S = 20
+"""A system that took longer in a case is not measured in it again."""
+LIMIT_S = 120
+"""A case that would take a system longer is left out for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ class Reporter:
         self._console.print(text, style="yellow", highlight=False)
 
 
+Item = TypeVar("Item")
 Measure = Callable[[Running, Load, int], Coroutine[None, None, dict[str, float]]]
 """Of a running system, under a load, with a seed."""
 
@@ -118,35 +125,74 @@ async def plain(server: Running, load: Load, seed: int) -> dict[str, float]:
     return await drive(server.url, server.system.model, load, seed)
 
 
+@dataclass(slots=True)
+class Contestant:
+    """A system that runs, and how fast it gets through its cases."""
+
+    server: Running
+    tokens_per_s: float = 0.0
+    """Of prompts and answers in the case before; 0: there was none."""
+    slow: set[str] = field(default_factory=set)
+    """Cases that took longer than `PATIENCE_S`."""
+
+    @property
+    def name(self) -> str:
+        return self.server.system.name
+
+    def expected_s(self, load: Load) -> float:
+        return load.tokens / self.tokens_per_s if self.tokens_per_s else 0.0
+
+    def measured(self, case: str, load: Load, repetition: int, measure: Measure) -> Record:
+        started = time.perf_counter()
+        figures = asyncio.run(measure(self.server, load, seed_of(case, repetition)))
+        self.took(case, load, time.perf_counter() - started)
+        return Record(case, self.name, repetition, figures)
+
+    def took(self, case: str, load: Load, seconds: float) -> None:
+        self.tokens_per_s = load.tokens / seconds
+        if seconds > PATIENCE_S:
+            self.slow.add(case)
+
+
 def compare(
     systems: Sequence[System],
     loads: dict[str, Load],
     options: Options,
     reporter: Reporter,
-    *,
-    once: frozenset[str] = frozenset(),
     measure: Measure = plain,
 ) -> list[Record]:
     """All systems stay up, and take turns in each case and repetition; who begins changes.
 
-    once: cases that take too long for more.
     A peer that does not start is left out with a note; `systems[0]`, ours, must.
     """
     chosen = {case: load for case, load in loads.items() if options.wants(case)}
-    times = {case: 1 if case in once else options.times for case in chosen}
     records: list[Record] = []
     with ExitStack() as stack:
-        servers = _start(stack, systems, reporter)
-        with reporter.counting("measuring", sum(times.values()) * len(servers)):
+        contestants = [Contestant(server) for server in _start(stack, systems, reporter)]
+        with reporter.counting("measuring", len(chosen) * options.times * len(contestants)):
             for case, load in chosen.items():
-                for repetition in range(times[case]):
-                    seed = seed_of(case, repetition)
-                    for server in rotated(servers, repetition):
-                        figures = asyncio.run(measure(server, load, seed))
-                        record = Record(case, server.system.name, repetition, figures)
+                able = _able(contestants, case, load, reporter)
+                for repetition in range(options.times):
+                    for contestant in rotated(able, repetition):
+                        if case in contestant.slow:
+                            continue
+                        record = contestant.measured(case, load, repetition, measure)
                         records.append(record)
                         reporter.done(record, ("ttft_ms", "tpot_ms", "tokens_per_s"))
     return records
+
+
+def _able(
+    contestants: Sequence[Contestant], case: str, load: Load, reporter: Reporter
+) -> list[Contestant]:
+    """Those that get through it in time; a note tells of the others."""
+    able = []
+    for contestant in contestants:
+        if contestant.expected_s(load) <= LIMIT_S:
+            able.append(contestant)
+        else:
+            reporter.note(f"{case}: {contestant.name} would take over {LIMIT_S} s")
+    return able
 
 
 def _start(stack: ExitStack, systems: Sequence[System], reporter: Reporter) -> list[Running]:
@@ -169,10 +215,10 @@ def _start(stack: ExitStack, systems: Sequence[System], reporter: Reporter) -> l
     return servers
 
 
-def rotated(servers: Sequence[Running], by: int) -> list[Running]:
-    """Each begins in its turn, so that none has always the same neighbour."""
-    by %= len(servers)
-    return [*servers[by:], *servers[:by]]
+def rotated(items: Sequence[Item], by: int) -> list[Item]:
+    """Each begins in its turn."""
+    by %= max(1, len(items))
+    return [*items[by:], *items[:by]]
 
 
 def seed_of(case: str, repetition: int) -> int:

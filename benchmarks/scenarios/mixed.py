@@ -59,7 +59,7 @@ async def measure(server: Running, load: Load, seed: int) -> dict[str, float]:
 def run(options: Options, reporter: Reporter) -> list[Record]:
     two = diptych(TWO_CORES, data_parallel_size=2, num_threads=1)
     systems = [diptych(), diptych_pair(PAIR), two, *peers.servers(options.peers)]
-    return compare(systems, LOADS, options, reporter, measure=measure)
+    return compare(systems, LOADS, options, reporter, measure)
 
 
 SCENARIO = Scenario(

@@ -7,15 +7,22 @@ import itertools
 from benchmarks.figures import Record
 from benchmarks.load import Load
 from benchmarks.peers import servers as peers
-from benchmarks.scenario import Column, Options, Panel, Reporter, Scenario, compare
+from benchmarks.scenario import (
+    LIMIT_S,
+    PATIENCE_S,
+    Column,
+    Options,
+    Panel,
+    Reporter,
+    Scenario,
+    compare,
+)
 from benchmarks.servers import diptych
 
 PROMPTS = (128, 512, 1024)
 CONCURRENCY = (1, 4, 16, 64)
 SHARED_PROMPT, SHARED_TOKENS = 512, 448
 LEAST_REQUESTS = 3
-HEAVY_TOKENS = 20_000
-"""Of all prompts of a case: more is measured once."""
 
 
 def loads(*, quick: bool) -> dict[str, Load]:
@@ -33,12 +40,8 @@ def loads(*, quick: bool) -> dict[str, Load]:
 
 
 def run(options: Options, reporter: Reporter) -> list[Record]:
-    cases = loads(quick=options.quick)
-    heavy = {
-        case for case, load in cases.items() if load.prompt_tokens * load.requests > HEAVY_TOKENS
-    }
     systems = [diptych(), *peers.servers(options.peers)]
-    return compare(systems, cases, options, reporter, once=frozenset(heavy))
+    return compare(systems, loads(quick=options.quick), options, reporter)
 
 
 SCENARIO = Scenario(
@@ -47,7 +50,8 @@ SCENARIO = Scenario(
     "`prompt tokens / users`; each user streams 64 greedy tokens and asks again, at least "
     f"{LEAST_REQUESTS} requests together. Prompts are random token ids, the same for every "
     f"system; in `{SHARED_PROMPT} shared` the first {SHARED_TOKENS} are common to all. Every "
-    f"system has all cores, and cases of more than {HEAVY_TOKENS} prompt tokens run once.",
+    f"system has all cores. What took a system over {PATIENCE_S} s is not repeated for it, and "
+    f"what would take over {LIMIT_S} s is left out.",
     (
         Column("tokens_per_s", "output tokens/s"),
         Column("ttft_ms", "TTFT p50 ms", 0),

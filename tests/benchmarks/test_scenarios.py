@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from benchmarks.__main__ import SCENARIOS
 from benchmarks.aims import AIMS
+from benchmarks.load import Load
 from benchmarks.peers import checkpoint
 from benchmarks.peers.servers import UnknownPeerError, parse_peers, servers
-from benchmarks.scenario import Options, seed_of
+from benchmarks.scenario import LIMIT_S, PATIENCE_S, Contestant, Options, rotated, seed_of
 from benchmarks.scenarios import mixed, online, pair
 
 
@@ -73,3 +74,18 @@ def test_rows_that_alternate_come_to_follow_each_other() -> None:
     alternating = np.array([[0], [10], [1], [11], [100], [110], [101], [111]])
     apart = checkpoint.halves_apart(alternating, heads=2)
     assert apart.ravel().tolist() == [0, 1, 10, 11, 100, 101, 110, 111]
+
+
+def test_a_system_that_is_slow_is_measured_once_and_spared_what_is_larger() -> None:
+    slow = Contestant(server=None)  # type: ignore[arg-type]
+    assert slow.expected_s(Load(64, 1024)) == 0
+    slow.took("128/1", Load(1, 128, 64, requests=3), seconds=PATIENCE_S + 1)
+    assert slow.slow == {"128/1"}
+    assert slow.expected_s(Load(1, 128, 64, requests=3)) == pytest.approx(PATIENCE_S + 1)
+    assert slow.expected_s(Load(64, 1024)) > LIMIT_S
+
+
+def test_everyone_begins_in_turn() -> None:
+    turns = [rotated(["a", "b", "c"], repetition) for repetition in range(4)]
+    assert ["".join(turn) for turn in turns] == ["abc", "bca", "cab", "abc"]
+    assert rotated([], 1) == []
