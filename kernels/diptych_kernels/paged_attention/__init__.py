@@ -25,4 +25,8 @@ def paged_attention(
         from diptych_kernels.paged_attention import triton
 
         return triton.paged_attention(queries, kv_layer, metadata, kv_scale)
+    from diptych_kernels.paged_attention import cpu  # its compiler is no small import
+
+    if cpu.fits(queries, kv_layer):
+        return cpu.paged_attention(queries, kv_layer, metadata)
     return reference.paged_attention(queries, kv_layer, metadata, kv_scale)

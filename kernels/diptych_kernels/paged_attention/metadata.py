@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_kernels.paged_attention.cpu_batch import DecodeBatch
 from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, schedule
 
 CPU = torch.device("cpu")
@@ -68,6 +69,16 @@ class AttentionMetadata:
         return [
             self._prefill_chunk(index) for index in range(self.num_decodes, len(self.context_lens))
         ]
+
+    @cached_property
+    def decode_batch(self) -> DecodeBatch:
+        """The decodes, as a CPU's threads share them."""
+        return DecodeBatch(
+            self.context_lens[: self.num_decodes],
+            self.block_tables[: self.num_decodes],
+            self.block_size,
+            self.window,
+        )
 
     def on_device(self, geometry: Geometry) -> tuple[Schedule, Tensor]:
         """How a GPU cuts the step, and the schedule's numbers on the device."""

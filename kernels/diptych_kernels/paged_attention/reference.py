@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diptych_kernels.kv_write.float8 import FLOAT8
-from diptych_kernels.paged_attention.metadata import AttentionMetadata
+from diptych_kernels.paged_attention.metadata import AttentionMetadata, PrefillChunk
 
 
 def paged_attention(
@@ -30,9 +30,7 @@ def paged_attention(
             queries[group.rows], kv_layer, group.blocks, group.longest, group.mask
         )
     for chunk in chunks:
-        attended[chunk.rows] = _prefill(
-            queries[chunk.rows], kv_layer, chunk.blocks, chunk.length, chunk.mask
-        )
+        attended[chunk.rows] = prefill(queries[chunk.rows], kv_layer, chunk)
     return attended
 
 
@@ -51,17 +49,15 @@ def _decode(
     return attended.reshape(size, heads, head_dim)
 
 
-def _prefill(
-    queries: Tensor, kv_layer: Tensor, blocks: Tensor, length: int, mask: Tensor | None
-) -> Tensor:
+def prefill(queries: Tensor, kv_layer: Tensor, chunk: PrefillChunk) -> Tensor:
     """Several queries of one sequence: [tokens, heads, head_dim] -> the same."""
-    keys, values = _gather(kv_layer, blocks, 1, length)
+    keys, values = _gather(kv_layer, chunk.blocks, 1, chunk.length)
     attended = F.scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys,
         values,
-        attn_mask=mask,
-        is_causal=mask is None,
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
         enable_gqa=True,
     )
     return attended.squeeze(0).transpose(0, 1)

@@ -1,0 +1,139 @@
+"""Loads kernels and runs them on the threads that torch computes with.
+
+Numba's own thread pools would compete with torch's: the threads of each spin for a while after
+every piece of work. So a kernel is a C function that is handed to the OpenMP library that torch
+brings along and uses itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import torch
+
+log = logging.getLogger(__name__)
+
+OF_OPENMP = ("GOMP_barrier", "omp_get_num_threads", "omp_get_thread_num")
+NEVER_CALLED = (
+    "NRT_Free", "NRT_MemInfo_call_dtor", "numba_do_raise", "numba_gil_ensure", "numba_gil_release",
+    "numba_runtime_build_excinfo_struct", "numba_unpickle",
+)  # fmt: skip
+"""Numba's compiler adds paths for exceptions and for memory that a function owns; a kernel raises
+nothing and owns none. If it did, the process would be aborted."""
+COMPILE_TIMEOUT_S = 300.0
+
+
+@cache
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch computes with; None if it is not GNU's."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    if not found:
+        return None
+    library = ctypes.CDLL(str(found[0]))
+    library.GOMP_parallel.argtypes = [
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint,
+    ]  # fmt: skip
+    library.GOMP_parallel.restype = None
+    return library
+
+
+class Kernel:
+    """A compiled function of one argument, the address of int64 numbers."""
+
+    def __init__(self, module: str, number: int) -> None:
+        """`entry(number)` of a module, as an earlier process left it, or compiled now.
+
+        Raises `RuntimeError` if torch brings no OpenMP library of GNU's, or if the compiler fails.
+        """
+        library = openmp()
+        if library is None:
+            raise RuntimeError("torch has no libgomp beside it: there are no threads to run on")
+        self._run = library.GOMP_parallel
+        self._engine = _linker(library)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(_object_file(module, number)))
+        self._engine.finalize_object()
+        self._address = self._engine.get_function_address("kernel")
+
+    def run(self, numbers: ctypes.Array[ctypes.c_int64], threads: int) -> None:
+        """Have so many threads call the function together; returns when all have."""
+        self._run(self._address, numbers, threads, 0)
+
+
+def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    for name in OF_OPENMP:
+        llvm.add_symbol(name, ctypes.cast(library[name], ctypes.c_void_p).value)
+    for name in NEVER_CALLED:
+        llvm.add_symbol(name, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+
+
+def _object_file(module: str, number: int) -> bytes:
+    """Beside the kernel's source, or in the user's cache directory, or compiled and left there."""
+    source = _source(module)
+    name = f"{module.rpartition('.')[2]}-{number}-{_fingerprint(source)}.o"
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    places = [source.parent / "__pycache__" / name, user_cache / "diptych" / "kernels" / name]
+    for place in places:
+        with contextlib.suppress(OSError):
+            return place.read_bytes()
+    compiled = _compile(module, number)
+    for place in places:
+        with contextlib.suppress(OSError):
+            _leave(compiled, place)
+            return compiled
+    log.warning("%s is compiled by every process: neither of %s can be written", module, places)
+    return compiled
+
+
+def _compile(module: str, number: int) -> bytes:
+    log.info("compiling %s for %s", module, llvm.get_host_cpu_name())
+    command = [sys.executable, "-m", "diptych_kernels.native.compile", module, str(number)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{module} does not compile: {done.stderr.decode(errors='replace')}")
+    return done.stdout
+
+
+def _leave(compiled: bytes, place: Path) -> None:
+    """Write a file whole or not at all: other processes may look for it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=place.parent)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(compiled)
+    Path(temporary).rename(place)
+
+
+def _fingerprint(source: Path) -> str:
+    """Of all that a compiled kernel depends on: the sources, the compiler, the processor."""
+    digest = hashlib.sha256()
+    for path in (*sorted(source.parent.glob("cpu*.py")), *sorted(Path(__file__).parent.glob("*"))):
+        if path.suffix == ".py":
+            digest.update(path.read_bytes())
+    features = llvm.get_host_cpu_features().flatten()
+    digest.update(f"{version('numba')} {llvm.get_host_cpu_name()} {features}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _source(module: str) -> Path:
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise RuntimeError(f"there is no module {module}")
+    return Path(found.origin)

@@ -1,0 +1,60 @@
+"""What kernels for CPUs are written with: memory at an address, and the threads that run them."""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+"""Sums may be reordered, or no loop would use vectors; NaN and infinity keep their meaning."""
+CACHE_LINE = 64
+
+_BYTES = ir.PointerType(ir.IntType(8))
+_INT32 = ir.IntType(32)
+
+thread_index = types.ExternalFunction("omp_get_thread_num", types.int32())
+num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+await_others = types.ExternalFunction("GOMP_barrier", types.void())
+"""Returns when every thread that runs the kernel has come here."""
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], _BYTES)
+
+    return types.voidptr(address), generate
+
+
+@intrinsic
+def _prefetch_line(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], kind)
+        to_read, to_keep, data = _INT32(0), _INT32(3), _INT32(1)
+        line = builder.inttoptr(arguments[0], _BYTES)
+        builder.call(prefetch, [line, to_read, to_keep, data])
+        return context.get_dummy_value()
+
+    return types.void(address), generate
+
+
+@njit
+def floats(address, count):
+    """`count` float32 numbers from an address on, as an array."""
+    return carray(_pointer(address), count, np.float32)
+
+
+@njit
+def ints(address, count):
+    """`count` int64 numbers from an address on, as an array."""
+    return carray(_pointer(address), count, np.int64)
+
+
+@njit
+def prefetch(address, num_bytes):
+    """Ask for memory that will be read soon."""
+    for offset in range(0, num_bytes, CACHE_LINE):
+        _prefetch_line(address + offset)

@@ -1,0 +1,67 @@
+"""Decode attention that reads each key and value once, where it stands.
+
+The keys of a sequence are cut into partitions of a fixed size, and the partitions of all sequences
+are dealt out to the threads. A thread takes all heads of a token together, because they lie side by
+side in the cache, and the heads that share keys read them while they are at hand. Each partition
+yields a maximum, a sum and a weighted sum of values for each head; when all threads are done these
+are merged (the split of flash-decoding).
+
+Prefill chunks, which are bound by arithmetic, go to the reference.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from diptych_kernels.native.kernel import Kernel, openmp
+from diptych_kernels.paged_attention import reference
+from diptych_kernels.paged_attention.metadata import AttentionMetadata
+
+FLOAT = 4
+"""Bytes."""
+COMMON_DIMS = frozenset({64, 128})
+"""Sizes of heads that have a kernel of their own, which is a quarter faster."""
+
+
+def fits(queries: Tensor, kv_layer: Tensor) -> bool:
+    """Whether the kernel knows these types and this layout."""
+    block_size, kv_heads, head_dim = kv_layer.shape[2:]
+    token = kv_heads * head_dim
+    return (
+        queries.dtype is torch.float32
+        and kv_layer.dtype is torch.float32
+        and queries.stride()[1:] == (head_dim, 1)
+        and kv_layer.stride()[1:] == (block_size * token, token, head_dim, 1)
+        and openmp() is not None
+    )
+
+
+def paged_attention(queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """As `diptych_kernels.paged_attention.paged_attention`, for what `fits`."""
+    attended = torch.empty(queries.shape)
+    if metadata.num_decodes:
+        _, heads, head_dim = queries.shape
+        threads = torch.get_num_threads()
+        numbers = metadata.decode_batch.numbers(heads, kv_layer.shape[3], head_dim, threads)
+        numbers[0] = queries.data_ptr()
+        numbers[1] = queries.stride(0) * FLOAT
+        numbers[2] = kv_layer.data_ptr()
+        numbers[3] = kv_layer.stride(0) * FLOAT
+        numbers[4] = attended.data_ptr()
+        decode_kernel(head_dim).run(numbers, threads)
+    for chunk in metadata.prefill_chunks:
+        attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk)
+    return attended
+
+
+def decode_kernel(head_dim: int) -> Kernel:
+    """Compiled when it is asked for the first time."""
+    return _compiled(head_dim if head_dim in COMMON_DIMS else 0)
+
+
+@cache
+def _compiled(head_dim: int) -> Kernel:
+    return Kernel("diptych_kernels.paged_attention.cpu_kernel", head_dim)

@@ -1,0 +1,67 @@
+"""How a step's decodes are cut into pieces of work for the threads of a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+PARTITION = 64
+"""Keys that are attended to at a time. What a sequence yields depends on how its keys are cut, so
+this is a constant: neither the batch nor the number of threads may change a result."""
+NUM_NUMBERS = 17
+OF_LAYER = 5
+"""So many of the kernel's numbers change from layer to layer; they come first."""
+
+
+class DecodeBatch:
+    """The decodes of a step; one object serves all layers."""
+
+    def __init__(
+        self,
+        context_lens: NDArray[np.int64],
+        block_tables: NDArray[np.int64],
+        block_size: int,
+        window: int | None,
+    ) -> None:
+        """context_lens: [decodes]; block_tables: [decodes, blocks]."""
+        self._lengths = np.ascontiguousarray(context_lens)
+        self._tables = np.ascontiguousarray(block_tables)
+        self._block_size = block_size
+        self._keys = context_lens if window is None else np.minimum(context_lens, window)
+        self._first_keys = self._lengths - self._keys
+        self.partitions = np.zeros(len(context_lens) + 1, np.int64)
+        """[decodes + 1]: where each one's partitions begin, among all; the last is their number."""
+        np.cumsum(-(-self._keys // PARTITION), out=self.partitions[1:])
+        self._numbers: ctypes.Array[ctypes.c_int64] | None = None
+
+    def numbers(
+        self, heads: int, kv_heads: int, head_dim: int, threads: int
+    ) -> ctypes.Array[ctypes.c_int64]:
+        """The kernel's numbers; the first `OF_LAYER` are the caller's to fill in for each layer."""
+        if self._numbers is None:
+            # Of each partition and head: the weighted sum of values, the maximum, the sum.
+            self._partials = np.empty((self.partitions[-1], heads, head_dim + 2), np.float32)
+            self._scores = np.empty((threads, heads, PARTITION), np.float32)
+            self._numbers = (ctypes.c_int64 * NUM_NUMBERS)(
+                *(0,) * OF_LAYER,
+                len(self._lengths),
+                heads,
+                kv_heads,
+                self._block_size,
+                self._tables.shape[1],
+                *(
+                    array.ctypes.data
+                    for array in (
+                        self._lengths,
+                        self._first_keys,
+                        self._tables,
+                        self.partitions,
+                        self._partials,
+                        self._scores,
+                    )
+                ),
+                head_dim,
+            )
+        return self._numbers

@@ -1,0 +1,237 @@
+"""The attention kernel for CPUs, as Numba compiles it; `cpu` says what it does, and calls it.
+
+Every length is in elements, every stride in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from diptych_kernels.native.primitives import (
+    FAST,
+    await_others,
+    floats,
+    ints,
+    num_threads,
+    prefetch,
+    thread_index,
+)
+from diptych_kernels.paged_attention.cpu_batch import NUM_NUMBERS, OF_LAYER, PARTITION
+
+FLOAT, INT = 4, 8
+"""Bytes."""
+STEP = 4
+"""Keys that are taken together."""
+E1, E2, E3, E4, E5, E6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
+"""2^x = 1 + E1 x + E2 x^2 + ..., as good as float32 can be for |x| <= 1/2."""
+ONE, HALF, LOWEST = np.float32(1.0), np.float32(0.5), np.float32(-126.0)
+LOG2_E = math.log2(math.e)
+
+
+def entry(head_dim):
+    """The kernel for one size of heads, so that loops over it are unrolled; 0: for any."""
+
+    def decode(numbers):
+        given = carray(numbers, NUM_NUMBERS)
+        _decode(given, head_dim or given[NUM_NUMBERS - 1])
+
+    return decode
+
+
+@njit(error_model="numpy")
+def _decode(numbers, dim):
+    """What each thread does."""
+    queries, query_stride, cache, block_stride, attended = numbers[:OF_LAYER]
+    num_decodes, heads, kv_heads, block_size, table_width = numbers[OF_LAYER:10]
+    lengths, first_keys = ints(numbers[10], num_decodes), ints(numbers[11], num_decodes)
+    tables, partitions = numbers[12], ints(numbers[13], num_decodes + 1)
+    partials, scores = numbers[14], numbers[15]
+    thread, threads = thread_index(), num_threads()
+    scores += thread * heads * PARTITION * FLOAT
+    geometry = cache, block_stride, block_size, kv_heads, heads // kv_heads
+    partial_size = heads * (dim + 2) * FLOAT
+    num_partitions = partitions[num_decodes]
+    sequence = 0
+    for index in range(
+        num_partitions * thread // threads, num_partitions * (thread + 1) // threads
+    ):
+        while partitions[sequence + 1] <= index:
+            sequence += 1
+        first = first_keys[sequence] + (index - partitions[sequence]) * PARTITION
+        end = min(first + PARTITION, lengths[sequence])
+        table = ints(tables + sequence * table_width * INT, table_width)
+        partial = partials + index * partial_size
+        _score(queries + sequence * query_stride, geometry, table, first, end, scores, dim)
+        for head in range(heads):
+            mine = partial + head * (dim + 2) * FLOAT
+            _weigh(scores + head * PARTITION * FLOAT, end - first, mine, dim)
+        _add_values(geometry, table, first, end, lengths[sequence], scores, partial, dim)
+    await_others()
+    for sequence in range(num_decodes * thread // threads, num_decodes * (thread + 1) // threads):
+        begin, count = partitions[sequence], partitions[sequence + 1] - partitions[sequence]
+        for head in range(heads):
+            of_head = partials + begin * partial_size + head * (dim + 2) * FLOAT
+            target = attended + (sequence * heads + head) * dim * FLOAT
+            _merge(of_head, partial_size, count, target, dim)
+
+
+@njit(error_model="numpy")
+def _score(query, geometry, table, first, end, scores, dim):
+    """scores[head, key - first] = query[head] . key / sqrt(dim) log2(e)."""
+    cache, block_stride, block_size, kv_heads, sharing = geometry
+    token = kv_heads * dim * FLOAT
+    scale = np.float32(LOG2_E / math.sqrt(dim))
+    key = first
+    while key < end:
+        offset = key % block_size
+        row = cache + table[key // block_size] * block_stride + offset * token
+        last = min(end, key + block_size - offset)
+        while key < last:
+            step = STEP if key + STEP <= last else 1
+            prefetch(row + block_size * token, step * token)  # the values, needed next
+            head = 0
+            for kv_head in range(kv_heads):
+                keys = row + kv_head * dim * FLOAT
+                for _ in range(sharing):
+                    target = scores + (head * PARTITION + key - first) * FLOAT
+                    if step == STEP:
+                        _dot4(query + head * dim * FLOAT, keys, token, scale, target, dim)
+                    else:
+                        _dot(query + head * dim * FLOAT, keys, scale, target, dim)
+                    head += 1
+            row += step * token
+            key += step
+
+
+@njit(fastmath=FAST)
+def _dot(query, key, scale, score, dim):
+    """score[0] = scale query . key"""
+    x, y = floats(query, dim), floats(key, dim)
+    total = np.float32(0.0)
+    for i in range(dim):
+        total += x[i] * y[i]
+    floats(score, 1)[0] = total * scale
+
+
+@njit(fastmath=FAST)
+def _dot4(query, keys, stride, scale, scores, dim):
+    """As `_dot` for `STEP` keys, which share each read of the query."""
+    x = floats(query, dim)
+    y0, y1 = floats(keys, dim), floats(keys + stride, dim)
+    y2, y3 = floats(keys + 2 * stride, dim), floats(keys + 3 * stride, dim)
+    total0 = total1 = total2 = total3 = np.float32(0.0)
+    for i in range(dim):
+        total0 += x[i] * y0[i]
+        total1 += x[i] * y1[i]
+        total2 += x[i] * y2[i]
+        total3 += x[i] * y3[i]
+    target = floats(scores, STEP)
+    target[0], target[1] = total0 * scale, total1 * scale
+    target[2], target[3] = total2 * scale, total3 * scale
+
+
+@njit(fastmath=FAST | {"nnan"})
+def _largest(scores, count):
+    """NaN among the scores may hide here; their weights show it."""
+    x = floats(scores, count)
+    largest = x[0]
+    for i in range(count):
+        largest = max(largest, x[i])
+    return largest
+
+
+@njit(fastmath=FAST)
+def _weigh(scores, count, partial, dim):
+    """Turn the scores of a head into weights; begin its partial: no values, maximum, sum."""
+    x, y = floats(scores, count), floats(partial, dim + 2)
+    largest = _largest(scores, count)
+    total = np.float32(0.0)
+    for i in range(count):
+        x[i] = _exp2(x[i] - largest)
+        total += x[i]
+    for i in range(dim):
+        y[i] = np.float32(0.0)
+    y[dim], y[dim + 1] = largest, total
+
+
+@njit(fastmath=FAST)
+def _exp2(x):
+    """2^x for x <= 0; a NaN stays one."""
+    x = LOWEST if x < LOWEST else x
+    whole = np.int32(x - HALF)
+    rest = x - np.float32(whole)
+    power = ONE + rest * (E1 + rest * (E2 + rest * (E3 + rest * (E4 + rest * (E5 + rest * E6)))))
+    return power * np.int32((whole + 127) << 23).view(np.float32)
+
+
+@njit(error_model="numpy")
+def _add_values(geometry, table, first, end, length, weights, partial, dim):
+    """partial[head] += weights[head, key - first] value of the key."""
+    cache, block_stride, block_size, kv_heads, sharing = geometry
+    token = kv_heads * dim * FLOAT
+    key = first
+    while key < end:
+        offset = key % block_size
+        row = cache + table[key // block_size] * block_stride + (block_size + offset) * token
+        last = min(end, key + block_size - offset)
+        while key < last:
+            step = STEP if key + STEP <= last else 1
+            later = key + PARTITION
+            if later < length:  # the keys that are likely to be next
+                block, place = table[later // block_size], later % block_size
+                prefetch(cache + block * block_stride + place * token, step * token)
+            head = 0
+            for kv_head in range(kv_heads):
+                values = row + kv_head * dim * FLOAT
+                for _ in range(sharing):
+                    weight = weights + (head * PARTITION + key - first) * FLOAT
+                    target = partial + head * (dim + 2) * FLOAT
+                    if step == STEP:
+                        _add4(weight, values, token, target, dim)
+                    else:
+                        _add(floats(weight, 1)[0], values, target, dim)
+                    head += 1
+            row += step * token
+            key += step
+
+
+@njit(fastmath=FAST)
+def _add(weight, values, target, dim):
+    """target += weight values"""
+    x, y = floats(values, dim), floats(target, dim)
+    for i in range(dim):
+        y[i] += weight * x[i]
+
+
+@njit(fastmath=FAST)
+def _add4(weights, values, stride, target, dim):
+    """As `_add` for the values of `STEP` keys."""
+    weight = floats(weights, STEP)
+    weight0, weight1, weight2, weight3 = weight[0], weight[1], weight[2], weight[3]
+    x0, x1 = floats(values, dim), floats(values + stride, dim)
+    x2, x3 = floats(values + 2 * stride, dim), floats(values + 3 * stride, dim)
+    y = floats(target, dim)
+    for i in range(dim):
+        y[i] += (weight0 * x0[i] + weight1 * x1[i]) + (weight2 * x2[i] + weight3 * x3[i])
+
+
+@njit(error_model="numpy", fastmath=FAST)
+def _merge(partials, stride, count, target, dim):
+    """The attention of one head from its partials."""
+    largest = floats(partials, dim + 2)[dim]
+    for index in range(count):
+        largest = max(largest, floats(partials + index * stride, dim + 2)[dim])
+    total = np.float32(0.0)
+    y = floats(target, dim)
+    for i in range(dim):
+        y[i] = np.float32(0.0)
+    for index in range(count):
+        partial = floats(partials + index * stride, dim + 2)
+        share = _exp2(partial[dim] - largest)
+        total += share * partial[dim + 1]
+        _add(share, partials + index * stride, target, dim)
+    for i in range(dim):
+        y[i] /= total

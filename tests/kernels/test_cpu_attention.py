@@ -1,0 +1,116 @@
+"""The attention kernel for CPUs against dense attention, and what must not change its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_batch import Batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diptych_kernels.paged_attention import AttentionMetadata, cpu, paged_attention
+from diptych_kernels.paged_attention.cpu_batch import PARTITION
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+decodes = st.lists(st.integers(1, 3 * PARTITION).map(lambda context: (context, 1)), max_size=5)
+chunks = st.lists(
+    st.tuples(st.integers(2, 40), st.integers(2, 40)).map(lambda pair: (max(pair), min(pair))),
+    max_size=2,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sequences=st.tuples(decodes, chunks).map(lambda both: both[0] + both[1]).filter(bool),
+    window=st.none() | st.integers(1, 2 * PARTITION),
+    block_size=st.sampled_from([1, 3, 4, 16, 128]),
+    sharing=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([6, 16, 64]),
+)
+def test_equals_dense_attention(
+    sequences: list[tuple[int, int]],
+    window: int | None,
+    block_size: int,
+    sharing: int,
+    kv_heads: int,
+    head_dim: int,
+) -> None:
+    batch = Batch(
+        sequences,
+        window=window,
+        block_size=block_size,
+        heads=sharing * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    assert cpu.fits(batch.queries, batch.kv_layer)
+    batch.check(paged_attention)
+
+
+def _alone(batch: Batch, index: int) -> Tensor:
+    """What a decode yields in a step of its own."""
+    metadata = batch.metadata
+    own = AttentionMetadata(
+        query_starts=metadata.query_starts[:2],
+        context_lens=metadata.context_lens[index : index + 1],
+        block_tables=metadata.block_tables[index : index + 1],
+        num_decodes=1,
+        block_size=metadata.block_size,
+        window=metadata.window,
+    )
+    return paged_attention(batch.queries[index : index + 1], batch.kv_layer, own)[0]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_neither_neighbours_nor_threads_change_a_result(threads: int) -> None:
+    batch = Batch([(context, 1) for context in (200, 1, 64, 65, 130, 7)], block_size=16)
+    together = paged_attention(batch.queries, batch.kv_layer, batch.metadata)
+    torch.set_num_threads(threads)
+    for index, attended in enumerate(together):
+        assert torch.equal(attended, _alone(batch, index))
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+def test_a_nan_reaches_its_own_sequence_and_no_other(half: int) -> None:
+    batch = Batch([(70, 1), (90, 1), (20, 1)], garbage=float("nan"))
+    block = batch.metadata.block_tables[1, 66 // 4]
+    batch.kv_layer[block, half, 66 % 4] = torch.nan
+    attended = paged_attention(batch.queries, batch.kv_layer, batch.metadata)
+    assert attended[1].isnan().all()
+    assert attended[[0, 2]].isfinite().all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    batch = Batch([(150, 1), (3, 1)])
+    batch.queries *= 1e4
+    batch.check(paged_attention)
+
+
+def test_queries_may_be_a_part_of_a_fused_projection() -> None:
+    batch = Batch([(9, 1), (12, 1), (12, 4)])
+    fused = torch.cat((batch.queries, torch.full_like(batch.queries, torch.nan)), dim=1)
+    batch.queries = fused[:, : batch.queries.shape[1]]
+    assert cpu.fits(batch.queries, batch.kv_layer)
+    batch.check(paged_attention)
+
+
+def test_other_types_and_layouts_go_to_the_reference() -> None:
+    halves = Batch([(21, 1), (17, 6)], dtype=torch.bfloat16)
+    assert not cpu.fits(halves.queries, halves.kv_layer)
+    halves.check(paged_attention, atol=3e-2)
+    turned = Batch([(21, 1), (17, 6)])
+    turned.kv_layer = turned.kv_layer.transpose(2, 3).contiguous().transpose(2, 3)
+    assert not cpu.fits(turned.queries, turned.kv_layer)
+    turned.check(paged_attention)
