@@ -39,6 +39,8 @@ class Sizes:
     """New tokens, and those before them."""
     blocks: int = 256
     sampled: tuple[int, ...] = (1, 64, 256)
+    decode_steps: tuple[tuple[int, int], ...] = ((1, 4096), (16, 4096), (64, 4096), (256, 1024))
+    prefill_steps: tuple[int, ...] = (2048, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class Case:
     size: str
     cost: Cost
     ours: Callable[[], Tensor]
-    torchs: Callable[[], Tensor]
-    """torch's fused operation where it has one, else the reference."""
+    torchs: Callable[[], Tensor] | None
+    """torch's fused operation where it has one, else the reference; None for whole steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,34 @@ def prefill_attention(model: Model, new: int, prefix: int) -> Cost:
     return Cost(moved, 4 * pairs * model.heads * model.head_dim)
 
 
+def layer_weights(model: Model) -> int:
+    """Numbers in the four products of a layer."""
+    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
+    return model.hidden * (attention + 3 * model.intermediate)
+
+
+def decode_step(model: Model, contexts: Iterable[int]) -> Cost:
+    """Read every weight once, and every key and value; up to the logits."""
+    contexts = list(contexts)
+    attention = decode_attention(model, contexts)
+    weights = model.layers * layer_weights(model) + model.vocabulary * model.hidden
+    return Cost(
+        weights * model.itemsize + model.layers * attention.bytes,
+        2 * weights * len(contexts) + model.layers * attention.flops,
+    )
+
+
+def prefill_step(model: Model, new: int) -> Cost:
+    """A whole prompt, and the logits of its last token."""
+    attention = prefill_attention(model, new, 0)
+    head = model.vocabulary * model.hidden
+    weights = model.layers * layer_weights(model)
+    return Cost(
+        (weights + head) * model.itemsize + model.layers * attention.bytes,
+        2 * (weights * new + head) + model.layers * attention.flops,
+    )
+
+
 def block_copy(model: Model, blocks: int) -> Cost:
     """Read and write."""
     return Cost(2 * blocks * model.block)

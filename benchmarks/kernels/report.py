@@ -23,6 +23,8 @@ ON_PAPER = {
     "`paged_attention`, 2048 after 6144": costs.prefill_attention(MODEL, 2048, 6144),
     "`gather_blocks`, 256 blocks": costs.block_copy(MODEL, 256),
     "`sample`, 64 rows": costs.sampling(MODEL, 64),
+    "decode step, 64 at 4096": costs.decode_step(MODEL, [4096] * 64),
+    "prefill step, 8192 tokens": costs.prefill_step(MODEL, 8192),
 }
 
 
@@ -47,7 +49,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"run a copy of {results['copy_gib']} GiB moved {results['bandwidth'] / 1e12:.2f} TB/s and "
         f"a bf16 product of {results['product']} squared ran at {results['rate'] / 1e12:.0f} "
         "TFLOP/s. A kernel's share is its limit by these two over its median time; caches are "
-        "flushed before each run. Every kernel was first checked against torch's result.", "",
+        "flushed before each run. Every kernel was first checked against torch's result. Steps run "
+        "without graphs: each kernel is launched from Python.", "",
         "| kernel | size | us (20 % - 80 %) | GB/s | share of the limit | torch, us | torch/ours |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
@@ -55,9 +58,16 @@ def markdown(results: dict[str, Any]) -> str:
         lines.append(
             f"| {row['kernel']} | {row['size']} | {row['us']:.1f} "
             f"({row['us_low']:.1f}-{row['us_high']:.1f}) | {row['gb_per_s']:.0f} | "
-            f"**{row['share']:.2f}** | {row['torch_us']:.1f} | {row['torch_us'] / row['us']:.2f} |"
+            f"**{row['share']:.2f}** | {beside(row)} |"
         )
     return "\n".join([*lines, ""])
+
+
+def beside(row: dict[str, Any]) -> str:
+    """torch's time and its ratio to ours, where torch was measured."""
+    if row["torch_us"] is None:
+        return "- | -"
+    return f"{row['torch_us']:.1f} | {row['torch_us'] / row['us']:.2f}"
 
 
 def plot(results: dict[str, Any], path: Path) -> bool:

@@ -11,23 +11,44 @@ import torch
 from benchmarks.kernels import costs, report
 from benchmarks.kernels.cases import Sizes, Workload
 from benchmarks.kernels.costs import LLAMA_3_8B, Cost, Model
+from benchmarks.kernels.steps import random_model, step_cases
 
 TINY = Model(
     hidden=24, intermediate=40, heads=6, kv_heads=2, head_dim=8, layers=3, vocabulary=700,
     itemsize=4, block_size=4,
+)  # fmt: skip
+ON_CPU = Workload(TINY, torch.device("cpu"), torch.float32)
+SIZES = Sizes(
+    rows=(5,), decodes=((3, 18),), prefills=((9, 0), (5, 6)), blocks=3, sampled=(4,),
+    decode_steps=((3, 9),), prefill_steps=(7,),
 )  # fmt: skip
 ROOT = Path(__file__).parents[2]
 
 
 def test_both_sides_of_every_case_compute_the_same() -> None:
     torch.manual_seed(0)
-    sizes = Sizes(rows=(5,), decodes=((3, 18),), prefills=((9, 0), (5, 6)), blocks=3, sampled=(4,))
     seen = []
-    for case in Workload(TINY, torch.device("cpu"), torch.float32).cases(sizes):
+    for case in ON_CPU.cases(SIZES):
+        assert case.torchs is not None
         torch.testing.assert_close(case.ours(), case.torchs())
         assert case.cost.bytes > 0
         seen.append(case.kernel)
     assert len(seen) == 12
+
+
+@torch.inference_mode()
+def test_steps_run_and_read_as_many_weights_as_are_counted() -> None:
+    decode, prefill = step_cases(ON_CPU, SIZES)
+    assert decode.ours().isfinite().all()
+    assert decode.ours().shape == (3, TINY.vocabulary)
+    assert prefill.ours().shape == (1, TINY.vocabulary)
+    parameters = dict(random_model(ON_CPU, 16).named_parameters())
+    products = sum(p.numel() for p in parameters.values() if p.dim() == 2)
+    embedding = TINY.vocabulary * TINY.hidden
+    assert products == TINY.layers * costs.layer_weights(TINY) + 2 * embedding
+    read = (products - embedding) * TINY.itemsize
+    attention = costs.decode_attention(TINY, [9] * 3).bytes
+    assert decode.cost.bytes == read + TINY.layers * attention
 
 
 @pytest.mark.parametrize(("new", "prefix", "pairs"), [(1, 0, 1), (3, 0, 6), (1, 9, 10), (2, 5, 13)])

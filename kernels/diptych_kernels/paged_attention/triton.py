@@ -11,6 +11,7 @@ Names: T tokens and D dimensions of a head, M rows of a tile, N keys of a step o
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -170,9 +171,10 @@ def paged_attention(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, kv_scale: float = 1.0
 ) -> Tensor:
     """As the reference."""
-    heads, kv_heads = queries.shape[1], kv_layer.shape[3]
-    schedule, numbers = metadata.on_device(Geometry(heads, kv_heads, num_processors(queries)))
-    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    device = queries.device
+    geometry = Geometry(queries.shape[1], kv_layer.shape[3], num_processors(device))
+    schedule, numbers = metadata.on_device(geometry)
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=device)
     launch = _Launch(queries, kv_layer, metadata, schedule, numbers, kv_scale)
     if schedule.num_decodes:
         launch.decodes(out)
@@ -181,11 +183,12 @@ def paged_attention(
     return out
 
 
-def num_processors(tensor: Tensor) -> int:
-    """Multiprocessors of a tensor's device; 1 for the interpreter's."""
-    if not tensor.is_cuda:
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for the interpreter's."""
+    if device.type != "cuda":
         return 1
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _Launch:
