@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,13 +49,13 @@ class Scenario:
 
 SCENARIOS = (
     *(
-        Scenario(f"{users} users, {prompt} tokens", prompt, max(3, 2 * min(users, 12)), users)
+        Scenario(f"{users} users, {prompt} tokens", prompt, max(3, users + min(users, 4)), users)
         for prompt in (128, 512)
         for users in (1, 4, 16)
     ),
-    Scenario("Poisson 0.5/s, 128 tokens", 128, 12, rate=0.5),
-    Scenario("Poisson 1/s, 128 tokens", 128, 20, rate=1.0),
-    Scenario("Poisson 0.5/s, 512 tokens", 512, 12, rate=0.5),
+    Scenario("Poisson 0.3/s, 128 tokens", 128, 10, rate=0.3),
+    Scenario("Poisson 0.6/s, 128 tokens", 128, 15, rate=0.6),
+    Scenario("Poisson 0.2/s, 512 tokens", 512, 8, rate=0.2),
 )
 
 Figures = tuple[float, float, float]
@@ -86,15 +86,19 @@ class Comparison:
     measured: Figures
 
 
-def run(repetitions: int) -> tuple[list[Comparison], Calibration]:
-    """Every scenario so often, between calibrations; and what all of these come to."""
-    comparisons, rounds = [], []
+def run(
+    repetitions: int, scenarios: Sequence[Scenario]
+) -> Iterator[tuple[list[Comparison], Calibration]]:
+    """Every scenario so often, between calibrations. Yields after each repetition what is known
+    so far, and what all calibrations come to."""
+    comparisons: list[Comparison] = []
+    rounds: list[Round] = []
     with running(diptych_pair()) as service, benches() as engines:
         limits = engines["decode"].limits()
         rounds.append(Round.measure(engines, service.url, 0))
         for repetition in range(repetitions):
             seen = []
-            for number, scenario in enumerate(SCENARIOS):
+            for number, scenario in enumerate(scenarios):
                 seed = 1000 * (repetition + 1) + number
                 requests = scenario.draw(seed)
                 figures = observe(*asyncio.run(send(service.url, requests, seed)))
@@ -106,7 +110,7 @@ def run(repetitions: int) -> tuple[list[Comparison], Calibration]:
                 Comparison(name, predict(around, requests), figures)
                 for name, requests, figures in seen
             ]
-    return comparisons, conclude(rounds, limits)
+            yield comparisons, conclude(rounds, limits)
 
 
 def page(comparisons: Sequence[Comparison], measured: Calibration) -> str:
@@ -140,7 +144,12 @@ def page(comparisons: Sequence[Comparison], measured: Calibration) -> str:
 
 
 def main(repetitions: int, costs: Path) -> None:
-    comparisons, measured = run(repetitions)
+    for comparisons, measured in run(repetitions, SCENARIOS):
+        write(comparisons, measured, costs)
+
+
+def write(comparisons: Sequence[Comparison], measured: Calibration, costs: Path) -> None:
+    """Page, record and calibration."""
     measured.write(costs)
     text = page(comparisons, measured)
     (RESULTS / "simulate-check.md").write_text(text)

@@ -84,6 +84,24 @@ def aggregated(workload: Workload, budget: int) -> Row:
     return {"workload": workload.name, "tokens a step": budget, "good/s a pod": rate / SMALL}
 
 
+def gaps(name: str, plan: Plan, rate: float) -> Row:
+    """What streams see of others' prompts, under the same load."""
+    got, _ = simulate(plan, DOCUMENTS, rate)
+    return {
+        "pods": name, "attained": got.attained, "TTFT p99 ms": got.ttft_ms["p99"],
+        "ITL p50 ms": got.itl_ms["p50"], "ITL p99 ms": got.itl_ms["p99"],
+        "TPOT p99 ms": got.tpot_ms["p99"],
+    }  # fmt: skip
+
+
+def gap_rows(part: float, rate: float) -> list[Callable[[], Row]]:
+    """Two pools, and aggregated pods with small and large steps."""
+    return [
+        partial(gaps, "two pools", pods(*split(SMALL, part)), rate),
+        *(partial(gaps, f"aggregated, {b}", pods(0, SMALL, b), rate) for b in BUDGETS),
+    ]
+
+
 def at_scale(part: float, rate_a_pod: float, total: int) -> Row:
     """The same load a pod, on more pods."""
     began = time.process_time()
@@ -166,6 +184,7 @@ def run() -> dict[str, Any]:
             "costs": on_paper().machine,
             "ratios": ratios,
             "aggregated": alone,
+            "gaps": rows(gap_rows(part, 4.0 * SMALL)),
             "scale": rows(partial(at_scale, part, load, n) for n in (10, 40, 200, 1000)),
             "routers": rows(
                 partial(with_routers, part, load * 1000, 1000, n) for n in (1, 4, 16, 64)
@@ -203,14 +222,18 @@ def _cell(name: str, value: float | str) -> str:
 
 
 def main() -> None:
-    results = run()
+    write(run())
+
+
+def write(results: dict[str, Any]) -> None:
+    """Record, page and pictures."""
     (RESULTS / "capacity.json").write_text(json.dumps(results, indent=2) + "\n")
     lines = [
         "# A thousand pods on paper", "",
         f"`python -m benchmarks.simulate study`, {results['seconds']:.0f} s on "
         f"{results['machine']}. Step costs: {results['costs']}.",
     ]  # fmt: skip
-    for part in ("ratios", "aggregated", "scale", "routers", "prefixes", "rack"):
+    for part in ("ratios", "aggregated", "gaps", "scale", "routers", "prefixes", "rack"):
         lines += ["", f"## {part.capitalize()}", "", *table(results[part])]
     (RESULTS / "capacity.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
