@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 
@@ -20,7 +21,9 @@ CLASSES = {
 
 
 def main(engine: str, model: str, options: str) -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries print what they like
+    # Libraries, and the processes that they start, print what they like.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     of_llm, of_params = CLASSES[engine]
     llm = importlib.import_module(of_llm).LLM(model, **json.loads(options))
     params_class = importlib.import_module(of_params).SamplingParams

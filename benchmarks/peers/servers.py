@@ -68,7 +68,6 @@ def vllm(python: str) -> System:
 
 def vllm_environment(python: str) -> dict[str, str]:
     """With the allocator and the OpenMP that it recommends, where they are installed."""
-    cores = len(os.sched_getaffinity(0))
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     allocator = find_library("tcmalloc_minimal")
     preloaded = [allocator, str(openmp) if openmp.exists() else None]
@@ -76,7 +75,7 @@ def vllm_environment(python: str) -> dict[str, str]:
         **QUIET,
         "LD_PRELOAD": ":".join(filter(None, preloaded)),
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "VLLM_HOST_IP": "127.0.0.1",
     }
 
