@@ -33,7 +33,9 @@ def compile_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 def _compile(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     if device.type == "cpu" and dtype is torch.float32:
         from diptych_kernels.native.kernel import openmp
-        from diptych_kernels.paged_attention import cpu
+        from diptych_kernels.paged_attention import cpu as paged_attention
+        from diptych_kernels.rope_kv_write import cpu as rope_kv_write
 
         if openmp() is not None:
-            cpu.decode_kernel(head_dim)
+            paged_attention.decode_kernel(head_dim)
+            rope_kv_write.kernel()

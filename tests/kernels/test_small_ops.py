@@ -92,5 +92,6 @@ def test_rope_kv_write_rotates_queries_and_stores_rotated_keys(dtype: torch.dtyp
     keys_values = expected[:, query_heads:].view(3, 2, kv_heads, dim)
     kv_write(keys_values, expected_cache[:, 1], blocks, offsets)
     rope_kv_write(heads, rotations, cache[:, 1], blocks, offsets)
-    assert torch.equal(heads[:, :query_heads], expected[:, :query_heads])
-    assert torch.equal(cache, expected_cache)
+    # Whether a product and a sum are rounded once or twice is each kernel's own affair.
+    torch.testing.assert_close(heads[:, :query_heads], expected[:, :query_heads])
+    torch.testing.assert_close(cache, expected_cache)

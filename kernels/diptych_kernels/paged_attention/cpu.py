@@ -16,7 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Kernel, openmp
+from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
@@ -28,14 +29,10 @@ COMMON_DIMS = frozenset({64, 128})
 
 def fits(queries: Tensor, kv_layer: Tensor) -> bool:
     """Whether the kernel knows these types and this layout."""
-    block_size, kv_heads, head_dim = kv_layer.shape[2:]
-    token = kv_heads * head_dim
     return (
         queries.dtype is torch.float32
-        and kv_layer.dtype is torch.float32
-        and queries.stride()[1:] == (head_dim, 1)
-        and kv_layer.stride()[1:] == (block_size * token, token, head_dim, 1)
-        and openmp() is not None
+        and queries.stride()[1:] == (queries.shape[2], 1)
+        and is_known(kv_layer)
     )
 
 

@@ -28,5 +28,10 @@ def rope_kv_write(
         from diptych_kernels.rope_kv_write import triton
 
         triton.rope_kv_write(heads, rotations, kv_layer, blocks, offsets, kv_scale)
+        return
+    from diptych_kernels.rope_kv_write import cpu
+
+    if cpu.fits(heads, kv_layer):
+        cpu.rope_kv_write(heads, rotations, kv_layer, blocks, offsets)
     else:
         reference.rope_kv_write(heads, rotations, kv_layer, blocks, offsets, kv_scale)

@@ -1,0 +1,22 @@
+"""What kernels for CPUs expect of the KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diptych_kernels.native.kernel import openmp
+
+
+def is_known(kv_layer: Tensor) -> bool:
+    """Whether kernels can work on a layer [num_blocks, 2, block_size, kv_heads, head_dim].
+
+    It must be float32, each block's share of it contiguous; and there must be threads for them.
+    """
+    block_size, kv_heads, head_dim = kv_layer.shape[2:]
+    token = kv_heads * head_dim
+    return (
+        kv_layer.dtype is torch.float32
+        and kv_layer.stride()[1:] == (block_size * token, token, head_dim, 1)
+        and openmp() is not None
+    )

@@ -1,0 +1,51 @@
+"""Rotation and cache write in one call: seven of torch's operators, each too small to pay."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.native.layout import is_known
+
+FLOAT = 4
+"""Bytes."""
+NUM_NUMBERS = 11
+MIN_TOKENS_TO_SHARE = 16
+"""Fewer are done before a second thread has begun."""
+
+
+def fits(heads: Tensor, kv_layer: Tensor) -> bool:
+    """Whether the kernel knows these types and this layout."""
+    return heads.dtype is torch.float32 and heads.is_contiguous() and is_known(kv_layer)
+
+
+def rope_kv_write(
+    heads: Tensor, rotations: Tensor, kv_layer: Tensor, blocks: Tensor, offsets: Tensor
+) -> None:
+    """As `diptych_kernels.rope_kv_write.rope_kv_write`, for what `fits`."""
+    tokens, num_heads, head_dim = heads.shape
+    numbers = (ctypes.c_int64 * NUM_NUMBERS)(
+        heads.data_ptr(),
+        rotations.data_ptr(),
+        kv_layer.data_ptr(),
+        blocks.data_ptr(),
+        offsets.data_ptr(),
+        tokens,
+        num_heads,
+        kv_layer.shape[3],
+        head_dim,
+        kv_layer.shape[2],
+        kv_layer.stride(0) * FLOAT,
+    )
+    threads = torch.get_num_threads() if tokens >= MIN_TOKENS_TO_SHARE else 1
+    kernel().run(numbers, threads)
+
+
+@cache
+def kernel() -> Kernel:
+    """Compiled when it is asked for the first time."""
+    return Kernel("diptych_kernels.rope_kv_write.cpu_kernel", 0)
