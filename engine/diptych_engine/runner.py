@@ -20,7 +20,9 @@ from diptych_engine.control.profiler import Profiler
 from diptych_engine.control.worker_memory import WorkerMemory
 from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
-from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.models import Packer, StepInputs, build_model, load_weights
+from diptych_engine.models.packed import PACKED_ROWS, packed_rows
+from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.pooling import Pooler
 from diptych_engine.processor import compile_kernels, keep_freed_memory
@@ -28,6 +30,7 @@ from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.sampler import Sampler
+from diptych_engine.step_order import StepOrder, order_of
 from diptych_engine.weights.receiver import WeightReceiver
 from diptych_engine.worker_extension import extension_methods
 from diptych_frontend.model_source import ModelConfig, ModelSource
@@ -37,7 +40,6 @@ from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PROGRESS_INTERVAL_S = 5.0
 WARM_UP_TOKENS = 8
 
 
@@ -75,6 +77,7 @@ class ModelRunner:
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
         self._source, self._seed = source, config.seed
+        self._packs = self._device.type == "cpu" and config.weight_packing == "auto"
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
@@ -106,7 +109,7 @@ class ModelRunner:
             "_reload_weights": self._load,
             **self.loras.methods(),
             **WeightReceiver(self.model, worker_rank).methods(),
-            **WorkerMemory(self.model.slots, self._load, memory).methods(),
+            **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
             **self._profiler.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,
             "rank": lambda: shard.rank,
@@ -117,7 +120,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _load(self) -> None:
         source = self._source
-        load_weights(self.model.slots, source, self._seed, _log_progress(source.uri))
+        packer = Packer(self.model.packables) if self._packs else None
+        report = log_progress(source.uri)
+        load_weights(self.model.slots, source, self._seed, report, packer)
 
     @property
     def dtype_name(self) -> str:
@@ -138,12 +143,10 @@ class ModelRunner:
             self._free(request_id)
         if not plan.scheduled:
             return StepResult([], None, None)
-        shares = plan.scheduled
-        num_decodes = sum([share.num_tokens == 1 for share in shares])
-        if num_decodes not in (0, len(shares)):
-            shares = sorted(shares, key=_is_chunk)
+        order = order_of(plan.scheduled)
+        shares = order.shares
         rows, fresh_blocks = self._place(shares)
-        inputs = self._inputs(shares, rows, num_decodes)
+        inputs = self._inputs(order, rows)
         with self._profiler.span("execute_model"):
             return self._compute(plan, shares, rows, inputs, fresh_blocks)
 
@@ -244,10 +247,9 @@ class ModelRunner:
         if request.prompt_embeds is not None:
             self._embeds.admit(request.request_id, request.prompt_embeds)
 
-    def _inputs(
-        self, shares: Sequence[ScheduledRequest], rows: list[int], num_decodes: int
-    ) -> StepInputs:
+    def _inputs(self, order: StepOrder, rows: list[int]) -> StepInputs:
         """The step's tokens and what the model must know of them."""
+        shares, num_decodes = order.shares, order.num_decodes
         starts = np.array([share.start for share in shares])
         if num_decodes == len(shares):
             token_ids = np.array([share.request.token_ids[share.start] for share in shares])
@@ -276,6 +278,7 @@ class ModelRunner:
                 device=self._device,
             ),
             adapters=self.loras.rows_of(shares) if self.loras else (),
+            num_packed=packed_rows(int(query_starts[order.num_generated]), num_decodes),
         )
 
     def _sample(
@@ -292,13 +295,14 @@ class ModelRunner:
             return StepResult([], None, None)
         if len(requests) < len(hidden) or shares is not plan.scheduled:
             # Each sampling share's last token, in the order in which the plan names the requests.
-            place = {share.request.request_id: i for i, share in enumerate(shares)}
+            place = {share.request.request_id: i for i, share in enumerate(shares) if share.samples}
             requests = [share.request for share in plan.scheduled if share.samples]
             order = [place[request.request_id] for request in requests]
             rows = [rows[i] for i in order]
             last_tokens = inputs.attention.query_starts[1:][order] - 1
             hidden = hidden.index_select(0, self._tensor(last_tokens))
-        return self._sampler.sample(self.model.logits(hidden), rows, requests)
+        logits = self.model.logits(hidden, packed=len(hidden) <= PACKED_ROWS)
+        return self._sampler.sample(logits, rows, requests)
 
     def _free(self, request_id: str) -> None:
         row = self._rows.release(request_id)
@@ -366,23 +370,5 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     return math.prod(block_shape(model, block_size)) * dtype.itemsize
 
 
-def _is_chunk(share: ScheduledRequest) -> bool:
-    return share.num_tokens > 1
-
-
 def _new_tokens(share: ScheduledRequest) -> list[int]:
     return share.request.token_ids[share.start : share.start + share.num_tokens]
-
-
-def _log_progress(uri: str) -> Callable[[int, int], None]:
-    """Says every few seconds how far the loading of a model is."""
-    last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PROGRESS_INTERVAL_S:
-            last = now
-            log.info("loading %s: %d of %d MB", uri, done // 1_000_000, total // 1_000_000)
-
-    return report

@@ -46,6 +46,13 @@ class Engine(SpecPart, frozen=True):
         Literal["auto", "float32", "bfloat16"],
         Meta(description="Type of weights and KV cache; auto is float32 on CPU, else bfloat16."),
     ] = "auto"
+    weight_packing: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="auto: on a CPU, generated tokens use the 4- and 8-bit weights of a GGUF "
+            "file as they are, which is several times faster; none: everything in dtype."
+        ),
+    ] = "auto"
     block_size: Annotated[
         Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
         Meta(description="Tokens in one KV block."),

@@ -46,6 +46,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """`auto`, `cpu` or `cuda`."""
     dtype: str = "auto"
     """`auto` (float32 on CPU, bfloat16 on CUDA), `float32` or `bfloat16`."""
+    weight_packing: str = "auto"
+    """`auto`: on a CPU, generated tokens are computed with the 4- and 8-bit weights of a GGUF file
+    as they are, beside the same in `dtype` for prompts. `none`: everything in `dtype`."""
     block_size: int = 16
     """Tokens a KV block holds; a power of two."""
     num_blocks: int | None = None
@@ -123,6 +126,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("model", bool(self.model), "set"),
             ("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
             ("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
+            ("weight_packing", self.weight_packing in ("auto", "none"), "auto or none"),
             ("block_size", power_of_two and self.block_size <= 1024, "a power of two up to 1024"),
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
             ("kv_cache_bytes", self.kv_cache_bytes >= 1 << 20, "at least 1 MiB"),

@@ -14,6 +14,7 @@ import jsonschema
 import openai
 import pytest
 import pytest_asyncio
+from core_kit import EXACT
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app
@@ -52,7 +53,12 @@ CHAT: Any = {"model": "smollm2", "messages": [{"role": "user", "content": "Weath
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(smollm2: str) -> AsyncIterator[AsyncLLM]:
     config = EngineConfig(
-        model=smollm2, served_name="smollm2", num_blocks=256, num_threads=1, max_model_len=512
+        model=smollm2,
+        served_name="smollm2",
+        num_blocks=256,
+        num_threads=1,
+        max_model_len=512,
+        weight_packing=EXACT,
     )
     engine = await AsyncLLM.start(config)
     try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.models import Packer, StepInputs, build_model, load_weights
 from diptych_frontend.model_source import ModelSource
 from diptych_kernels.paged_attention import AttentionMetadata
 
@@ -23,7 +23,7 @@ class LoneSequence:
         cpu = torch.device("cpu")
         config = source.config
         self.model = build_model(config, max_tokens, torch.float32, cpu)
-        load_weights(self.model.slots, source)
+        load_weights(self.model.slots, source, packer=Packer(self.model.packables))
         self.window = config.sliding_window
         num_blocks = -(-max_tokens // BLOCK_SIZE)
         self.cache = torch.zeros(
@@ -32,8 +32,11 @@ class LoneSequence:
         )  # fmt: skip
         self.blocks = np.random.default_rng(0).permutation(num_blocks)
 
-    def logits(self, token_ids: list[int], start: int = 0) -> Tensor:
-        """Compute `token_ids` from position `start` on; what precedes stands in the cache."""
+    def logits(self, token_ids: list[int], start: int = 0, *, packed: bool = False) -> Tensor:
+        """Compute `token_ids` from position `start` on; what precedes stands in the cache.
+
+        packed: as if they had been generated.
+        """
         end = start + len(token_ids)
         positions = np.arange(start, end)
         inputs = StepInputs(
@@ -49,16 +52,20 @@ class LoneSequence:
                 block_size=BLOCK_SIZE,
                 window=self.window,
             ),
+            num_packed=len(token_ids) if packed else 0,
         )
         with torch.inference_mode():
-            return self.model.logits(self.model.forward(inputs, self.cache.unbind(1)))
+            hidden = self.model.forward(inputs, self.cache.unbind(1))
+            return self.model.logits(hidden, packed=packed)
 
-    def logits_in_chunks(self, token_ids: list[int], sizes: list[int]) -> Tensor:
+    def logits_in_chunks(
+        self, token_ids: list[int], sizes: list[int], *, packed: bool = False
+    ) -> Tensor:
         """The same in chunks of the given sizes, which add up to all of it."""
         pieces = []
         start = 0
         for size in sizes:
-            pieces.append(self.logits(token_ids[start : start + size], start))
+            pieces.append(self.logits(token_ids[start : start + size], start, packed=packed))
             start += size
         return torch.cat(pieces)
 

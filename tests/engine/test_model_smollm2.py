@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from diptych_frontend.model_source import ModelSource, resolve_model
 from diptych_protocol import EngineConfig, FinishReason, SamplingParams
 
 NUM_PROMPTS, NUM_OUTPUT = 20, 64
+TEXT = Path(__file__).parents[2] / "benchmarks" / "data" / "alice.txt"
 TIE = 1e-3
 """Logits closer than this may come out in either order."""
 
@@ -110,6 +113,29 @@ def test_logits_equal_transformers(
         sequence.cache.fill_(1e3)  # the next round must not live on this one's keys
 
 
+def test_packed_weights_keep_the_quality_of_the_file(
+    source: ModelSource, reference: Any, lone_sequence: Callable[..., Any]
+) -> None:
+    """A text read as if it had been generated: in groups of decodes, and the last ones singly."""
+    tokenizer = source.load_tokenizer()
+    assert tokenizer is not None
+    token_ids = tokenizer.encode(TEXT.read_text())[:402]
+    sequence = lone_sequence(source, 416)
+    assert all(packable.linear.packed for packable in sequence.model.packables)
+    actual = sequence.logits_in_chunks(token_ids, [64] * 6 + [16, 1, 1], packed=True)
+    expected = hf_logits(reference, token_ids)
+
+    assert float((actual - expected).norm() / expected.norm()) < 0.02
+    assert not torch.equal(actual, sequence.logits(token_ids))
+    following = torch.tensor(token_ids[1:])[:, None]
+    lost = [
+        -float(logits[:-1].log_softmax(-1).gather(1, following).mean())
+        for logits in (actual, expected)
+    ]
+    assert abs(math.exp(lost[0] - lost[1]) - 1) < 0.01  # perplexities
+    assert float((actual.argmax(-1) == expected.argmax(-1)).float().mean()) > 0.95
+
+
 def test_greedy_output_equals_transformers(source: ModelSource, reference: Any) -> None:
     """20 prompts x 64 tokens, batched continuously in chunks, under preemption and prefix hits.
 
@@ -117,7 +143,7 @@ def test_greedy_output_equals_transformers(source: ModelSource, reference: Any) 
     """
     config = EngineConfig(
         model=source.uri, max_num_seqs=NUM_PROMPTS, max_num_batched_tokens=64, num_threads=1,
-        max_model_len=256, num_blocks=110,
+        max_model_len=256, num_blocks=110, weight_packing="none",
     )  # fmt: skip
     runner = ModelRunner(config, source)
     scheduler = Scheduler(

@@ -17,10 +17,17 @@ VOCABULARY = 64
 DUMMY = f"dummy://?vocab_size={VOCABULARY}&num_hidden_layers=2&hidden_size=32"
 """A small model with random weights and no tokenizer."""
 TIMEOUT_S = 60.0
+EXACT = "none"
+"""Weight packing of tests that compare answers token for token, however they were batched."""
 
 
 def make_core(model: str = DUMMY, **options: Any) -> EngineCore:
-    fields: dict[str, Any] = {"num_blocks": 64, "num_threads": 1, "max_num_seqs": 8}
+    fields: dict[str, Any] = {
+        "num_blocks": 64,
+        "num_threads": 1,
+        "max_num_seqs": 8,
+        "weight_packing": EXACT,
+    }
     return build_core(EngineConfig(model=model, **{**fields, **options}))
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diptych_engine.kv_memory import KVMemory
-from diptych_engine.models import WeightSlot
 
 
 class WorkerMemory:
@@ -24,15 +23,17 @@ class WorkerMemory:
 
     def __init__(
         self,
-        slots: Mapping[str, WeightSlot],
+        weights: Callable[[], Iterable[Tensor]],
         reload: Callable[[], None],
         kv_memory: KVMemory,
     ) -> None:
-        """`reload` fills the slots from the model's source."""
-        self._storages = _storages_of(slots)
-        self._sizes = [storage.nbytes() for storage in self._storages]
+        """`weights` names the tensors to do it to; `reload` fills them from the model's source,
+        and may make some of them anew."""
+        self._weights = weights
         self._reload = reload
         self._kv_memory = kv_memory
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        """Storages that were emptied, and the bytes they had."""
         self._aside: mmap.mmap | list[Tensor] | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -43,17 +44,14 @@ class WorkerMemory:
         )  # fmt: skip
         return {f"_{call.__name__}": call for call in calls}
 
-    @property
-    def _away(self) -> bool:
-        return self._storages[0].nbytes() == 0
-
     def put_weights_aside(self) -> None:
         """Give the weights' memory back, and keep their bytes elsewhere.
 
         Raises `OSError` if the disk has no room; nothing has changed then.
         """
-        on_cpu = self._storages[0].device.type == "cpu"
-        self._aside = self._to_file() if on_cpu else [_tensor_of(s).cpu() for s in self._storages]
+        storages = _storages_of(self._weights())
+        on_cpu = storages[0].device.type == "cpu"
+        self._aside = _to_file(storages) if on_cpu else [_tensor_of(s).cpu() for s in storages]
         self._release_weights()
 
     def drop_weights(self) -> None:
@@ -66,26 +64,29 @@ class WorkerMemory:
 
         Harmless if they are here. If it fails they are away as before, and it may be tried again.
         """
-        if not self._away:
+        away, self._away = self._away, []
+        if not away:
             return
-        for storage, size in zip(self._storages, self._sizes, strict=True):
+        for storage, size in away:
             storage.resize_(size)
         try:
-            self._fill()
+            self._fill([storage for storage, _ in away])
         except BaseException:
             self._release_weights()
             raise
         self._aside = None
 
-    def _fill(self) -> None:
+    def _fill(self, storages: list[torch.UntypedStorage]) -> None:
         match self._aside:
             case None:
                 self._reload()
             case [*copies]:
-                for storage, copy in zip(self._storages, copies, strict=True):
+                for storage, copy in zip(storages, copies, strict=True):
                     _tensor_of(storage).copy_(copy)
             case file:
-                self._from_file(file)
+                file.seek(0)
+                for storage in storages:
+                    _memory_of(storage)[:] = file.read(storage.nbytes())
 
     def drop_kv_cache(self) -> None:
         self._kv_memory.give_back()
@@ -93,36 +94,35 @@ class WorkerMemory:
     def restore_kv_cache(self) -> None:
         self._kv_memory.take_again()
 
-    def _to_file(self) -> mmap.mmap:
-        """Where nobody else finds it, and gone with this process."""
-        with tempfile.TemporaryFile(prefix="diptych-weights-") as file:
-            for storage in self._storages:
-                file.write(_memory_of(storage))
-            file.flush()
-            return mmap.mmap(file.fileno(), sum(self._sizes), access=mmap.ACCESS_READ)
-
-    def _from_file(self, file: mmap.mmap) -> None:
-        file.seek(0)
-        for storage in self._storages:
-            _memory_of(storage)[:] = file.read(storage.nbytes())
-
     def _release_weights(self) -> None:
-        for storage in self._storages:
+        """Harmless if they are away."""
+        if self._away:
+            return
+        storages = _storages_of(self._weights())
+        self._away = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
             storage.resize_(0)
-        if self._storages[0].device.type == "cuda":
+        if storages[0].device.type == "cuda":
             torch.cuda.empty_cache()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:  # glibc keeps what was freed otherwise
             trim(0)
 
 
-def _storages_of(slots: Mapping[str, WeightSlot]) -> list[torch.UntypedStorage]:
-    """Each memory once: published tensors may be parts of a fused one."""
-    found: dict[int, torch.UntypedStorage] = {}
-    for slot in slots.values():
-        storage = slot.target.untyped_storage()
-        found[storage.data_ptr()] = storage
+def _storages_of(weights: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Each memory once: tensors may be parts of a larger one."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in weights}
     return list(found.values())
+
+
+def _to_file(storages: list[torch.UntypedStorage]) -> mmap.mmap:
+    """Where nobody else finds it, and gone with this process."""
+    with tempfile.TemporaryFile(prefix="diptych-weights-") as file:
+        for storage in storages:
+            file.write(_memory_of(storage))
+        file.flush()
+        total = sum(storage.nbytes() for storage in storages)
+        return mmap.mmap(file.fileno(), total, access=mmap.ACCESS_READ)
 
 
 def _tensor_of(storage: torch.UntypedStorage) -> Tensor:

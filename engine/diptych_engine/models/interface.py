@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import AdapterRows
 from diptych_engine.models.shard import Span
 from diptych_kernels.paged_attention import AttentionMetadata
@@ -25,7 +26,7 @@ class GivenEmbeddings:
 
 @dataclass(slots=True)
 class StepInputs:
-    """The new tokens of one step, sequence after sequence, decodes first.
+    """The new tokens of one step, sequence after sequence, decodes first, prompts last.
 
     Nobody changes it; not frozen, because every step makes one and that takes three times as long.
     """
@@ -43,6 +44,8 @@ class StepInputs:
     """The adapters that some of the tokens want."""
     given: GivenEmbeddings | None = None
     """Used in place of the embeddings of those tokens."""
+    num_packed: int = 0
+    """So many tokens, from the first on, are computed with packed weights where there are any."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,6 +94,15 @@ class Projection:
     """Of the weight of some layer: they are alike."""
 
 
+@dataclass(slots=True, frozen=True)
+class Packable:
+    """A projection that may have a packed copy."""
+
+    linear: Linear
+    published: tuple[str, ...]
+    """The tensors that lie below each other in it, by their Hugging Face names."""
+
+
 class CausalLM(Protocol):
     """A decoder whose KV cache is given to it."""
 
@@ -108,6 +120,14 @@ class CausalLM(Protocol):
     def projections(self) -> Mapping[str, Projection]:
         """What an adapter may change in each layer, by the Hugging Face name inside the layer."""
 
+    @property
+    def packables(self) -> Sequence[Packable]:
+        """The output matrix among them."""
+
+    @property
+    def weight_memory(self) -> Iterator[Tensor]:
+        """Every tensor that holds weights, packed copies included."""
+
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         """Run all layers and store the new tokens' keys and values.
 
@@ -118,5 +138,6 @@ class CausalLM(Protocol):
     def normed(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> the same after the final norm."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] of the rows that sample -> [rows, vocabulary]."""
+    def logits(self, hidden: Tensor, *, packed: bool = False) -> Tensor:
+        """[rows, hidden] of `forward` -> [rows, vocabulary]; `packed`: with packed weights, if
+        there are any."""

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from diptych_engine.models.interface import Projection, StepInputs, WeightSlot
-from diptych_engine.models.low_rank import AdapterRows, add_low_rank
+from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
+from diptych_engine.models.linear import Linear, refine_
+from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_source import ModelConfig
@@ -29,17 +29,17 @@ from diptych_kernels.silu_mul import silu_mul
 @dataclass(slots=True, frozen=True)
 class LayerWeights:
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Linear
     """[hidden, (H + 2 K) D]: query heads, key heads, value heads."""
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
+    output: Linear
     """[H D, hidden]."""
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Linear
     """[hidden, 2 intermediate]."""
-    down: Tensor
+    down: Linear
     """[intermediate, hidden]."""
 
 
@@ -70,22 +70,23 @@ class LlamaModel:
             return torch.empty(shape, dtype=dtype, device=device)
 
         self._embedding = empty(config.vocab_size, config.hidden_size)
-        self._head = self._embedding
+        self._published_head = self._embedding
         if not config.tie_word_embeddings:
-            self._head = empty(config.vocab_size, config.hidden_size)
+            self._published_head = empty(config.vocab_size, config.hidden_size)
+        self._head = Linear(self._published_head.t())
         self._final_norm = empty(config.hidden_size)
         num_qkv = (self._num_rotated_heads + config.num_key_value_heads) * config.head_dim
         self._layers = [
             LayerWeights(
                 attention_norm=empty(config.hidden_size),
-                qkv=empty(config.hidden_size, num_qkv),
+                qkv=Linear(empty(config.hidden_size, num_qkv)),
                 qkv_bias=empty(num_qkv) if config.attention_bias else None,
                 query_norm=empty(config.head_dim) if config.qk_norm else None,
                 key_norm=empty(config.head_dim) if config.qk_norm else None,
-                output=empty(self._num_query, config.hidden_size),
+                output=Linear(empty(self._num_query, config.hidden_size)),
                 mlp_norm=empty(config.hidden_size),
-                gate_up=empty(config.hidden_size, 2 * config.intermediate_size),
-                down=empty(config.intermediate_size, config.hidden_size),
+                gate_up=Linear(empty(config.hidden_size, 2 * config.intermediate_size)),
+                down=Linear(empty(config.intermediate_size, config.hidden_size)),
             )
             for _ in range(config.num_hidden_layers)
         ]
@@ -97,7 +98,7 @@ class LlamaModel:
             "model.norm.weight": WeightSlot(self._final_norm),
         }
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = WeightSlot(self._head)
+            slots["lm_head.weight"] = WeightSlot(self._published_head)
         for index, layer in enumerate(self._layers):
             for name, slot in self._layer_slots(layer).items():
                 slots[f"model.layers.{index}.{name}"] = slot
@@ -106,16 +107,18 @@ class LlamaModel:
     def _layer_slots(self, layer: LayerWeights) -> dict[str, WeightSlot]:
         dim = self.config.head_dim
         num_key = self.config.num_key_value_heads * dim
-        gate, up = layer.gate_up.t().chunk(2)
+        gate, up = layer.gate_up.weight.t().chunk(2)
         slots = {
             "input_layernorm.weight": WeightSlot(layer.attention_norm),
-            "self_attn.o_proj.weight": WeightSlot(layer.output.t(), columns=self._query_rows),
+            "self_attn.o_proj.weight": WeightSlot(
+                layer.output.weight.t(), columns=self._query_rows
+            ),
             "post_attention_layernorm.weight": WeightSlot(layer.mlp_norm),
             "mlp.gate_proj.weight": WeightSlot(gate, rows=self._inner_rows),
             "mlp.up_proj.weight": WeightSlot(up, rows=self._inner_rows),
-            "mlp.down_proj.weight": WeightSlot(layer.down.t(), columns=self._inner_rows),
+            "mlp.down_proj.weight": WeightSlot(layer.down.weight.t(), columns=self._inner_rows),
         }
-        for kind, fused in (("weight", layer.qkv.t()), ("bias", layer.qkv_bias)):
+        for kind, fused in (("weight", layer.qkv.weight.t()), ("bias", layer.qkv_bias)):
             if fused is not None:
                 query, key, value = torch.split(fused, [self._num_query, num_key, num_key])
                 slots[f"self_attn.q_proj.{kind}"] = WeightSlot(query, dim, self._query_rows)
@@ -130,10 +133,11 @@ class LlamaModel:
         yield "embedding", self._embedding
         yield "final_norm", self._final_norm
         if not self.config.tie_word_embeddings:
-            yield "head", self._head
+            yield "head", self._published_head
         for index, layer in enumerate(self._layers):
             for field in fields(layer):
-                tensor: Tensor | None = getattr(layer, field.name)
+                part: Tensor | Linear | None = getattr(layer, field.name)
+                tensor = part.weight if isinstance(part, Linear) else part
                 if tensor is not None:
                     yield f"layers.{index}.{field.name}", tensor
 
@@ -164,6 +168,30 @@ class LlamaModel:
             for name, (fused, start) in places.items()
         }
 
+    @property
+    def packables(self) -> list[Packable]:
+        tied = self.config.tie_word_embeddings
+        packables = [
+            Packable(self._head, ("model.embed_tokens.weight" if tied else "lm_head.weight",))
+        ]
+        for index, layer in enumerate(self._layers):
+            for linear, names in (
+                (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                (layer.output, ("self_attn.o_proj",)),
+                (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
+                (layer.down, ("mlp.down_proj",)),
+            ):
+                published = tuple(f"model.layers.{index}.{name}.weight" for name in names)
+                packables.append(Packable(linear, published))
+        return packables
+
+    @property
+    def weight_memory(self) -> Iterator[Tensor]:
+        yield from self.parameters()
+        for packable in self.packables:
+            if packable.linear.packed is not None:
+                yield from packable.linear.packed.tensors
+
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         hidden = self._embedding.index_select(0, inputs.token_ids)
         if inputs.given is not None:
@@ -171,43 +199,40 @@ class LlamaModel:
         rotations = self._rotations.index_select(0, inputs.positions)
         adapters = inputs.adapters
         plain = not adapters and self._reduce is None
+        packed = inputs.num_packed
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             normed = rms_norm(hidden, layer.attention_norm, self._eps)
-            qkv = normed.mm(layer.qkv)
+            qkv = layer.qkv.product(normed, packed)
             if adapters:
                 add_low_rank(qkv, normed, adapters, index, "qkv")
             attended = self._attend(layer, qkv, rotations, inputs, kv_layer)
             if plain:
-                hidden.addmm_(attended, layer.output)
+                layer.output.add_product_(hidden, attended, packed)
             else:
-                self._add_product(hidden, attended, layer.output, adapters, index, "output")
+                self._add_product(hidden, attended, layer.output, inputs, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
-            gate_up = normed.mm(layer.gate_up)
+            gate_up = layer.gate_up.product(normed, packed)
             if adapters:
                 add_low_rank(gate_up, normed, adapters, index, "gate_up")
             gated = silu_mul(gate_up)
             if plain:
-                hidden.addmm_(gated, layer.down)
+                layer.down.add_product_(hidden, gated, packed)
             else:
-                self._add_product(hidden, gated, layer.down, adapters, index, "down")
+                self._add_product(hidden, gated, layer.down, inputs, index, "down")
         return hidden
 
     def _add_product(
-        self,
-        hidden: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        adapters: Sequence[AdapterRows],
-        layer: int,
-        fused: str,
+        self, hidden: Tensor, x: Tensor, linear: Linear, inputs: StepInputs, layer: int, fused: str
     ) -> None:
         """hidden += x @ weight, where every rank has some of x's columns and of weight's rows."""
-        part = hidden.addmm_(x, weight) if self._reduce is None else x.mm(weight)
-        if adapters:
-            add_low_rank(part, x, adapters, layer, fused)
-        if self._reduce is not None:
-            self._reduce(part)
-            hidden.add_(part)
+        if self._reduce is None:
+            linear.add_product_(hidden, x, inputs.num_packed)
+            add_low_rank(hidden, x, inputs.adapters, layer, fused)
+            return
+        part = linear.product(x, inputs.num_packed)
+        add_low_rank(part, x, inputs.adapters, layer, fused)
+        self._reduce(part)
+        hidden.add_(part)
 
     def _attend(
         self,
@@ -233,5 +258,10 @@ class LlamaModel:
     def normed(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self._final_norm, self._eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self.normed(hidden), self._head)
+    def logits(self, hidden: Tensor, *, packed: bool = False) -> Tensor:
+        normed = self.normed(hidden)
+        if not packed or self._head.packed is None:
+            return self._head.product(normed, 0)
+        logits = self._head.product(normed, len(normed))
+        refine_(logits, normed, self._published_head)
+        return logits

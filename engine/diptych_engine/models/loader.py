@@ -17,10 +17,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diptych_engine.models.interface import WeightSlot
+from diptych_engine.models.groups import Groups, read_groups
+from diptych_engine.models.interface import WeightSlot, share
+from diptych_engine.models.packer import Packer
 from diptych_frontend.model_source import GGUFTensor, ModelSource
 from diptych_protocol import InvalidRequestError
 
@@ -59,8 +62,9 @@ def load_weights(
     source: ModelSource,
     seed: int = 0,
     on_progress: Progress | None = None,
+    packer: Packer | None = None,
 ) -> None:
-    """Fill every slot. `seed` determines dummy weights.
+    """Fill every slot. `seed` determines dummy weights; `packer` gets what is quantised already.
 
     Raises `InvalidRequestError`, naming the tensor, if one is missing, superfluous, misshapen or
     of a type that cannot be read.
@@ -68,7 +72,7 @@ def load_weights(
     progress = on_progress or _ignore_progress
     match source.format:
         case "gguf":
-            _load_gguf(slots, source, progress)
+            _load_gguf(slots, source, progress, packer)
         case "safetensors":
             _load_safetensors(slots, source, progress)
         case "dummy":
@@ -79,7 +83,12 @@ def _ignore_progress(done: int, total: int) -> None:
     """Nobody asked."""
 
 
-def _load_gguf(slots: Mapping[str, WeightSlot], source: ModelSource, progress: Progress) -> None:
+def _load_gguf(
+    slots: Mapping[str, WeightSlot],
+    source: ModelSource,
+    progress: Progress,
+    packer: Packer | None,
+) -> None:
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     table = {_published_name(name): tensor for name, tensor in source.tensors().items()}
@@ -89,8 +98,15 @@ def _load_gguf(slots: Mapping[str, WeightSlot], source: ModelSource, progress: P
     reorder = source.config.architecture not in GGUF_INTERLEAVED
 
     def load(name: str) -> int:
-        fill(slots[name], _dequantize(file, table[name]), name, reorder=reorder)
-        return table[name].nbytes
+        tensor, slot = table[name], slots[name]
+        raw = file[tensor.offset : tensor.offset + tensor.nbytes]
+        groups = read_groups(raw, tensor.type, tensor.shape)
+        values = _dequantize(raw, tensor) if groups is None else groups.values()
+        fill(slot, values, name, reorder=reorder)
+        own = None if packer is None or groups is None else share_of(groups, slot, reorder=reorder)
+        if packer is not None and own is not None:
+            packer.take(name, own)
+        return tensor.nbytes
 
     done = 0
     # NumPy lets go of the interpreter while it de-quantises, so threads help.
@@ -108,9 +124,8 @@ def _published_name(name: str) -> str:
     return GGUF_TENSORS.get(name, name)
 
 
-def _dequantize(file: np.memmap[Any, np.dtype[np.uint8]], tensor: GGUFTensor) -> Tensor:
-    """[rows, columns] float32, whatever type the file holds."""
-    raw = file[tensor.offset : tensor.offset + tensor.nbytes]
+def _dequantize(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
+    """The values of a tensor, float32, whatever type the file holds."""
     rows = raw.reshape(*tensor.shape[:-1], -1)
     try:
         values = dequantize(rows, tensor.type)
@@ -184,6 +199,16 @@ def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
     if reorder:
         values = interleave_pairs(values, slot.rotary_dim)
     slot.target.copy_(values)
+
+
+def share_of(groups: Groups, slot: WeightSlot, *, reorder: bool) -> Groups | None:
+    """What `fill` does, with groups; None if this rank's share cuts some of them in two."""
+    if slot.columns is not None:
+        return groups.columns(slot.columns.start, slot.columns.length)
+    if slot.rows is None and not (reorder and slot.rotary_dim):
+        return groups
+    order = share(torch.arange(len(groups.levels)), 0, slot.rows)
+    return groups.rows(interleave_pairs(order, slot.rotary_dim) if reorder else order)
 
 
 def interleave_pairs(rows: Tensor, rotary_dim: int) -> Tensor:

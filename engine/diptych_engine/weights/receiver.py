@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diptych_engine.models.interface import CausalLM, WeightSlot
 from diptych_engine.models.loader import fill, is_redundant
+from diptych_engine.models.packer import drop_packed
 from diptych_engine.prompt_embeds import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
 from diptych_protocol import Array, DiptychError, InvalidRequestError
@@ -58,6 +59,8 @@ class WeightReceiver:
     ) -> None:
         """Replace some tensors, with arrays or with what the trainer's group carries next.
 
+        Packed copies are of the file's weights: there are none from now on.
+
         Raises `InvalidRequestError` before anything is changed, `DiptychError` perhaps later.
         """
         slots = self._slots(is_checkpoint_format)
@@ -80,6 +83,7 @@ class WeightReceiver:
             names, places, headers.dtypes, headers.shapes, strict=True
         ):
             _check(name, place, dtype, shape)
+        drop_packed(self._model.packables)
         for name, place, value in zip(names, places, stream, strict=True):
             if place is not None:
                 fill(place, value, name, reorder=is_checkpoint_format)

@@ -48,6 +48,7 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
         served_name=service.served_name,
         device=engine.device,
         dtype=engine.dtype,
+        weight_packing=engine.weight_packing,
         block_size=engine.block_size,
         kv_cache_bytes=int(_amount(engine.kv_cache_memory)),
         max_model_len=engine.max_model_len,

@@ -1,0 +1,337 @@
+"""Packed copies of weights: what they compute, which tensors get one, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from control_kit import Owner
+from core_kit import core_request, generate, run
+from core_kit import make_core as make_exact_core
+from gguf import GGMLQuantizationType as Kind
+from gguf_kit import quantised, random_tensors, save_gguf, save_lora
+from torch import Tensor
+
+from diptych_engine.core import EngineCore
+from diptych_engine.models import Packer, StepInputs, build_model, load_weights
+from diptych_engine.models.groups import Groups, read_groups
+from diptych_engine.models.interface import WeightSlot
+from diptych_engine.models.linear import Linear
+from diptych_engine.models.loader import fill, share_of
+from diptych_engine.models.low_rank import AdapterRows
+from diptych_engine.models.packed import PACKED_ROWS, PackedMatrix, packed_rows
+from diptych_engine.models.shard import Shard, Span
+from diptych_frontend.model_source import resolve_model
+from diptych_kernels.paged_attention import AttentionMetadata
+from diptych_protocol import (
+    Array,
+    InvalidRequestError,
+    LoRARequest,
+    WeightTransferUpdateRequest,
+)
+
+ROUNDING = 6e-3
+"""Of bfloat16: inputs, scales and results, relative to the norm of the result."""
+KINDS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda k: k.name)
+
+
+def groups_of(values: Tensor, kind: Kind) -> Groups:
+    raw = gguf.quants.quantize(values.numpy(), kind)
+    groups = read_groups(raw.reshape(-1), kind, tuple(values.shape))
+    assert groups is not None
+    return groups
+
+
+def packed(*parts: Groups) -> PackedMatrix:
+    matrix = PackedMatrix.of(parts)
+    assert matrix is not None
+    return matrix
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+@KINDS
+def test_values_are_those_of_the_file(kind: Kind) -> None:
+    values = torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
+    raw = gguf.quants.quantize(values.numpy(), kind)
+    expected = torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind)))
+    assert torch.equal(groups_of(values, kind).values(), expected)
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 5, 64, 130])
+def test_a_product_is_that_of_the_files_own_values(kind: Kind, rows: int) -> None:
+    """Of several tensors below each other, more rows than are converted at once."""
+    generator = torch.Generator().manual_seed(2)
+    parts = [groups_of(torch.randn(n, 96, generator=generator), kind) for n in (1040, 64, 32)]
+    x = torch.randn(rows, 96, generator=generator)
+    weight = torch.cat([part.values() for part in parts])
+    assert distance(packed(*parts).product(x), x @ weight.t()) < ROUNDING
+
+
+def test_a_row_gets_the_same_bits_in_any_company() -> None:
+    generator = torch.Generator().manual_seed(3)
+    matrix = packed(groups_of(torch.randn(320, 192, generator=generator), Kind.Q4_1))
+    x = torch.randn(130, 192, generator=generator)
+    together = matrix.product(x)
+    for size in (1, 3, 4, 17, 64):
+        assert torch.equal(matrix.product(x[:size]), together[:size])
+        assert torch.equal(matrix.product(x[-size:]), together[-size:])
+
+
+@pytest.mark.parametrize("num_packed", [0, 2, 5])
+def test_a_linear_computes_some_rows_with_each_weight(num_packed: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    groups = groups_of(torch.randn(64, 32, generator=generator), Kind.Q4_0)
+    weight = groups.values().t()
+    linear = Linear(weight, packed(groups))
+    x, sums = (torch.randn(5, n, generator=generator) for n in (32, 64))
+    product = linear.product(x, num_packed)
+    assert distance(product, x @ weight) < ROUNDING
+    assert torch.equal(product[num_packed:], x[num_packed:] @ weight)
+    added = sums.clone()
+    linear.add_product_(added, x, num_packed)
+    torch.testing.assert_close(added, sums + product)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kinds"),
+    [
+        pytest.param([(24, 32)], [Kind.Q4_0], id="rows"),
+        pytest.param([(16, 32), (16, 32)], [Kind.Q4_0, Kind.Q8_0], id="bits"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_not_packed(
+    shapes: list[tuple[int, int]], kinds: list[Kind]
+) -> None:
+    parts = [groups_of(torch.ones(shape), kind) for shape, kind in zip(shapes, kinds, strict=True)]
+    assert PackedMatrix.of(parts) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "slot"),
+    [
+        pytest.param((64, 128), {}, id="whole"),
+        pytest.param((64, 128), {"rotary_dim": 16}, id="reordered"),
+        pytest.param((32, 128), {"rotary_dim": 16, "rows": Span(32, 32, 64)}, id="rows"),
+        pytest.param((64, 64), {"columns": Span(64, 64, 128)}, id="columns"),
+    ],
+)
+def test_a_ranks_share_of_groups_is_that_of_the_values(
+    target: tuple[int, int], slot: dict[str, Any]
+) -> None:
+    groups = groups_of(torch.randn(64, 128, generator=torch.Generator().manual_seed(5)), Kind.Q4_1)
+    place = WeightSlot(torch.empty(target), **slot)
+    fill(place, groups.values(), "tensor", reorder=True)
+    own = share_of(groups, place, reorder=True)
+    assert own is not None
+    assert torch.equal(own.values(), place.target)
+
+
+def test_a_share_that_cuts_groups_in_two_is_not_packed() -> None:
+    groups = groups_of(torch.ones(16, 96), Kind.Q4_0)
+    slot = WeightSlot(torch.empty(16, 48), columns=Span(48, 48, 96))
+    assert share_of(groups, slot, reorder=False) is None
+
+
+def test_the_shares_of_ranks_add_up(model: str) -> None:
+    source = resolve_model(model)
+
+    def linear(shard: Shard) -> Linear:
+        own = build_model(source.config, 16, torch.float32, torch.device("cpu"), shard)
+        load_weights(own.slots, source, packer=Packer(own.packables))
+        return next(p.linear for p in own.packables if "down_proj" in p.published[0])
+
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(6))
+    halves = [
+        linear(Shard(rank, 2, lambda _: None)).product(x[:, rank * 64 : rank * 64 + 64], 3)
+        for rank in range(2)
+    ]
+    assert distance(halves[0] + halves[1], x @ linear(Shard()).weight) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("kind_of", "plain"),
+    [
+        pytest.param(quantised, [], id="all-packed"),
+        pytest.param(
+            lambda name: Kind.F16 if "up_proj" in name else quantised(name),
+            ["mlp.gate_proj", "mlp.up_proj"], id="a-part-is-no-group",
+        ),
+        pytest.param(
+            lambda name: Kind.Q8_0 if "q_proj" in name else quantised(name),
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], id="parts-differ",
+        ),
+    ],
+)  # fmt: skip
+def test_a_projection_is_packed_if_all_of_its_tensors_can_be(
+    tmp_path: Path, kind_of: Callable[[str], Kind], plain: list[str]
+) -> None:
+    source = resolve_model(save_gguf(tmp_path / "model.gguf", kind_of))
+    model = build_model(source.config, 16, torch.float32, torch.device("cpu"))
+    load_weights(model.slots, source, packer=Packer(model.packables))
+    names = {name for p in model.packables if p.linear.packed is None for name in p.published}
+    assert names == {f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in plain}
+
+
+@pytest.mark.parametrize(
+    ("generated", "decodes", "wanted"),
+    [(0, 0, 0), (5, 5, 5), (300, 4, 300), (PACKED_ROWS, PACKED_ROWS, PACKED_ROWS),
+     (PACKED_ROWS + 1, PACKED_ROWS + 1, 0)],
+)  # fmt: skip
+def test_generated_tokens_are_packed_unless_the_batch_is_large(
+    generated: int, decodes: int, wanted: int
+) -> None:
+    assert packed_rows(generated, decodes) == wanted
+
+
+def make_core(model: str, **options: Any) -> EngineCore:
+    return make_exact_core(model, **{"weight_packing": "auto", **options})
+
+
+def seen_in(core: EngineCore) -> list[list[int]]:
+    """The packed rows and the tokens of every step from now on."""
+    model = core.runner.model
+    forward = model.forward
+    seen: list[list[int]] = []
+
+    def watched(inputs: StepInputs, kv_layers: Any) -> Tensor:
+        seen.append([inputs.num_packed, len(inputs.token_ids)])
+        return forward(inputs, kv_layers)
+
+    model.forward = watched
+    return seen
+
+
+def answers(core: EngineCore, *requests: Any) -> dict[str, list[int]]:
+    outputs = run(core, *requests)
+    return {name: [t for o in own for t in o.new_token_ids] for name, own in outputs.items()}
+
+
+def prompts() -> dict[str, list[int]]:
+    generator = np.random.default_rng(7)
+    return {f"r{n}": generator.integers(0, 64, n).tolist() for n in (1, 17, 40, 70)}
+
+
+def test_how_a_token_is_computed_depends_on_what_it_was(model: str) -> None:
+    """Alone; in a batch of chunks; with so few blocks that KV is lost and computed again; and
+    continued behind what another engine generated. Answers differ by rounding at most."""
+    asked = prompts()
+    alone = {}
+    for name, prompt in asked.items():
+        core = make_core(model)
+        seen = seen_in(core)
+        alone |= answers(core, core_request(name, prompt, max_tokens=30))
+        assert seen == [[0, len(prompt)]] + [[1, 1]] * 29
+
+    crowded = make_core(
+        model, num_blocks=14, max_num_batched_tokens=24, enable_prefix_caching=False
+    )
+    seen = seen_in(crowded)
+    requests = [core_request(name, prompt, max_tokens=30) for name, prompt in asked.items()]
+    same = [answer == alone[name] for name, answer in answers(crowded, *requests).items()]
+    assert sum(same) >= 3
+    assert crowded.scheduler.stats.num_preemptions > 0
+    assert any(1 < packed < tokens for packed, tokens in seen)
+
+    same = []
+    for name, prompt in asked.items():
+        core = make_core(model)
+        seen = seen_in(core)
+        rest = core_request(name, prompt, max_tokens=30, generated_token_ids=alone[name][:9])
+        same.append(answers(core, rest)[name] == alone[name][9:])
+        assert seen[0] == [9, len(prompt) + 9]
+    assert sum(same) >= 3
+
+
+def packed_tensors(core: EngineCore) -> list[Tensor]:
+    model = core.runner.model
+    return [t for p in model.packables if p.linear.packed for t in p.linear.packed.tensors]
+
+
+@torch.inference_mode()
+def forward(core: EngineCore, size: int, adapters: Sequence[AdapterRows]) -> Tensor:
+    """The hidden states of so many decodes, each the first token of its own block."""
+    zeros, places = torch.zeros(size, dtype=torch.int64), torch.arange(size)
+    attention = AttentionMetadata(
+        query_starts=np.arange(size + 1), context_lens=np.ones(size, np.int64),
+        block_tables=np.arange(size)[:, None], num_decodes=size, block_size=16,
+    )  # fmt: skip
+    inputs = StepInputs(places, zeros, places, zeros, attention, adapters, num_packed=size)
+    return core.runner.forward(inputs, [])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_the_memory_of_packed_copies_back(model: str, level: int) -> None:
+    owner = Owner(model=model, weight_packing="auto")
+    before = [tensor.clone() for tensor in packed_tensors(owner.core)]
+    answer = generate(owner.core, [1, 2, 3])
+    held = packed_tensors(owner.core)
+    owner.call("sleep", level)
+    assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
+    owner.call("wake_up", None)
+    after = packed_tensors(owner.core)
+    assert len(after) == len(before) == 2 * 9
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert generate(owner.core, [1, 2, 3]) == answer
+
+
+def test_new_weights_are_used_plainly_until_those_of_the_file_are_back(model: str) -> None:
+    owner = Owner(model=model, weight_packing="auto")
+    old = generate(owner.core, [1, 2, 3])
+    new = random_tensors(seed=1)
+    arrays = [Array("float32", tuple(t.shape), t.numpy().tobytes()) for t in new.values()]
+
+    owner.call("pause_generation")
+    owner.call("start_weight_update", True)
+    with pytest.raises(InvalidRequestError):
+        owner.call("update_weights", WeightTransferUpdateRequest(["nonsense"], arrays[:1]))
+    assert packed_tensors(owner.core)  # nothing was changed
+
+    owner.call("start_weight_update", True)
+    owner.call("update_weights", WeightTransferUpdateRequest(list(new), arrays))
+    owner.call("finish_weight_update")
+    owner.call("resume_generation")
+    assert packed_tensors(owner.core) == []
+    assert generate(owner.core, [1, 2, 3]) != old
+
+    owner.call("pause_generation")
+    owner.call("reload_weights")
+    owner.call("resume_generation")
+    assert packed_tensors(owner.core)
+    assert generate(owner.core, [1, 2, 3]) == old
+
+
+def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Path) -> None:
+    """Of a batch in which one row wants it: the others are as without."""
+    adapter = LoRARequest("tuned", 1, save_lora(tmp_path))
+    core, plain = make_core(model), make_exact_core(model)
+    hidden = {}
+    for name, own in (("packed", core), ("plain", plain)):
+        own.call("add_lora", [adapter])
+        loras = own.runner.loras
+        rows = torch.tensor([1])
+        hidden[name] = [forward(own, 3, adapters) for adapters in ((), (loras.rows(1, rows),))]
+    without, tuned = hidden["packed"]
+    assert torch.equal(without[[0, 2]], tuned[[0, 2]])
+    change, expected = (b[1] - a[1] for a, b in hidden.values())
+    assert distance(change, expected) < 0.05
+    assert float(expected.norm()) > 0.1 * float(hidden["plain"][0][1].norm())
+
+
+def test_nothing_is_packed_unless_the_configuration_allows_it(model: str) -> None:
+    assert packed_tensors(make_exact_core(model)) == []
+    with pytest.raises(InvalidRequestError, match="weight_packing"):
+        make_core(model, weight_packing="int3")
