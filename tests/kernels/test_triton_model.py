@@ -22,8 +22,11 @@ STEPS = [[(0, 21), (0, 5)], [(21, 1), (5, 1)], [(22, 1), (6, 13)], [(19, 1), (23
 TABLES = np.random.default_rng(0).permutation(NUM_BLOCKS).reshape(2, -1)
 FAMILIES = {
     "llama": {},
-    "query and key norms, biases": {"qk_norm": True, "attention_bias": True},
-    "window": {"sliding_window": 9},
+    "norms of heads, biases, a window": {
+        "qk_norm": True,
+        "attention_bias": True,
+        "sliding_window": 9,
+    },
 }
 
 
