@@ -21,7 +21,7 @@ from diptych_engine.core import EngineCore
 from diptych_engine.models import Packer, StepInputs, build_model, load_weights
 from diptych_engine.models.groups import Groups, read_groups
 from diptych_engine.models.interface import WeightSlot
-from diptych_engine.models.linear import Linear
+from diptych_engine.models.linear import Linear, largest, refine_
 from diptych_engine.models.loader import fill, share_of
 from diptych_engine.models.low_rank import AdapterRows
 from diptych_engine.models.packed import PACKED_ROWS, PackedMatrix, packed_rows
@@ -104,6 +104,20 @@ def test_a_linear_computes_some_rows_with_each_weight(num_packed: int) -> None:
     added = sums.clone()
     linear.add_product_(added, x, num_packed)
     torch.testing.assert_close(added, sums + product)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 1000, 4096])
+def test_the_largest_logits_are_computed_again(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    x, rows = (torch.randn(n, 32, generator=generator) for n in (5, vocabulary))
+    exact = x @ rows.t()
+    logits = exact.bfloat16().float()
+    best = largest(logits, 16)
+    expected = logits.topk(16).values
+    assert torch.equal(logits.gather(1, best).sort(descending=True).values, expected)
+    refine_(logits, x, rows)
+    torch.testing.assert_close(logits.gather(1, best), exact.gather(1, best))
+    assert torch.equal(logits.argmax(1), exact.argmax(1))
 
 
 @pytest.mark.parametrize(
