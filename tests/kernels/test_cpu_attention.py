@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diptych_kernels.native.decode_batch import PARTITION
 from diptych_kernels.paged_attention import AttentionMetadata, cpu, paged_attention
-from diptych_kernels.paged_attention.cpu_batch import PARTITION
 
 
 @pytest.fixture(autouse=True)

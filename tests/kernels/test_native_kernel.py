@@ -10,24 +10,24 @@ import pytest
 from diptych_kernels.native import kernel
 from diptych_kernels.native.kernel import Kernel
 
-MODULE = "diptych_kernels.paged_attention.cpu_kernel"
+NAME = "decode_attention"
 
 
 def test_what_was_compiled_once_is_loaded_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Kernel(MODULE, 0)
+    Kernel(NAME, 0)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    Kernel(MODULE, 0)
+    Kernel(NAME, 0)
 
 
 def test_another_source_has_another_fingerprint(tmp_path: Path) -> None:
-    source = tmp_path / "cpu_kernel.py"
+    source = tmp_path / "kernel.py"
     source.write_text("STEP = 4")
-    before = kernel._fingerprint(source)
-    assert kernel._fingerprint(source) == before
+    before = kernel._fingerprint(tmp_path)
+    assert kernel._fingerprint(tmp_path) == before
     source.write_text("STEP = 8")
-    assert kernel._fingerprint(source) != before
+    assert kernel._fingerprint(tmp_path) != before
 
 
 def test_a_file_is_left_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -41,4 +41,4 @@ def test_a_file_is_left_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_what_does_not_compile_says_why() -> None:
     with pytest.raises(RuntimeError, match="no_such_module does not compile"):
-        kernel._compile("diptych_kernels.no_such_module", 0)
+        kernel._compile("no_such_module", 0)

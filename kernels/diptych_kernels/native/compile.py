@@ -1,4 +1,4 @@
-"""`python -m diptych_kernels.native.compile MODULE NUMBER`: a kernel as an object file, on stdout.
+"""`python -m diptych_kernels.native.compile NAME NUMBER`: a kernel as an object file, on stdout.
 
 A process of its own, so that no engine needs to import Numba: that and what Numba does before it
 loads anything it compiled earlier take half a second.
@@ -6,6 +6,7 @@ loads anything it compiled earlier take half a second.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
 import sys
@@ -13,10 +14,18 @@ import sys
 import llvmlite.binding as llvm
 from numba import cfunc, types
 
+from diptych_kernels.native.primitives import await_others, num_threads, thread_index
 
-def compile_kernel(module: str, number: int) -> bytes:
-    """`entry(number)` of a module as the function `kernel` of an object file for this processor."""
-    entry = importlib.import_module(module).entry(number)
+
+def compile_kernel(name: str, number: int) -> bytes:
+    """`entry(number)` of a module beside this one, as an object file for this processor.
+
+    The function in it is called `kernel`.
+    """
+    nowhere = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+    for function in (await_others, num_threads, thread_index):  # nothing is called here
+        llvm.add_symbol(function.symbol, nowhere)
+    entry = importlib.import_module(f"diptych_kernels.native.{name}").entry(number)
     signature = types.void(types.CPointer(types.int64))
     compiled = cfunc(signature)(entry)
     own_name = re.escape(compiled._wrapper_name)

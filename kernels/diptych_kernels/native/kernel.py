@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib.util
 import logging
 import os
 import subprocess
@@ -52,8 +51,9 @@ def openmp() -> ctypes.CDLL | None:
 class Kernel:
     """A compiled function of one argument, the address of int64 numbers."""
 
-    def __init__(self, module: str, number: int) -> None:
-        """`entry(number)` of a module, as an earlier process left it, or compiled now.
+    def __init__(self, name: str, number: int) -> None:
+        """`entry(number)` of a module beside this one, as an earlier process left it or compiled
+        now.
 
         Raises `RuntimeError` if torch brings no OpenMP library of GNU's, or if the compiler fails.
         """
@@ -62,7 +62,7 @@ class Kernel:
             raise RuntimeError("torch has no libgomp beside it: there are no threads to run on")
         self._run = library.GOMP_parallel
         self._engine = _linker(library)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(_object_file(module, number)))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(_object_file(name, number)))
         self._engine.finalize_object()
         self._address = self._engine.get_function_address("kernel")
 
@@ -82,33 +82,33 @@ def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
-def _object_file(module: str, number: int) -> bytes:
-    """Beside the kernel's source, or in the user's cache directory, or compiled and left there."""
-    source = _source(module)
-    name = f"{module.rpartition('.')[2]}-{number}-{_fingerprint(source)}.o"
+def _object_file(name: str, number: int) -> bytes:
+    """Beside the sources, or in the user's cache directory, or compiled and left there."""
+    sources = Path(__file__).parent
+    file = f"{name}-{number}-{_fingerprint(sources)}.o"
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    places = [source.parent / "__pycache__" / name, user_cache / "diptych" / "kernels" / name]
+    places = [sources / "__pycache__" / file, user_cache / "diptych" / "kernels" / file]
     for place in places:
         with contextlib.suppress(OSError):
             return place.read_bytes()
-    compiled = _compile(module, number)
+    compiled = _compile(name, number)
     for place in places:
         with contextlib.suppress(OSError):
             _leave(compiled, place)
             return compiled
-    log.warning("%s is compiled by every process: neither of %s can be written", module, places)
+    log.warning("%s is compiled by every process: neither of %s can be written", name, places)
     return compiled
 
 
-def _compile(module: str, number: int) -> bytes:
-    log.info("compiling %s for %s", module, llvm.get_host_cpu_name())
-    command = [sys.executable, "-m", "diptych_kernels.native.compile", module, str(number)]
+def _compile(name: str, number: int) -> bytes:
+    log.info("compiling %s for %s", name, llvm.get_host_cpu_name())
+    command = [sys.executable, "-m", "diptych_kernels.native.compile", name, str(number)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         command, env=environment, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{module} does not compile: {done.stderr.decode(errors='replace')}")
+        raise RuntimeError(f"{name} does not compile: {done.stderr.decode(errors='replace')}")
     return done.stdout
 
 
@@ -121,19 +121,11 @@ def _leave(compiled: bytes, place: Path) -> None:
     Path(temporary).rename(place)
 
 
-def _fingerprint(source: Path) -> str:
+def _fingerprint(sources: Path) -> str:
     """Of all that a compiled kernel depends on: the sources, the compiler, the processor."""
     digest = hashlib.sha256()
-    for path in (*sorted(source.parent.glob("cpu*.py")), *sorted(Path(__file__).parent.glob("*"))):
-        if path.suffix == ".py":
-            digest.update(path.read_bytes())
+    for path in sorted(sources.glob("*.py")):
+        digest.update(path.read_bytes())
     features = llvm.get_host_cpu_features().flatten()
     digest.update(f"{version('numba')} {llvm.get_host_cpu_name()} {features}".encode())
     return digest.hexdigest()[:16]
-
-
-def _source(module: str) -> Path:
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
-        raise RuntimeError(f"there is no module {module}")
-    return Path(found.origin)

@@ -61,4 +61,4 @@ def decode_kernel(head_dim: int) -> Kernel:
 
 @cache
 def _compiled(head_dim: int) -> Kernel:
-    return Kernel("diptych_kernels.paged_attention.cpu_kernel", head_dim)
+    return Kernel("decode_attention", head_dim)

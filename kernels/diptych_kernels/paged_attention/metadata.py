@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_kernels.paged_attention.cpu_batch import DecodeBatch
+from diptych_kernels.native.decode_batch import DecodeBatch
 from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, schedule
 
 CPU = torch.device("cpu")

@@ -1,4 +1,7 @@
-"""The kernel for CPUs, as Numba compiles it. Lengths are in elements, strides in bytes."""
+"""Rotation and cache write for CPUs, as Numba compiles them; `rope_kv_write.cpu` calls it.
+
+Every length is in elements, every stride in bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The attention kernel for CPUs, as Numba compiles it; `cpu` says what it does, and calls it.
+"""The attention kernel for CPUs, as Numba compiles it.
+
+`paged_attention.cpu` says what it does, and calls it.
 
 Every length is in elements, every stride in bytes.
 """
@@ -10,6 +12,7 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from diptych_kernels.native.decode_batch import NUM_NUMBERS, OF_LAYER, PARTITION
 from diptych_kernels.native.primitives import (
     FAST,
     await_others,
@@ -19,7 +22,6 @@ from diptych_kernels.native.primitives import (
     prefetch,
     thread_index,
 )
-from diptych_kernels.paged_attention.cpu_batch import NUM_NUMBERS, OF_LAYER, PARTITION
 
 FLOAT, INT = 4, 8
 """Bytes."""
