@@ -33,16 +33,12 @@ HEAD_START_S = 0.05
 """Until a neighbour computes."""
 KV_TOKEN_S = 45 * 1024 / 13e9
 """45 KiB of float32 KV at 13 GB/s, which results/handoff.md has for 16 blocks and more."""
-CHUNKS = ((1, 0), (8, 0), (16, 0), (32, 0), (64, 0), (128, 0), (256, 0), (512, 0), (128, 512),
-          (512, 512), (512, 1024))  # fmt: skip
+CHUNKS = ((1, 0), (16, 0), (64, 0), (128, 0), (256, 0), (512, 0), (512, 512))
 """Shares of a prompt: (tokens, those before them)."""
-DECODES = ((1, 64), (1, 256), (1, 1024), (2, 256), (4, 64), (4, 512), (8, 256), (16, 64),
-           (16, 256), (16, 768), (32, 256))  # fmt: skip
+DECODES = ((1, 64), (1, 768), (2, 256), (4, 256), (8, 256), (16, 64), (16, 512))
 """Decode rows: (rows, context of each)."""
-MIXED = ((4, 256, 64), (16, 256, 128), (16, 256, 480))
+MIXED = ((1, 256, 128), (8, 256, 56))
 """(rows, context of each, tokens of a prompt in the same step)."""
-CHUNK_KNOTS = (1, 8, 16, 32, 64, 128, 256, 512)
-DECODE_KNOTS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +63,8 @@ GRID = {
     "decode": [Work(rows, context) for rows, context in DECODES],
 }
 GRID["decode"] += [Work(rows, context, chunk) for rows, context, chunk in MIXED]
-GRID["decode"] += [Work(chunk=chunk) for chunk in (64, 128, 512)]
-KNOTS = {"prefill": CHUNK_KNOTS, "decode": (*DECODE_KNOTS, 64, 128, 512)}
+GRID["decode"] += [Work(chunk=chunk) for chunk in (64, 128)]
+KNOTS = {"prefill": (1, 16, 64, 128, 256, 512), "decode": (1, 2, 4, 8, 16, 64, 128)}
 TYPICAL = {"prefill": Work(chunk=256), "decode": Work(8, 256)}
 
 

@@ -1,14 +1,15 @@
 """Predicted over measured: one prefill and one decode engine of this machine, under several loads.
 
 The machine's speed drifts, so calibrations and measurements alternate: what was measured is
-compared with what follows from the calibrations just before and after it, and the medians of these
-quotients count.
+compared with what follows from the calibrations before and after its repetition, and the medians
+of these quotients count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from benchmarks.simulate.workload import Lengths, Request, Traffic, poisson
 
 FIGURES = ("TTFT p50", "ITL p50", "tokens/s")
 AIM = 0.15
-OUTPUT = Lengths(64)
+OUTPUT = Lengths(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +90,39 @@ class Comparison:
 def run(
     repetitions: int, scenarios: Sequence[Scenario]
 ) -> Iterator[tuple[list[Comparison], Calibration]]:
-    """Every scenario so often, between calibrations. Yields after each repetition what is known
-    so far, and what all calibrations come to."""
-    comparisons: list[Comparison] = []
+    """Every scenario so often, with a calibration before each repetition and after the last one.
+    Yields what is known after each scenario, compared with the calibration before it, and again at
+    the end, compared with those on both sides; and what all calibrations come to."""
     rounds: list[Round] = []
+    seen: list[tuple[int, Scenario, list[Request], Figures]] = []
+
+    def known() -> tuple[list[Comparison], Calibration]:
+        around = [conclude(rounds[at : at + 2], limits) for at in range(len(rounds))]
+        return [
+            Comparison(scenario.name, predict(around[at], requests), figures)
+            for at, scenario, requests, figures in seen
+        ], conclude(rounds, limits)
+
     with running(diptych_pair()) as service, benches() as engines:
         limits = engines["decode"].limits()
-        rounds.append(Round.measure(engines, service.url, 0))
         for repetition in range(repetitions):
-            seen = []
+            rounds.append(Round.measure(engines, service.url, repetition))
             for number, scenario in enumerate(scenarios):
                 seed = 1000 * (repetition + 1) + number
                 requests = scenario.draw(seed)
                 figures = observe(*asyncio.run(send(service.url, requests, seed)))
-                seen.append((scenario.name, requests, figures))
-                print(f"{scenario.name}: {' '.join(f'{f:.1f}' for f in figures)}", flush=True)
-            rounds.append(Round.measure(engines, service.url, repetition + 1))
-            around = conclude(rounds[-2:], limits)
-            comparisons += [
-                Comparison(name, predict(around, requests), figures)
-                for name, requests, figures in seen
-            ]
-            yield comparisons, conclude(rounds, limits)
+                seen.append((repetition, scenario, requests, figures))
+                yield known()
+        rounds.append(Round.measure(engines, service.url, repetitions))
+        yield known()
 
 
 def page(comparisons: Sequence[Comparison], measured: Calibration) -> str:
     """All of it in Markdown."""
     lines = [
         "# The simulator against a real 1P1D service", "",
-        f"`python -m benchmarks.simulate check` on {measured.machine}. Predicted over measured, "
+        f"`python -m benchmarks.simulate check` on {measured.machine}; load at the end "
+        f"{os.getloadavg()[1]:.1f}, about 2 of it what is measured. Predicted over measured, "
         "medians over repetitions (lowest to highest); in brackets the measured median. TTFT and "
         "ITL in ms.", "",
         f"| load | {' | '.join(FIGURES)} |", "|---|---:|---:|---:|",
