@@ -28,6 +28,8 @@ from benchmarks.simulate.engine import Limits
 from benchmarks.simulate.plan import Overheads
 from benchmarks.simulate.service import PROBE_OUTPUT, PROBE_TOKENS, ServiceTimes, probe
 
+from diptych.laptop.pods import DECODE_NICENESS
+
 ANSWER_TIMEOUT_S = 120.0
 HEAD_START_S = 0.05
 """Until a neighbour computes."""
@@ -71,10 +73,12 @@ TYPICAL = {"prefill": Work(chunk=256), "decode": Work(8, 256)}
 class Bench:
     """A real core in a process of its own that times single steps."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, niceness: int = 0) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, threads, niceness), daemon=True
+        )
         self._process.start()
 
     def limits(self) -> Limits:
@@ -110,10 +114,11 @@ class Bench:
             self._process.kill()
 
 
-def _serve(pipe: Connection[Any, Any], threads: int) -> None:
+def _serve(pipe: Connection[Any, Any], threads: int, niceness: int) -> None:
     """The process's life: steps as asked, until nobody asks any more."""
     from benchmarks.simulate.one_step import Stepper  # torch is loaded here, and nowhere else
 
+    os.nice(niceness)
     stepper = Stepper(MODEL, threads)
     try:
         while True:
@@ -131,11 +136,11 @@ def _serve(pipe: Connection[Any, Any], threads: int) -> None:
 
 @contextmanager
 def benches() -> Iterator[dict[str, Bench]]:
-    """One of each role, with as many threads as `diptych up` gives to one of each: all cores to
-    prefill, half of them to decode."""
+    """One of each role, with the threads and the niceness that `diptych up` gives to one of each:
+    all cores to prefill, half of them to decode, which gives way."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
-        started = {"prefill": Bench(cores), "decode": Bench(max(1, cores // 2))}
+        started = {"prefill": Bench(cores), "decode": Bench(max(1, cores // 2), DECODE_NICENESS)}
         for bench in started.values():
             stack.callback(bench.close)
         for bench in started.values():
