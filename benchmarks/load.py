@@ -119,7 +119,8 @@ async def drive(url: str, model: str, load: Load, seed: int) -> dict[str, float]
         for prompt in waiting:
             samples.append(await stream_completion(client, model, prompt, load.output_tokens))
 
-    limits = httpx.Limits(max_connections=load.concurrency)
+    # A connection for each request: some servers close one after an answer, unannounced.
+    limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         started = time.perf_counter()
         async with asyncio.TaskGroup() as users:

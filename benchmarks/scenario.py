@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
+import httpx
 from benchmarks.figures import Record
 from benchmarks.load import Load, drive
 from benchmarks.servers import NotStartedError, Running, System, running
@@ -163,7 +164,8 @@ def compare(
 ) -> list[Record]:
     """All systems stay up, and take turns in each case and repetition; who begins changes.
 
-    A peer that does not start is left out with a note; `systems[0]`, ours, must.
+    A peer that does not start, or fails in a case, is left out there with a note; `systems[0]`,
+    ours, must not.
     """
     chosen = {case: load for case, load in loads.items() if options.wants(case)}
     records: list[Record] = []
@@ -176,7 +178,14 @@ def compare(
                     for contestant in rotated(able, repetition):
                         if case in contestant.slow:
                             continue
-                        record = contestant.measured(case, load, repetition, measure)
+                        try:
+                            record = contestant.measured(case, load, repetition, measure)
+                        except (httpx.HTTPError, RuntimeError, ExceptionGroup) as exc:
+                            if contestant is contestants[0]:
+                                raise
+                            reporter.note(f"{case}: {contestant.name} failed: {exc!r}")
+                            contestant.slow.add(case)
+                            continue
                         records.append(record)
                         reporter.done(record, ("ttft_ms", "tpot_ms", "tokens_per_s"))
     return records
