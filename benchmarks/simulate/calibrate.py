@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
@@ -118,7 +119,10 @@ def _serve(pipe: Connection[Any, Any], threads: int, niceness: int) -> None:
     """The process's life: steps as asked, until nobody asks any more."""
     from benchmarks.simulate.one_step import Stepper  # torch is loaded here, and nowhere else
 
+    os.setsid()  # as pods do: Linux may weigh sessions, not processes, against each other
     os.nice(niceness)
+    with contextlib.suppress(OSError):  # a system without autogroups
+        Path("/proc/self/autogroup").write_text(str(niceness))
     stepper = Stepper(MODEL, threads)
     try:
         while True:
