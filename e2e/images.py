@@ -93,7 +93,7 @@ def write_layer(rootfs: Path, layer: Path) -> None:
     unfinished.rename(layer)
 
 
-def package_layer(layer: Path, pip_arguments: Sequence[str]) -> Path:
+def package_layer(layer: Path, pip_arguments: Sequence[str], *, with_kernels: bool = False) -> Path:
     """A layer with what pip installs, compiled: the image's file system is read-only."""
     if layer.exists():
         return layer
@@ -113,8 +113,16 @@ def package_layer(layer: Path, pip_arguments: Sequence[str]) -> Path:
             workers=os.cpu_count() or 1,
             invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
         )
+        if with_kernels:
+            compile_kernels(site)
         write_layer(rootfs, layer)
     return layer
+
+
+def compile_kernels(site: Path) -> None:
+    """Leave the engine's kernels for this processor, which is that of the `kube` node too."""
+    command = [sys.executable, "-m", "diptych_kernels.native"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(site)}, check=True)
 
 
 def code_layer(source: Path, build: Path) -> Path:
@@ -126,7 +134,7 @@ def code_layer(source: Path, build: Path) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*command, "--no-deps", "--wheel-dir", str(wheels), str(source)], check=True)
     (wheel,) = wheels.glob("*.whl")
-    return package_layer(layer, ["--no-deps", str(wheel)])
+    return package_layer(layer, ["--no-deps", str(wheel)], with_kernels=True)
 
 
 def python_layer(build: Path) -> Path:

@@ -62,7 +62,7 @@ class Kernel:
             raise RuntimeError("torch has no libgomp beside it: there are no threads to run on")
         self._run = library.GOMP_parallel
         self._engine = _linker(library)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(_object_file(name, number)))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(object_file(name, number)))
         self._engine.finalize_object()
         self._address = self._engine.get_function_address("kernel")
 
@@ -82,7 +82,7 @@ def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
-def _object_file(name: str, number: int) -> bytes:
+def object_file(name: str, number: int) -> bytes:
     """Beside the sources, or in the user's cache directory, or compiled and left there."""
     sources = Path(__file__).parent
     file = f"{name}-{number}-{_fingerprint(sources)}.o"
@@ -117,6 +117,7 @@ def _leave(compiled: bytes, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=place.parent)
     with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o644)  # an image is built by one user and used by another
         file.write(compiled)
     Path(temporary).rename(place)
 

@@ -1,0 +1,14 @@
+"""`python -m diptych_kernels.native`: every kernel for this processor, beside its source.
+
+For images and other installations that nobody can write to: there, an engine would compile what
+it needs, for some seconds, each time that it starts.
+"""
+
+from __future__ import annotations
+
+from diptych_kernels.native.kernel import object_file
+from diptych_kernels.paged_attention.cpu import COMMON_DIMS
+
+for head_dim in (0, *sorted(COMMON_DIMS)):
+    object_file("decode_attention", head_dim)
+object_file("rope_kv_write", 0)
