@@ -57,11 +57,7 @@ format: $(VENV)/.test ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/.bench: pyproject.toml $(VENV)/.test
-	$(PIP) install -e '.[bench]'
-	@touch $@
-
-bench: $(VENV)/.bench ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any, QUICK=1 for less; docs/performance.md
+bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any, QUICK=1 for less; docs/performance.md
 	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS)) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.handoff
 	$(BIN)/python -m benchmarks.kernels
