@@ -41,7 +41,7 @@ class Stepper:
         """Of such a step in which decode rows are known from the one before, and a prompt is new;
         the median of a few."""
         blocks = itertools.count()
-        rows = [self._request(work.context + 1, blocks) for _ in range(work.rows)]
+        rows = [self._request(work.context, 1, blocks) for _ in range(work.rows)]
         decodes = [ScheduledRequest(row, work.context, 1, samples=True) for row in rows]
         gone: list[str] = []
         if decodes:
@@ -50,7 +50,7 @@ class Stepper:
         while len(times) < REPEATS and sum(times) < LONG_S:
             shares, tokens = list(decodes), len(decodes) + work.chunk
             if work.chunk:
-                prompt = self._request(work.before + work.chunk, blocks)
+                prompt = self._request(work.before + work.chunk, 0, blocks)
                 shares.append(ScheduledRequest(prompt, work.before, work.chunk, samples=True))
             started = time.perf_counter()
             self._core.runner.execute(StepPlan(shares, tokens, gone))
@@ -61,12 +61,14 @@ class Stepper:
         self._core.runner.execute(StepPlan([], 0, gone))
         return statistics.median(times)
 
-    def _request(self, tokens: int, blocks: Iterator[int]) -> Request:
-        """With all its tokens known, and blocks for them."""
+    def _request(self, prompt: int, generated: int, blocks: Iterator[int]) -> Request:
+        """With all its tokens known, and blocks for them. What is generated is computed with other
+        weights than what is prompt."""
+        tokens = prompt + generated
         count = -(-tokens // self._block_size)
         return Request(
             f"step-{next(self._names)}", b"", SamplingParams(temperature=0, ignore_eos=True),
-            [token % 997 + 3 for token in range(tokens)], tokens, None, tokens + 1, 0,
+            [token % 997 + 3 for token in range(tokens)], prompt, None, tokens + 1, 0,
             block_ids=list(itertools.islice(blocks, count)),
         )  # fmt: skip
 
