@@ -143,9 +143,10 @@ class ModelRunner:
             self._free(request_id)
         if not plan.scheduled:
             return StepResult([], None, None)
+        fresh_blocks = self._place(plan.scheduled)
         order = order_of(plan.scheduled)
         shares = order.shares
-        rows, fresh_blocks = self._place(shares)
+        rows = [self._rows.row_of[share.request.request_id] for share in shares]
         inputs = self._inputs(order, rows)
         with self._profiler.span("execute_model"):
             return self._compute(plan, shares, rows, inputs, fresh_blocks)
@@ -218,13 +219,12 @@ class ModelRunner:
             raise InvalidRequestError(f"no worker method {method!r}; there are {known}")
         return [call(*args, **(kwargs or {}))]
 
-    def _place(self, shares: Sequence[ScheduledRequest]) -> tuple[list[int], list[int]]:
-        """The rows of the scheduled requests, their block tables brought up to date, and the
+    def _place(self, planned: Sequence[ScheduledRequest]) -> list[int]:
+        """Give the scheduled requests rows, and bring their block tables up to date; returns the
         blocks that are new to them."""
-        rows: list[int] = []
         fresh_blocks: list[int] = []
         table = self._rows
-        for share in shares:
+        for share in planned:
             request = share.request
             row = table.row_of.get(request.request_id)
             if row is None:
@@ -233,8 +233,7 @@ class ModelRunner:
             if table.num_blocks[row] < len(request.block_ids):
                 first_fresh = -(-share.start // self._block_size)
                 fresh_blocks += table.extend(row, request.block_ids, first_fresh)
-            rows.append(row)
-        return rows, fresh_blocks
+        return fresh_blocks
 
     def _take_on(self, row: int, share: ScheduledRequest) -> None:
         """A request begins, or comes back after it lost its row."""

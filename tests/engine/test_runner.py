@@ -192,6 +192,18 @@ def test_a_nan_left_in_a_block_does_not_reach_its_next_owner(runner: ModelRunner
     assert [one.token_ids[one.num_prompt_tokens :] for one in pair] == expected
 
 
+def test_a_request_that_comes_back_finds_clean_blocks(runner: ModelRunner) -> None:
+    """Its prompt and what it had generated are computed apart, but its blocks are taken once."""
+    feeder = Feeder(runner)
+    victim = feeder.request(1, [7, 8, 9, 10, 11], temperature=0.0)
+    victim.token_ids += [3]
+    runner.kv_cache.fill_(torch.nan)
+    feeder.step([feeder.share(victim, victim.num_tokens)])
+    assert not runner.kv_cache[victim.block_ids].isnan().any()
+    feeder.step([], ["1"])
+    runner.kv_cache.zero_()
+
+
 def test_nans_of_one_request_are_reported_and_spare_the_others(runner: ModelRunner) -> None:
     feeder = Feeder(runner)
     pair = [feeder.request(n, [n, 2, 3, 4, 5], temperature=0.0) for n in (1, 2)]

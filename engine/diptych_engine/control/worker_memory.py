@@ -64,17 +64,17 @@ class WorkerMemory:
 
         Harmless if they are here. If it fails they are away as before, and it may be tried again.
         """
-        away, self._away = self._away, []
-        if not away:
+        if not self._away:
             return
-        for storage, size in away:
-            storage.resize_(size)
         try:
-            self._fill([storage for storage, _ in away])
+            for storage, size in self._away:
+                storage.resize_(size)
+            self._fill([storage for storage, _ in self._away])
         except BaseException:
-            self._release_weights()
+            for storage, _ in self._away:
+                storage.resize_(0)
             raise
-        self._aside = None
+        self._away, self._aside = [], None
 
     def _fill(self, storages: list[torch.UntypedStorage]) -> None:
         match self._aside:
