@@ -24,11 +24,11 @@ from diptych_protocol import EngineConfig
 BLOCK_SIZE: Final = 16
 CONTEXT: Final = 128
 """Tokens in the cache of each decode."""
-CASES: Final = ((1, 0), (4, 0), (16, 0), (32, 0), (64, 0), (128, 0), (4, 128), (16, 256))
+CASES: Final = ((1, 0), (4, 0), (16, 0), (32, 0), (64, 0), (128, 0), (0, 128), (4, 128), (0, 512))
 """Decodes, and tokens of a prompt in the same step."""
 
 
-def inputs_of(decodes: int, prompt: int, *, packed: bool) -> StepInputs:
+def inputs_of(decodes: int, prompt: int) -> StepInputs:
     """Each sequence has blocks of its own."""
     counts = np.array([1] * decodes + [prompt] * (prompt > 0))
     lengths = np.array([CONTEXT] * decodes + [prompt] * (prompt > 0))
@@ -45,16 +45,15 @@ def inputs_of(decodes: int, prompt: int, *, packed: bool) -> StepInputs:
         slot_blocks=torch.from_numpy(tables[of_token, positions // BLOCK_SIZE]),
         slot_offsets=torch.from_numpy(positions % BLOCK_SIZE),
         attention=AttentionMetadata(query_starts, lengths, tables, decodes, BLOCK_SIZE),
-        num_packed=decodes if packed else 0,
     )
 
 
 @torch.inference_mode()
-def step_ms(runner: ModelRunner, decodes: int, prompt: int, *, packed: bool) -> float:
-    inputs = inputs_of(decodes, prompt, packed=packed)
+def step_ms(runner: ModelRunner, decodes: int, prompt: int) -> float:
+    inputs = inputs_of(decodes, prompt)
     started = time.thread_time()
     hidden = runner.forward(inputs, [])
-    runner.model.logits(hidden[: decodes + (prompt > 0)], packed=packed)
+    runner.model.logits(hidden[: decodes + (prompt > 0)])
     return (time.thread_time() - started) * 1e3
 
 
@@ -63,13 +62,18 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--repetitions", type=int, default=15)
     args = parser.parse_args()
-    config = EngineConfig(model=args.model, num_blocks=2048, num_threads=1)
-    runner = ModelRunner(config, resolve_model(args.model))
+    runners = [
+        ModelRunner(
+            EngineConfig(model=args.model, num_blocks=2048, num_threads=1, weight_packing=packing),
+            resolve_model(args.model),
+        )
+        for packing in ("auto", "none")
+    ]
     print("| decodes | prompt tokens | packed ms | float32 ms | ratio |")
     print("|---|---|---|---|---|")
     for decodes, prompt in CASES:
         pairs = [
-            [step_ms(runner, decodes, prompt, packed=packed) for packed in (True, False)]
+            [step_ms(runner, decodes, prompt) for runner in runners]
             for _ in range(args.repetitions)
         ]
         packed, plain = (statistics.median(column) for column in zip(*pairs, strict=True))

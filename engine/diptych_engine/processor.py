@@ -20,22 +20,32 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 512 << 20)
 
 
-def compile_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Thread:
+def compile_kernels(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool
+) -> Thread:
     """Begin to compile, or to load, the kernels that a model will call; join before its first step.
 
     What goes wrong in the thread goes wrong again in that step, and is told there.
     """
-    thread = Thread(target=_compile, args=(device, dtype, head_dim), name="kernels", daemon=True)
+    args = device, dtype, head_dim, packed
+    thread = Thread(target=_compile, args=args, name="kernels", daemon=True)
     thread.start()
     return thread
 
 
-def _compile(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool) -> None:
     if device.type == "cpu" and dtype is torch.float32:
         from diptych_kernels.native.kernel import openmp
+        from diptych_kernels.packed_product import cpu as packed_product
         from diptych_kernels.paged_attention import cpu as paged_attention
+        from diptych_kernels.rms_norm import cpu as rms_norm
         from diptych_kernels.rope_kv_write import cpu as rope_kv_write
+        from diptych_kernels.silu_mul import cpu as silu_mul
 
         if openmp() is not None:
             paged_attention.decode_kernel(head_dim)
-            rope_kv_write.kernel()
+            for small in (rms_norm, rope_kv_write, silu_mul):
+                small.kernel()
+            if packed:
+                for bits in (4, 8):
+                    packed_product.kernel(bits)

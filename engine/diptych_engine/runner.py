@@ -21,7 +21,6 @@ from diptych_engine.control.worker_memory import WorkerMemory
 from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import Packer, StepInputs, build_model, load_weights
-from diptych_engine.models.packed import PACKED_ROWS, packed_rows
 from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.pooling import Pooler
@@ -30,7 +29,6 @@ from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.sampler import Sampler
-from diptych_engine.step_order import StepOrder, order_of
 from diptych_engine.weights.receiver import WeightReceiver
 from diptych_engine.worker_extension import extension_methods
 from diptych_frontend.model_source import ModelConfig, ModelSource
@@ -71,13 +69,17 @@ class ModelRunner:
         cores_a_rank = max(1, len(os.sched_getaffinity(0)) // shard.size)
         torch.set_num_threads(config.num_threads or cores_a_rank)
         keep_freed_memory()
-        kernels = compile_kernels(self._device, self._dtype, source.config.head_dim)
+        self._packs = config.weight_packing == "auto" and (
+            self._device.type == "cpu" and self._dtype is torch.float32
+        )
+        kernels = compile_kernels(
+            self._device, self._dtype, source.config.head_dim, packed=self._packs
+        )
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
         self._source, self._seed = source, config.seed
-        self._packs = self._device.type == "cpu" and config.weight_packing == "auto"
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
@@ -144,10 +146,12 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult([], None, None)
         fresh_blocks = self._place(plan.scheduled)
-        order = order_of(plan.scheduled)
-        shares = order.shares
+        shares: Sequence[ScheduledRequest] = plan.scheduled
+        num_decodes = sum([share.num_tokens == 1 for share in shares])
+        if num_decodes not in (0, len(shares)):
+            shares = sorted(shares, key=_is_chunk)
         rows = [self._rows.row_of[share.request.request_id] for share in shares]
-        inputs = self._inputs(order, rows)
+        inputs = self._inputs(shares, rows, num_decodes)
         with self._profiler.span("execute_model"):
             return self._compute(plan, shares, rows, inputs, fresh_blocks)
 
@@ -246,9 +250,10 @@ class ModelRunner:
         if request.prompt_embeds is not None:
             self._embeds.admit(request.request_id, request.prompt_embeds)
 
-    def _inputs(self, order: StepOrder, rows: list[int]) -> StepInputs:
+    def _inputs(
+        self, shares: Sequence[ScheduledRequest], rows: list[int], num_decodes: int
+    ) -> StepInputs:
         """The step's tokens and what the model must know of them."""
-        shares, num_decodes = order.shares, order.num_decodes
         starts = np.array([share.start for share in shares])
         if num_decodes == len(shares):
             token_ids = np.array([share.request.token_ids[share.start] for share in shares])
@@ -277,7 +282,6 @@ class ModelRunner:
                 device=self._device,
             ),
             adapters=self.loras.rows_of(shares) if self.loras else (),
-            num_packed=packed_rows(int(query_starts[order.num_generated]), num_decodes),
         )
 
     def _sample(
@@ -300,7 +304,7 @@ class ModelRunner:
             rows = [rows[i] for i in order]
             last_tokens = inputs.attention.query_starts[1:][order] - 1
             hidden = hidden.index_select(0, self._tensor(last_tokens))
-        logits = self.model.logits(hidden, packed=len(hidden) <= PACKED_ROWS)
+        logits = self.model.logits(hidden)
         return self._sampler.sample(logits, rows, requests)
 
     def _free(self, request_id: str) -> None:
@@ -367,6 +371,10 @@ def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block, all layers."""
     return math.prod(block_shape(model, block_size)) * dtype.itemsize
+
+
+def _is_chunk(share: ScheduledRequest) -> bool:
+    return share.num_tokens > 1
 
 
 def _new_tokens(share: ScheduledRequest) -> list[int]:

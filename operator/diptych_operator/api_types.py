@@ -49,8 +49,8 @@ class Engine(SpecPart, frozen=True):
     weight_packing: Annotated[
         Literal["auto", "none"],
         Meta(
-            description="auto: on a CPU, generated tokens use the 4- and 8-bit weights of a GGUF "
-            "file as they are, which is several times faster; none: everything in dtype."
+            description="auto: on a CPU, the 4- and 8-bit weights of a GGUF file are multiplied as "
+            "they are, which is several times faster; none: everything in dtype."
         ),
     ] = "auto"
     block_size: Annotated[

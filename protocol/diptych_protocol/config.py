@@ -47,8 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     dtype: str = "auto"
     """`auto` (float32 on CPU, bfloat16 on CUDA), `float32` or `bfloat16`."""
     weight_packing: str = "auto"
-    """`auto`: on a CPU, generated tokens are computed with the 4- and 8-bit weights of a GGUF file
-    as they are, beside the same in `dtype` for prompts. `none`: everything in `dtype`."""
+    """`auto`: on a CPU in float32, the 4- and 8-bit weights of a GGUF file are multiplied as they
+    are, with activations rounded to 8 bits. `none`: everything in `dtype`."""
     block_size: int = 16
     """Tokens a KV block holds; a power of two."""
     num_blocks: int | None = None

@@ -214,7 +214,7 @@ def test_ranks_on_gpus_take_no_part_in_hand_offs() -> None:
 def test_every_field_of_a_step_travels() -> None:
     assert {field.name for field in dataclasses.fields(StepInputs)} == {
         "token_ids", "positions", "slot_blocks", "slot_offsets", "attention",
-        "given", "num_packed",
+        "given",
         "adapters",  # refused with several ranks
     }  # fmt: skip
 

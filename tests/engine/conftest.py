@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -19,11 +17,12 @@ BLOCK_SIZE = 16
 class LoneSequence:
     """A loaded model and a cache for one sequence, its blocks in no particular order."""
 
-    def __init__(self, source: ModelSource, max_tokens: int) -> None:
+    def __init__(self, source: ModelSource, max_tokens: int, *, packs: bool = False) -> None:
         cpu = torch.device("cpu")
         config = source.config
         self.model = build_model(config, max_tokens, torch.float32, cpu)
-        load_weights(self.model.slots, source, packer=Packer(self.model.packables))
+        packer = Packer(self.model.packables) if packs else None
+        load_weights(self.model.slots, source, packer=packer)
         self.window = config.sliding_window
         num_blocks = -(-max_tokens // BLOCK_SIZE)
         self.cache = torch.zeros(
@@ -32,11 +31,8 @@ class LoneSequence:
         )  # fmt: skip
         self.blocks = np.random.default_rng(0).permutation(num_blocks)
 
-    def logits(self, token_ids: list[int], start: int = 0, *, packed: bool = False) -> Tensor:
-        """Compute `token_ids` from position `start` on; what precedes stands in the cache.
-
-        packed: as if they had been generated.
-        """
+    def logits(self, token_ids: list[int], start: int = 0) -> Tensor:
+        """Compute `token_ids` from position `start` on; what precedes stands in the cache."""
         end = start + len(token_ids)
         positions = np.arange(start, end)
         inputs = StepInputs(
@@ -52,25 +48,22 @@ class LoneSequence:
                 block_size=BLOCK_SIZE,
                 window=self.window,
             ),
-            num_packed=len(token_ids) if packed else 0,
         )
         with torch.inference_mode():
             hidden = self.model.forward(inputs, self.cache.unbind(1))
-            return self.model.logits(hidden, packed=packed)
+            return self.model.logits(hidden)
 
-    def logits_in_chunks(
-        self, token_ids: list[int], sizes: list[int], *, packed: bool = False
-    ) -> Tensor:
+    def logits_in_chunks(self, token_ids: list[int], sizes: list[int]) -> Tensor:
         """The same in chunks of the given sizes, which add up to all of it."""
         pieces = []
         start = 0
         for size in sizes:
-            pieces.append(self.logits(token_ids[start : start + size], start, packed=packed))
+            pieces.append(self.logits(token_ids[start : start + size], start))
             start += size
         return torch.cat(pieces)
 
 
 @pytest.fixture(scope="session")
-def lone_sequence() -> Callable[[ModelSource, int], LoneSequence]:
+def lone_sequence() -> type[LoneSequence]:
     """Load a model for one sequence of at most so many tokens."""
     return LoneSequence

@@ -24,7 +24,7 @@ from diptych_engine.models.interface import WeightSlot
 from diptych_engine.models.linear import Linear, largest, refine_
 from diptych_engine.models.loader import fill, share_of
 from diptych_engine.models.low_rank import AdapterRows
-from diptych_engine.models.packed import PACKED_ROWS, PackedMatrix, packed_rows
+from diptych_engine.models.packed import PackedMatrix
 from diptych_engine.models.shard import Shard, Span
 from diptych_frontend.model_source import resolve_model
 from diptych_kernels.paged_attention import AttentionMetadata
@@ -35,8 +35,8 @@ from diptych_protocol import (
     WeightTransferUpdateRequest,
 )
 
-ROUNDING = 6e-3
-"""Of bfloat16: inputs, scales and results, relative to the norm of the result."""
+ROUNDING = 1e-2
+"""Of inputs to 8 bits, relative to the norm of the result."""
 KINDS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda k: k.name)
 
 
@@ -73,7 +73,7 @@ def test_values_are_those_of_the_file(kind: Kind) -> None:
 @KINDS
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])
 def test_a_product_is_that_of_the_files_own_values(kind: Kind, rows: int) -> None:
-    """Of several tensors below each other, more rows than are converted at once."""
+    """Of several tensors below each other."""
     generator = torch.Generator().manual_seed(2)
     parts = [groups_of(torch.randn(n, 96, generator=generator), kind) for n in (1040, 64, 32)]
     x = torch.randn(rows, 96, generator=generator)
@@ -91,19 +91,14 @@ def test_a_row_gets_the_same_bits_in_any_company() -> None:
         assert torch.equal(matrix.product(x[-size:]), together[-size:])
 
 
-@pytest.mark.parametrize("num_packed", [0, 2, 5])
-def test_a_linear_computes_some_rows_with_each_weight(num_packed: int) -> None:
+def test_a_linear_adds_what_it_computes() -> None:
     generator = torch.Generator().manual_seed(4)
     groups = groups_of(torch.randn(64, 32, generator=generator), Kind.Q4_0)
-    weight = groups.values().t()
-    linear = Linear(weight, packed(groups))
     x, sums = (torch.randn(5, n, generator=generator) for n in (32, 64))
-    product = linear.product(x, num_packed)
-    assert distance(product, x @ weight) < ROUNDING
-    assert torch.equal(product[num_packed:], x[num_packed:] @ weight)
-    added = sums.clone()
-    linear.add_product_(added, x, num_packed)
-    torch.testing.assert_close(added, sums + product)
+    for linear in (Linear(groups.values().t()), Linear(groups.values().t(), packed(groups))):
+        added = sums.clone()
+        linear.add_product_(added, x)
+        torch.testing.assert_close(added, sums + linear.product(x))
 
 
 @pytest.mark.parametrize("vocabulary", [40, 1000, 4096])
@@ -170,7 +165,7 @@ def test_the_shares_of_ranks_add_up(model: str) -> None:
 
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(6))
     halves = [
-        linear(Shard(rank, 2, lambda _: None)).product(x[:, rank * 64 : rank * 64 + 64], 3)
+        linear(Shard(rank, 2, lambda _: None)).product(x[:, rank * 64 : rank * 64 + 64])
         for rank in range(2)
     ]
     assert distance(halves[0] + halves[1], x @ linear(Shard()).weight) < ROUNDING
@@ -200,33 +195,8 @@ def test_a_projection_is_packed_if_all_of_its_tensors_can_be(
     assert names == {f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in plain}
 
 
-@pytest.mark.parametrize(
-    ("generated", "decodes", "wanted"),
-    [(0, 0, 0), (5, 5, 5), (300, 4, 300), (PACKED_ROWS, PACKED_ROWS, PACKED_ROWS),
-     (PACKED_ROWS + 1, PACKED_ROWS + 1, 0)],
-)  # fmt: skip
-def test_generated_tokens_are_packed_unless_the_batch_is_large(
-    generated: int, decodes: int, wanted: int
-) -> None:
-    assert packed_rows(generated, decodes) == wanted
-
-
 def make_core(model: str, **options: Any) -> EngineCore:
     return make_exact_core(model, **{"weight_packing": "auto", **options})
-
-
-def seen_in(core: EngineCore) -> list[list[int]]:
-    """The packed rows and the tokens of every step from now on."""
-    model = core.runner.model
-    forward = model.forward
-    seen: list[list[int]] = []
-
-    def watched(inputs: StepInputs, kv_layers: Any) -> Tensor:
-        seen.append([inputs.num_packed, len(inputs.token_ids)])
-        return forward(inputs, kv_layers)
-
-    model.forward = watched
-    return seen
 
 
 def answers(core: EngineCore, *requests: Any) -> dict[str, list[int]]:
@@ -239,40 +209,33 @@ def prompts() -> dict[str, list[int]]:
     return {f"r{n}": generator.integers(0, 64, n).tolist() for n in (1, 17, 40, 70)}
 
 
-def test_how_a_token_is_computed_depends_on_what_it_was(model: str) -> None:
+def test_a_token_is_computed_alike_in_any_company(model: str) -> None:
     """Alone; in a batch of chunks; with so few blocks that KV is lost and computed again; and
-    continued behind what another engine generated. Answers differ by rounding at most."""
+    continued behind what another engine generated. Attention rounds differently when it is cut
+    differently, so a token in some hundreds may be another one."""
     asked = prompts()
     alone = {}
     for name, prompt in asked.items():
-        core = make_core(model)
-        seen = seen_in(core)
-        alone |= answers(core, core_request(name, prompt, max_tokens=30))
-        assert seen == [[0, len(prompt)]] + [[1, 1]] * 29
+        alone |= answers(make_core(model), core_request(name, prompt, max_tokens=30))
 
     crowded = make_core(
         model, num_blocks=14, max_num_batched_tokens=24, enable_prefix_caching=False
     )
-    seen = seen_in(crowded)
     requests = [core_request(name, prompt, max_tokens=30) for name, prompt in asked.items()]
     same = [answer == alone[name] for name, answer in answers(crowded, *requests).items()]
     assert sum(same) >= 3
     assert crowded.scheduler.stats.num_preemptions > 0
-    assert any(1 < packed < tokens for packed, tokens in seen)
 
     same = []
     for name, prompt in asked.items():
-        core = make_core(model)
-        seen = seen_in(core)
         rest = core_request(name, prompt, max_tokens=30, generated_token_ids=alone[name][:9])
-        same.append(answers(core, rest)[name] == alone[name][9:])
-        assert seen[0] == [9, len(prompt) + 9]
+        same.append(answers(make_core(model), rest)[name] == alone[name][9:])
     assert sum(same) >= 3
 
 
 def packed_tensors(core: EngineCore) -> list[Tensor]:
     model = core.runner.model
-    return [t for p in model.packables if p.linear.packed for t in p.linear.packed.tensors]
+    return [p.linear.packed.tiles for p in model.packables if p.linear.packed]
 
 
 @torch.inference_mode()
@@ -283,7 +246,7 @@ def forward(core: EngineCore, size: int, adapters: Sequence[AdapterRows]) -> Ten
         query_starts=np.arange(size + 1), context_lens=np.ones(size, np.int64),
         block_tables=np.arange(size)[:, None], num_decodes=size, block_size=16,
     )  # fmt: skip
-    inputs = StepInputs(places, zeros, places, zeros, attention, adapters, num_packed=size)
+    inputs = StepInputs(places, zeros, places, zeros, attention, adapters)
     return core.runner.forward(inputs, [])
 
 
@@ -297,7 +260,7 @@ def test_sleep_gives_the_memory_of_packed_copies_back(model: str, level: int) ->
     assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
     owner.call("wake_up", None)
     after = packed_tensors(owner.core)
-    assert len(after) == len(before) == 2 * 9
+    assert len(after) == len(before) == 9
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert generate(owner.core, [1, 2, 3]) == answer
 

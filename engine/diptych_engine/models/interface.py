@@ -26,7 +26,7 @@ class GivenEmbeddings:
 
 @dataclass(slots=True)
 class StepInputs:
-    """The new tokens of one step, sequence after sequence, decodes first, prompts last.
+    """The new tokens of one step, sequence after sequence, decodes first.
 
     Nobody changes it; not frozen, because every step makes one and that takes three times as long.
     """
@@ -44,8 +44,6 @@ class StepInputs:
     """The adapters that some of the tokens want."""
     given: GivenEmbeddings | None = None
     """Used in place of the embeddings of those tokens."""
-    num_packed: int = 0
-    """So many tokens, from the first on, are computed with packed weights where there are any."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,6 +136,5 @@ class CausalLM(Protocol):
     def normed(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> the same after the final norm."""
 
-    def logits(self, hidden: Tensor, *, packed: bool = False) -> Tensor:
-        """[rows, hidden] of `forward` -> [rows, vocabulary]; `packed`: with packed weights, if
-        there are any."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] of `forward` -> [rows, vocabulary]."""

@@ -1,11 +1,10 @@
-"""A fused projection: its weight, and perhaps a packed copy of it for the tokens that it suits."""
+"""A fused projection: its weight, and perhaps a packed copy of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from diptych_engine.models.packed import PackedMatrix
@@ -20,42 +19,28 @@ SPAN: Final = 64
 
 @dataclass(slots=True)
 class Linear:
-    """x [rows, in] -> [rows, out]. The first `num_packed` rows go through the packed copy, if
-    there is one."""
+    """x [rows, in] -> [rows, out], by the packed copy if there is one."""
 
     weight: Tensor
     """[in, out]."""
     packed: PackedMatrix | None = None
 
-    def product(self, x: Tensor, num_packed: int) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """[rows, out] of x's type."""
-        packed = self.packed
-        if packed is None or num_packed == 0:
-            return x.mm(self.weight)
-        if num_packed == len(x):
-            return packed.product(x).to(x.dtype)
-        out = x.new_empty(len(x), self.weight.shape[1])
-        out[:num_packed] = packed.product(x[:num_packed])
-        torch.mm(x[num_packed:], self.weight, out=out[num_packed:])
-        return out
+        return x.mm(self.weight) if self.packed is None else self.packed.product(x)
 
-    def add_product_(self, sums: Tensor, x: Tensor, num_packed: int) -> None:
+    def add_product_(self, sums: Tensor, x: Tensor) -> None:
         """sums [rows, out] += x @ weight."""
-        packed = self.packed
-        if packed is None or num_packed == 0:
+        if self.packed is None:
             sums.addmm_(x, self.weight)
-        elif num_packed == len(x):
-            sums.add_(packed.product(x))
         else:
-            sums[:num_packed].add_(packed.product(x[:num_packed]))
-            sums[num_packed:].addmm_(x[num_packed:], self.weight)
+            self.packed.add_product_(sums, x)
 
 
 def refine_(logits: Tensor, x: Tensor, rows: Tensor) -> None:
     """Compute the largest logits again in x's type.
 
-    Between large numbers bfloat16 has steps of 1/16: as logits they would be ties, or fall to
-    either side when a few bits differ in x.
+    The packed product rounds x to 8 bits: nearly equal logits would change places.
 
     logits: [n, vocabulary]. x: [n, hidden]. rows: [vocabulary, hidden].
     """

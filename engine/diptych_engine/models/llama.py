@@ -190,7 +190,7 @@ class LlamaModel:
         yield from self.parameters()
         for packable in self.packables:
             if packable.linear.packed is not None:
-                yield from packable.linear.packed.tensors
+                yield packable.linear.packed.tiles
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         hidden = self._embedding.index_select(0, inputs.token_ids)
@@ -199,24 +199,23 @@ class LlamaModel:
         rotations = self._rotations.index_select(0, inputs.positions)
         adapters = inputs.adapters
         plain = not adapters and self._reduce is None
-        packed = inputs.num_packed
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             normed = rms_norm(hidden, layer.attention_norm, self._eps)
-            qkv = layer.qkv.product(normed, packed)
+            qkv = layer.qkv.product(normed)
             if adapters:
                 add_low_rank(qkv, normed, adapters, index, "qkv")
             attended = self._attend(layer, qkv, rotations, inputs, kv_layer)
             if plain:
-                layer.output.add_product_(hidden, attended, packed)
+                layer.output.add_product_(hidden, attended)
             else:
                 self._add_product(hidden, attended, layer.output, inputs, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
-            gate_up = layer.gate_up.product(normed, packed)
+            gate_up = layer.gate_up.product(normed)
             if adapters:
                 add_low_rank(gate_up, normed, adapters, index, "gate_up")
             gated = silu_mul(gate_up)
             if plain:
-                layer.down.add_product_(hidden, gated, packed)
+                layer.down.add_product_(hidden, gated)
             else:
                 self._add_product(hidden, gated, layer.down, inputs, index, "down")
         return hidden
@@ -226,10 +225,10 @@ class LlamaModel:
     ) -> None:
         """hidden += x @ weight, where every rank has some of x's columns and of weight's rows."""
         if self._reduce is None:
-            linear.add_product_(hidden, x, inputs.num_packed)
+            linear.add_product_(hidden, x)
             add_low_rank(hidden, x, inputs.adapters, layer, fused)
             return
-        part = linear.product(x, inputs.num_packed)
+        part = linear.product(x)
         add_low_rank(part, x, inputs.adapters, layer, fused)
         self._reduce(part)
         hidden.add_(part)
@@ -258,10 +257,9 @@ class LlamaModel:
     def normed(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self._final_norm, self._eps)
 
-    def logits(self, hidden: Tensor, *, packed: bool = False) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         normed = self.normed(hidden)
-        if not packed or self._head.packed is None:
-            return self._head.product(normed, 0)
-        logits = self._head.product(normed, len(normed))
-        refine_(logits, normed, self._published_head)
+        logits = self._head.product(normed)
+        if self._head.packed is not None:
+            refine_(logits, normed, self._published_head)
         return logits

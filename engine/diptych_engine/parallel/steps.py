@@ -55,7 +55,6 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
     context_lens: Array
     block_tables: Array
     num_decodes: int
-    num_packed: int
     block_size: int
     window: int | None
     given_rows: Array | None
@@ -76,7 +75,6 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
             _array(torch.from_numpy(attention.context_lens)),
             _array(torch.from_numpy(attention.block_tables)),
             attention.num_decodes,
-            inputs.num_packed,
             attention.block_size,
             attention.window,
             None if inputs.given is None else _array(inputs.given.rows),
@@ -113,7 +111,6 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
                 for lora_int_id, rows in self.adapters
             ],
             given=given,
-            num_packed=self.num_packed,
         )
 
 

@@ -11,4 +11,7 @@ from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
 for head_dim in (0, *sorted(COMMON_DIMS)):
     object_file("decode_attention", head_dim)
-object_file("rope_kv_write", 0)
+for name in ("rms_norm", "rope_kv_write", "silu_mul"):
+    object_file(name, 0)
+for bits in (4, 8):
+    object_file("packed_product", bits)

@@ -16,6 +16,7 @@ from diptych_kernels.native.decode_batch import NUM_NUMBERS, OF_LAYER, PARTITION
 from diptych_kernels.native.primitives import (
     FAST,
     await_others,
+    exp2,
     floats,
     ints,
     num_threads,
@@ -27,9 +28,6 @@ FLOAT, INT = 4, 8
 """Bytes."""
 STEP = 4
 """Keys that are taken together."""
-E1, E2, E3, E4, E5, E6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
-"""2^x = 1 + E1 x + E2 x^2 + ..., as good as float32 can be for |x| <= 1/2."""
-ONE, HALF, LOWEST = np.float32(1.0), np.float32(0.5), np.float32(-126.0)
 LOG2_E = math.log2(math.e)
 
 
@@ -152,21 +150,11 @@ def _weigh(scores, count, partial, dim):
     largest = _largest(scores, count)
     total = np.float32(0.0)
     for i in range(count):
-        x[i] = _exp2(x[i] - largest)
+        x[i] = exp2(x[i] - largest)
         total += x[i]
     for i in range(dim):
         y[i] = np.float32(0.0)
     y[dim], y[dim + 1] = largest, total
-
-
-@njit(fastmath=FAST)
-def _exp2(x):
-    """2^x for x <= 0; a NaN stays one."""
-    x = LOWEST if x < LOWEST else x
-    whole = np.int32(x - HALF)
-    rest = x - np.float32(whole)
-    power = ONE + rest * (E1 + rest * (E2 + rest * (E3 + rest * (E4 + rest * (E5 + rest * E6)))))
-    return power * np.int32((whole + 127) << 23).view(np.float32)
 
 
 @njit(error_model="numpy")
@@ -232,7 +220,7 @@ def _merge(partials, stride, count, target, dim):
         y[i] = np.float32(0.0)
     for index in range(count):
         partial = floats(partials + index * stride, dim + 2)
-        share = _exp2(partial[dim] - largest)
+        share = exp2(partial[dim] - largest)
         total += share * partial[dim + 1]
         _add(share, partials + index * stride, target, dim)
     for i in range(dim):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
@@ -10,6 +12,9 @@ from numba.extending import intrinsic
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Sums may be reordered, or no loop would use vectors; NaN and infinity keep their meaning."""
 CACHE_LINE = 64
+E1, E2, E3, E4, E5, E6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
+"""2^x = 1 + E1 x + E2 x^2 + ..., as good as float32 can be for |x| <= 1/2."""
+ONE, HALF, LOWEST = np.float32(1.0), np.float32(0.5), np.float32(-126.0)
 
 _BYTES = ir.PointerType(ir.IntType(8))
 _INT32 = ir.IntType(32)
@@ -54,7 +59,29 @@ def ints(address, count):
 
 
 @njit
+def small_ints(address, count):
+    """`count` int8 numbers from an address on, as an array."""
+    return carray(_pointer(address), count, np.int8)
+
+
+@njit
 def prefetch(address, num_bytes):
     """Ask for memory that will be read soon."""
     for offset in range(0, num_bytes, CACHE_LINE):
         _prefetch_line(address + offset)
+
+
+@njit(fastmath=FAST)
+def exp2(x):
+    """2^x for x <= 0; a NaN stays one."""
+    x = LOWEST if x < LOWEST else x
+    whole = np.int32(x - HALF)
+    rest = x - np.float32(whole)
+    power = ONE + rest * (E1 + rest * (E2 + rest * (E3 + rest * (E4 + rest * (E5 + rest * E6)))))
+    return power * np.int32((whole + 127) << 23).view(np.float32)
+
+
+@njit
+def float_of(bits):
+    """A float32 that came as the number of its bits."""
+    return np.int32(bits).view(np.float32)

@@ -15,4 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from diptych_kernels.rms_norm import triton
 
         return triton.rms_norm(x, weight, eps)
+    from diptych_kernels.rms_norm import cpu
+
+    if cpu.fits(x):
+        return cpu.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)

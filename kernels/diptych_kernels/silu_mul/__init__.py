@@ -15,4 +15,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from diptych_kernels.silu_mul import triton
 
         return triton.silu_mul(gate_up)
+    from diptych_kernels.silu_mul import cpu
+
+    if cpu.fits(gate_up):
+        return cpu.silu_mul(gate_up)
     return reference.silu_mul(gate_up)

@@ -1,0 +1,95 @@
+"""The packed product for CPUs, as Numba compiles it; `packed_product.cpu` calls it.
+
+Every stride is in bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from diptych_kernels.native.packed_tile import (
+    FLOAT,
+    LANES,
+    QUAD,
+    QUADS,
+    group_bytes,
+    tile_product,
+)
+from diptych_kernels.native.primitives import (
+    FAST,
+    await_others,
+    floats,
+    num_threads,
+    small_ints,
+    thread_index,
+)
+
+GROUP = QUADS * QUAD
+NUM_NUMBERS = 11
+LEVELS = np.float32(127.0)
+"""Of a rounded input, on either side of zero."""
+ZERO, HALF = np.float32(0.0), np.float32(0.5)
+
+
+def entry(bits):
+    """The kernel for a matrix whose levels have 4 or 8 bits."""
+    eight, four, two, one = (tile_product(num_rows, bits) for num_rows in (8, 4, 2, 1))
+    of_group = group_bytes(bits)
+
+    @njit(error_model="numpy")
+    def multiply(numbers):
+        """What each thread does: rounds some groups of the input, then computes some tiles."""
+        x, x_stride, rows, groups, tiles, num_tiles = numbers[:6]
+        out, stride, add, inputs, factors = numbers[6:NUM_NUMBERS]
+        thread, threads = thread_index(), num_threads()
+        count = rows * groups
+        for index in range(count * thread // threads, count * (thread + 1) // threads):
+            source = x + index // groups * x_stride + index % groups * GROUP * FLOAT
+            _round(source, inputs + index * GROUP, factors + index * 2 * FLOAT)
+        await_others()
+        for index in range(num_tiles * thread // threads, num_tiles * (thread + 1) // threads):
+            tile, target = tiles + index * groups * of_group, out + index * LANES * FLOAT
+            row = 0
+            while row + 8 <= rows:
+                eight(tile, groups, inputs, factors, target, stride, add, row)
+                row += 8
+            if row + 4 <= rows:
+                four(tile, groups, inputs, factors, target, stride, add, row)
+                row += 4
+            if row + 2 <= rows:
+                two(tile, groups, inputs, factors, target, stride, add, row)
+                row += 2
+            if row < rows:
+                one(tile, groups, inputs, factors, target, stride, add, row)
+
+    def packed_product(numbers):
+        multiply(carray(numbers, NUM_NUMBERS))
+
+    return packed_product
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def _round(source, target, factors):
+    """A group of inputs as int8, its scale and its scaled sum; NaN and infinity make both NaN."""
+    x, y, z = floats(source, GROUP), small_ints(target, GROUP), floats(factors, 2)
+    largest = _largest(source)
+    inverse = LEVELS / largest if largest > ZERO else ZERO
+    total, nothing = np.int32(0), ZERO
+    for i in range(GROUP):
+        level = np.int32(x[i] * inverse + (HALF if x[i] > ZERO else -HALF))
+        y[i] = np.int8(level)
+        total += level
+        nothing += x[i] * ZERO
+    scale = largest / LEVELS + nothing
+    z[0], z[1] = scale, scale * np.float32(total)
+
+
+@njit(fastmath=FAST | {"nnan"})
+def _largest(source):
+    """The largest absolute value; NaN may hide here."""
+    x = floats(source, GROUP)
+    largest = ZERO
+    for i in range(GROUP):
+        largest = max(largest, abs(x[i]))
+    return largest

@@ -1,0 +1,41 @@
+"""Normalisation of rows for CPUs, as Numba compiles it; `rms_norm.cpu` calls it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from diptych_kernels.native.primitives import FAST, float_of, floats, num_threads, thread_index
+
+FLOAT = 4
+"""Bytes."""
+NUM_NUMBERS = 7
+
+
+def entry(number):
+    """One kernel for all sizes: `number` is 0."""
+
+    def rms_norm(numbers):
+        _rms_norm(carray(numbers, NUM_NUMBERS))
+
+    return rms_norm
+
+
+@njit(error_model="numpy")
+def _rms_norm(numbers):
+    """What each thread does: some of the rows."""
+    x, stride, weight, out, rows, size, eps = numbers[:NUM_NUMBERS]
+    thread, threads = thread_index(), num_threads()
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+        _norm(x + row * stride, weight, out + row * size * FLOAT, size, float_of(eps))
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def _norm(source, weight, target, size, eps):
+    x, factors, y = floats(source, size), floats(weight, size), floats(target, size)
+    total = np.float32(0.0)
+    for i in range(size):
+        total += x[i] * x[i]
+    scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+    for i in range(size):
+        y[i] = x[i] * scale * factors[i]

@@ -1,0 +1,42 @@
+"""The gate of a SwiGLU MLP for CPUs, as Numba compiles it; `silu_mul.cpu` calls it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from diptych_kernels.native.primitives import FAST, exp2, floats, num_threads, thread_index
+
+FLOAT = 4
+"""Bytes."""
+NUM_NUMBERS = 4
+ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(math.log2(math.e))
+
+
+def entry(number):
+    """One kernel for all sizes: `number` is 0."""
+
+    def silu_mul(numbers):
+        _silu_mul(carray(numbers, NUM_NUMBERS))
+
+    return silu_mul
+
+
+@njit(error_model="numpy")
+def _silu_mul(numbers):
+    """What each thread does: some of the rows."""
+    gate_up, out, rows, size = numbers[:NUM_NUMBERS]
+    thread, threads = thread_index(), num_threads()
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+        _gate(gate_up + 2 * row * size * FLOAT, out + row * size * FLOAT, size)
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def _gate(gate_up, out, size):
+    x, y, z = floats(gate_up, size), floats(gate_up + size * FLOAT, size), floats(out, size)
+    for i in range(size):
+        # 1 / (1 + e^-x), written so that the power is at most 1
+        power = exp2(-abs(x[i]) * LOG2_E)
+        z[i] = x[i] * (ONE if x[i] >= ZERO else power) / (ONE + power) * y[i]

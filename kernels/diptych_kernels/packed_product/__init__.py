@@ -1,0 +1,34 @@
+"""Products with matrices that stay as small in memory as in their file, on a CPU.
+
+The other factor is rounded to 8 bits, a scale for each group of 32 values, so that a group is
+summed up in integers: exactly, and at four values an instruction (as llama.cpp does it). What a row
+yields depends on nothing else, neither on the rows beside it nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from diptych_kernels.packed_product.tiles import TILE_ROWS, to_tiles
+
+__all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles"]
+
+
+def is_available() -> bool:
+    """Whether there are threads that the kernel can run on."""
+    from diptych_kernels.native.kernel import openmp
+
+    return openmp() is not None
+
+
+def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """out = x matrix^T, or out += x matrix^T.
+
+    x: [rows, columns] float32, each row contiguous.
+    tiles: [out / 16, columns / 32, bytes] uint8: a matrix [out, columns] as `to_tiles` makes it.
+    out: [rows, out] float32, each row contiguous.
+    A row with a NaN or an infinity in it yields NaN.
+    """
+    from diptych_kernels.packed_product import cpu
+
+    cpu.packed_product(x, tiles, out, add=add)

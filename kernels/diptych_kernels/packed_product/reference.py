@@ -1,0 +1,28 @@
+"""The packed product in torch's operators."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from diptych_kernels.packed_product.tiles import GROUP, values_of
+
+LEVELS: Final = 127
+"""On either side of zero."""
+SMALLEST: Final = torch.finfo(torch.float32).tiny
+
+
+def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """As `diptych_kernels.packed_product.packed_product`."""
+    product = rounded(x).mm(values_of(tiles).t())
+    out.copy_(out + product if add else product)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """[rows, columns] -> the same with 8 bits for each value, and a scale for 32 of them."""
+    groups = x.reshape(len(x), -1, GROUP)
+    scale = groups.abs().amax(2, keepdim=True) / LEVELS
+    levels = (groups / scale.clamp(min=SMALLEST)).round()
+    return (levels * scale).view(x.shape)

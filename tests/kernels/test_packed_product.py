@@ -1,0 +1,92 @@
+"""The packed product on a CPU: against its reference, and what does not change a row's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych_kernels.packed_product import packed_product, reference, to_tiles
+from diptych_kernels.packed_product.tiles import values_of
+
+BITS = pytest.mark.parametrize("bits", [4, 8])
+
+
+def random_tiles(rows: int, columns: int, bits: int) -> Tensor:
+    generator = torch.Generator().manual_seed(bits)
+    levels = torch.randint(0, 1 << bits, (rows, columns), generator=generator).to(torch.uint8)
+    scale, offset = torch.randn(2, rows, columns // 32, generator=generator)
+    tiles = to_tiles(levels, scale, offset * (1 << bits), bits)
+    assert tiles is not None
+    return tiles
+
+
+def product(x: Tensor, tiles: Tensor) -> Tensor:
+    out = torch.full((len(x), 16 * len(tiles)), torch.nan)
+    packed_product(x, tiles, out)
+    return out
+
+
+@BITS
+def test_tiles_hold_the_matrix(bits: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    levels = torch.randint(0, 1 << bits, (48, 96), generator=generator).to(torch.uint8)
+    scale, offset = torch.randn(2, 48, 3, generator=generator).half().float()
+    tiles = to_tiles(levels, scale, offset, bits)
+    assert tiles is not None
+    wanted = levels.view(48, 3, 32) * scale[..., None] + offset[..., None]
+    assert torch.equal(values_of(tiles), wanted.view(48, 96))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"), [((24, 32), 1.0), ((16, 32), 1e5), ((16, 32), torch.nan)]
+)
+def test_what_fills_no_tiles_is_none(shape: tuple[int, int], scale: float) -> None:
+    scales = torch.full((shape[0], shape[1] // 32), scale)
+    assert to_tiles(torch.zeros(shape, dtype=torch.uint8), scales, scales, 4) is None
+
+
+@BITS
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 29])
+def test_it_computes_what_the_reference_does(bits: int, rows: int) -> None:
+    """Rows of every size of block; inputs that are a part of wider rows, and groups of zeros."""
+    tiles = random_tiles(80, 96, bits)
+    wide = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows))
+    wide[:, 64:96] = 0
+    x = wide[:, 64:]
+    wanted = torch.empty(rows, 80)
+    reference.packed_product(x, tiles, wanted)
+    # At the middle between two levels either may be taken.
+    torch.testing.assert_close(product(x, tiles), wanted, rtol=1e-4, atol=1e-3 * (1 << bits))
+
+
+def test_it_can_add_to_what_is_there() -> None:
+    tiles = random_tiles(32, 64, 4)
+    x, sums = torch.randn(5, 64), torch.randn(5, 48)[:, :32]
+    added = sums.clone()
+    packed_product(x, tiles, added, add=True)
+    assert torch.equal(added, sums + product(x, tiles))
+
+
+def test_a_row_gets_the_same_bits_in_any_company_and_on_any_number_of_threads() -> None:
+    tiles = random_tiles(112, 128, 4)
+    x = torch.randn(31, 128)
+    together = product(x, tiles)
+    for size in (1, 2, 6, 15):
+        assert torch.equal(product(x[:size], tiles), together[:size])
+        assert torch.equal(product(x[-size:], tiles), together[-size:])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(product(x, tiles), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows_in_its_own_row_alone(bad: float) -> None:
+    x = torch.randn(3, 64)
+    x[1, 40] = bad
+    out = product(x, random_tiles(32, 64, 4))
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
