@@ -25,7 +25,11 @@ import libucx
 import numpy as np
 from numpy.typing import NDArray
 
-os.environ.setdefault("UCX_LOG_LEVEL", "error")  # read when the library is loaded
+# Read when the library is loaded.
+os.environ.setdefault("UCX_LOG_LEVEL", "error")
+# UCX puts itself before eight functions of libc, and spins this long at each of them, so that other
+# threads leave its first few instructions. Its 50 ms add 0.4 s to the start of every engine.
+os.environ.setdefault("UCX_MEM_BISTRO_GRACE_DURATION", "1ms")
 libucx.load_library()
 
 from ucxx._lib import libucxx as libucxx  # noqa: E402  (it needs both)
