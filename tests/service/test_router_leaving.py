@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,33 @@ PROMPTS = [
     f"Chapter {number}. The lighthouse keeper climbed the stairs every evening, and "
     for number in ("one", "two")
 ]
-LENGTH = 80
+LENGTH = 56
+
+
+@dataclass
+class Fleet:
+    """One prefill engine and two for decode."""
+
+    prefill: Core
+    decode: list[Core]
+    spent: list[Core] = field(default_factory=list)
+    """Of no use to the next test, which gets new ones in their places."""
 
 
 @pytest.fixture(scope="module")
-def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
+def engines(smollm2: str, keys_dir: Path) -> Iterator[Fleet]:
     configs = [engine_config(name, smollm2) for name in ("prefill-0", "decode-0", "decode-1")]
-    with cores(keys_dir, *configs) as started:
-        yield started
+    with cores(keys_dir, *configs) as (prefill, *decode):
+        yield Fleet(prefill, decode)
 
 
 @pytest.fixture
-def fleet(engines: list[Core]) -> Iterator[list[Core]]:
-    """One prefill engine and two for decode. What a test does to a decode engine is its last."""
-    yield engines
-    for core in engines[1:]:
+def fleet(engines: Fleet) -> Fleet:
+    for core in engines.spent:
         core.kill()
         core.start()
+    engines.spent.clear()
+    return engines
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +90,17 @@ async def expected(client: PoolClient, known: dict[str, list[int]]) -> list[list
 async def test_a_draining_engine_hands_its_streams_to_its_twin(
     smollm2: str,
     keys_dir: Path,
-    fleet: list[Core],
+    fleet: Fleet,
     known: dict[str, list[int]],
     eventually: Any,
 ) -> None:
-    prefill, *decode = fleet
+    fleet.spent += fleet.decode
     async with routing(
-        smollm2, keys_dir, [prefill.address], [core.address for core in decode]
+        smollm2, keys_dir, [fleet.prefill.address], [core.address for core in fleet.decode]
     ) as client:
         await all_usable(client, 3)
         wanted = await expected(client, known)
-        leaving, twin = (link_of(client, core) for core in decode)
+        leaving, twin = (link_of(client, core) for core in fleet.decode)
         streams = await streams_at(client, leaving, eventually)
         before = await twin.refresh_stats()
         await leaving.client.call("drain")
@@ -117,69 +128,19 @@ async def test_a_draining_engine_hands_its_streams_to_its_twin(
         assert await last.done() == wanted[0]
 
 
-@pytest.mark.parametrize(
-    ("blow", "within_s"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 8), (signal.SIGTERM, 2)]
-)
-async def test_streams_outlive_their_engine(
-    smollm2: str,
-    keys_dir: Path,
-    fleet: list[Core],
-    known: dict[str, list[int]],
-    eventually: Any,
-    blow: signal.Signals,
-    within_s: float,
-) -> None:
-    """Killed; frozen, as if its node had vanished without a word; told to end at once."""
-    prefill, *decode = fleet
-    async with routing(
-        smollm2, keys_dir, [prefill.address], [core.address for core in decode]
-    ) as client:
-        await all_usable(client, 3)
-        wanted = await expected(client, known)
-        victim = link_of(client, decode[0])
-        streams = await streams_at(client, victim, eventually)
-        begin = time.monotonic()
-        decode[0].signal(blow)
-        await eventually(lambda: not victim.up, timeout_s=30)
-        assert time.monotonic() - begin < within_s
-        assert [await stream.done() for stream in streams] == wanted
-        assert victim.open_tokens == 0
-
-
-async def test_a_stream_waits_for_its_only_engine_to_come_back(
-    smollm2: str,
-    keys_dir: Path,
-    fleet: list[Core],
-    known: dict[str, list[int]],
-    eventually: Any,
-) -> None:
-    prefill, only, other = fleet
-    other.kill()
-    async with routing(smollm2, keys_dir, [prefill.address], [only.address]) as client:
-        await healthy(client, 60)
-        wanted = await expected(client, known)
-        streams = await streams_at(client, link_of(client, only), eventually)
-        only.kill()
-        await eventually(lambda: client.num_held == len(streams))
-        assert client.why_not_ready()
-        only.start()
-        assert [await stream.done() for stream in streams] == wanted
-        assert client.num_held == 0
-
-
 async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
     smollm2: str,
     keys_dir: Path,
-    fleet: list[Core],
+    fleet: Fleet,
     known: dict[str, list[int]],
     eventually: Any,
 ) -> None:
     """One stream runs, the other has its KV there and waits for its turn: nothing to hand off."""
-    prefill, wide, _ = fleet
+    wide = fleet.decode[0]
     config = engine_config("narrow-0", smollm2, max_num_seqs=1)
     with cores(keys_dir, config) as (narrow,):
         async with routing(
-            smollm2, keys_dir, [prefill.address], [narrow.address, wide.address]
+            smollm2, keys_dir, [fleet.prefill.address], [narrow.address, wide.address]
         ) as client:
             await all_usable(client, 3)
             wanted = await expected(client, known)
@@ -194,3 +155,53 @@ async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
             assert [await stream.done() for stream in streams] == wanted
             assert leaving.open_tokens == twin.open_tokens == 0
             assert (await leaving.refresh_stats()).num_waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("blow", "within_s"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 8), (signal.SIGTERM, 2)]
+)
+async def test_streams_outlive_their_engine(
+    smollm2: str,
+    keys_dir: Path,
+    fleet: Fleet,
+    known: dict[str, list[int]],
+    eventually: Any,
+    blow: signal.Signals,
+    within_s: float,
+) -> None:
+    """Killed; frozen, as if its node had vanished without a word; told to end at once."""
+    lost = fleet.decode[0]
+    fleet.spent.append(lost)
+    async with routing(
+        smollm2, keys_dir, [fleet.prefill.address], [core.address for core in fleet.decode]
+    ) as client:
+        await all_usable(client, 3)
+        wanted = await expected(client, known)
+        victim = link_of(client, lost)
+        streams = await streams_at(client, victim, eventually)
+        begin = time.monotonic()
+        lost.signal(blow)
+        await eventually(lambda: not victim.up, timeout_s=30)
+        assert time.monotonic() - begin < within_s
+        assert [await stream.done() for stream in streams] == wanted
+        assert victim.open_tokens == 0
+
+
+async def test_a_stream_waits_for_its_only_engine_to_come_back(
+    smollm2: str,
+    keys_dir: Path,
+    fleet: Fleet,
+    known: dict[str, list[int]],
+    eventually: Any,
+) -> None:
+    only = fleet.decode[0]
+    async with routing(smollm2, keys_dir, [fleet.prefill.address], [only.address]) as client:
+        await healthy(client, 60)
+        wanted = await expected(client, known)
+        streams = await streams_at(client, link_of(client, only), eventually)
+        only.kill()
+        await eventually(lambda: client.num_held == len(streams))
+        assert client.why_not_ready()
+        only.start()
+        assert [await stream.done() for stream in streams] == wanted
+        assert client.num_held == 0

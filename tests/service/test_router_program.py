@@ -23,6 +23,8 @@ from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
 
 LINGER_S = 1.5
+STREAMED = 110
+"""Tokens of a stream that is still under way when the router has lingered."""
 QUESTION = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 
 
@@ -31,11 +33,12 @@ class Router:
     process: subprocess.Popen[bytes]
     url: str
     admin: str
+    http: httpx.Client
 
     def health(self) -> httpx.Response | None:
         """None while nobody listens."""
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health")
+            return self.http.get(f"{self.url}/health")
         return None
 
     def is_ready(self) -> bool:
@@ -66,7 +69,10 @@ def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) ->
         ]
     )
     try:
-        yield Router(process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}")
+        with httpx.Client() as http:
+            yield Router(
+                process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", http
+            )
     finally:
         process.kill()
         process.wait()
@@ -74,12 +80,12 @@ def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) ->
 
 async def test_its_life(router: Router, eventually: Any) -> None:
     await eventually(router.is_ready, timeout_s=60)
-    assert httpx.get(f"{router.url}/live").status_code == 200
+    assert router.http.get(f"{router.url}/live").status_code == 200
 
     # The operator's view, for holders of the token only.
     state = f"{router.admin}/admin/state"
-    assert httpx.get(state).status_code == 401
-    answer = httpx.get(state, headers={"authorization": "Bearer sesame"})
+    assert router.http.get(state).status_code == 401
+    answer = router.http.get(state, headers={"authorization": "Bearer sesame"})
     report = msgspec.json.decode(answer.content, type=RouterReport)
     assert report.ready
     assert [engine.engine_id for engine in report.engines] == ["prefill-0", "decode-0"]
@@ -99,7 +105,7 @@ async def test_its_life(router: Router, eventually: Any) -> None:
         assert answer.headers["connection"] == "close"
         await eventually(lambda: router.health() is None)
         assert time.monotonic() - begin >= LINGER_S
-        assert await stream == 150, "an answer under way is finished"
+        assert await stream == STREAMED, "an answer under way is finished"
     assert await asyncio.to_thread(router.process.wait, 10) == 0
 
 
@@ -108,7 +114,7 @@ async def read_stream(client: httpx.AsyncClient, started: asyncio.Event) -> int:
     tokens, ended = 0, False
     body = {
         **QUESTION,
-        "max_tokens": 150,
+        "max_tokens": STREAMED,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

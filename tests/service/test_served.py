@@ -34,6 +34,7 @@ class Served:
     url: str
     process: subprocess.Popen[bytes]
     env: dict[str, str]
+    http: httpx.Client
 
     @property
     def client(self) -> openai.OpenAI:
@@ -60,7 +61,7 @@ class Served:
 
     def metric(self, name: str) -> dict[str, float]:
         """The values of a metric of the router, by their labels."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.http.get("/metrics").text.splitlines()
         return {
             line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
             for line in lines
@@ -77,9 +78,9 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     return value
 
 
-def is_ready(url: str) -> bool:
+def is_ready(http: httpx.Client) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+        return http.get("/health").status_code == 200
     return False
 
 
@@ -93,10 +94,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     process = subprocess.Popen(
         [program, "up", EXAMPLE, "--port", str(port)], env=env, start_new_session=True
     )
-    service = Served(f"http://127.0.0.1:{port}", process, env)
+    url = f"http://127.0.0.1:{port}"
     try:
-        wait_for(lambda: is_ready(service.url), START_TIMEOUT_S)
-        yield service
+        with httpx.Client(base_url=url, timeout=5) as http:
+            wait_for(lambda: is_ready(http), START_TIMEOUT_S)
+            yield Served(url, process, env, http)
     finally:
         tree = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
@@ -205,7 +207,7 @@ async def test_a_killed_engine_breaks_no_stream_and_comes_back(served: Served, r
             assert await stream == expected
     else:
         assert await stream == expected
-    await asyncio.to_thread(wait_for, lambda: is_ready(served.url), 60)
+    await asyncio.to_thread(wait_for, lambda: is_ready(served.http), 60)
     await asyncio.to_thread(wait_for, lambda: all_ready(served), 60)
     assert await stream_text(served) == expected
 
