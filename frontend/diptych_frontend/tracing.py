@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from diptych_protocol import EngineConfig, InvalidRequestError
@@ -16,10 +15,10 @@ MAX_STATE_CHARS = 512
 """What W3C asks everybody to pass on; longer ones are dropped."""
 
 
-def trace_context(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """A caller's trace context; None if it has none, or one that the standard says to ignore."""
-    parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
-    if not TRACE_PARENT.fullmatch(parent):
+def trace_context(parent: str | None, state: str | None) -> dict[str, str] | None:
+    """A caller's trace context, from the headers `traceparent` and `tracestate`; None if there is
+    none, or one that the standard says to ignore."""
+    if parent is None or not TRACE_PARENT.fullmatch(parent):
         return None
     if state and len(state) <= MAX_STATE_CHARS:
         return {"traceparent": parent, "tracestate": state}

@@ -11,16 +11,16 @@ import hmac
 import json
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diptych_frontend.openai.deadline import Deadline
 from diptych_frontend.openai.errors import error_answer
 from diptych_frontend.openai.promised_prefill import PromiseFinder
 from diptych_protocol import ClientClosedError, InvalidRequestError
@@ -52,6 +52,8 @@ class Exchange:
     """One request and what became of it; every layer and the route see the same object."""
 
     request_id: str
+    deadline: Deadline = field(default_factory=Deadline)
+    """Of what is read from the client, and written to it."""
     started_at: float = field(default_factory=time.perf_counter)
     body: bytes = b""
     """As much of it as came, unless that was too large."""
@@ -69,6 +71,14 @@ class Exchange:
 def exchange_of(scope: Scope) -> Exchange:
     exchange: Exchange = scope[EXCHANGE_KEY]
     return exchange
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first of the request's headers of this name, which is in lower case, as theirs are."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
 
 
 class Boundary:
@@ -90,9 +100,9 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        offered_id = Headers(scope=scope).get("x-request-id")
+        offered_id = header(scope, b"x-request-id")
         usable = offered_id is not None and _REQUEST_ID.fullmatch(offered_id)
-        exchange = Exchange(offered_id if offered_id and usable else uuid.uuid4().hex)
+        exchange = Exchange(offered_id if offered_id and usable else secrets.token_hex(16))
         scope[EXCHANGE_KEY] = exchange
         # Starlette's routes raise on a wrong method, instead of answering, if they have an app.
         scope["app"] = self
@@ -111,6 +121,7 @@ class Boundary:
         except Exception as exc:
             await _answer_error(send, exchange, exc)
         finally:
+            exchange.deadline.close()
             self._record(scope, exchange)
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
@@ -147,8 +158,7 @@ def _recording(send: Send, exchange: Exchange) -> Send:
         elif not message.get("more_body", False):
             exchange.completed = True
         try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await send(message)
+            await exchange.deadline.within(WRITE_TIMEOUT_S, send(message))
         except TimeoutError as exc:
             raise ClientStalledError from exc
 
@@ -198,7 +208,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            offered = Headers(scope=scope).get("authorization", "").encode("latin-1", "replace")
+            offered = (header(scope, b"authorization") or "").encode("latin-1")
             if not hmac.compare_digest(offered, self._credentials):
                 raise InvalidRequestError(
                     "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
@@ -219,13 +229,13 @@ class BodyReader:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "0")
+        declared = header(scope, b"content-length") or "0"
         if declared.isdecimal() and int(declared[:20]) > LOOKED_THROUGH * self._max_bytes:
             raise self._too_large()
         exchange = exchange_of(scope)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                complete = await self._read(receive, exchange)
+            reading = self._read(receive, exchange)
+            complete = await exchange.deadline.within(BODY_TIMEOUT_S, reading)
         except TimeoutError as exc:
             raise InvalidRequestError("the body did not arrive in time", status=408) from exc
         if complete:
@@ -321,6 +331,9 @@ class UntilDisconnect:
         traceback: TracebackType | None,
     ) -> bool:
         self._watcher.cancel()
+        # Else the error that it ends with, whose traceback knows us, would be a cycle: the garbage
+        # of every request.
+        del self._watcher
         if not self.gone:
             return False
         self._body_task.uncancel()

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import CacheSalt, Int64
-from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, send_bytes
+from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
 from diptych_frontend.openai.generation import INLINE_RENDER_BYTES, adapter_of
 from diptych_frontend.openai.request_body import decode_body, split_prompts
 from diptych_frontend.openai.responses import encode
@@ -119,7 +118,9 @@ class EmbeddingRoute:
         adapter = adapter_of(request.model, self._served_names, self._engine)
         prompts = await self._render(request, len(exchange.body))
         async with UntilDisconnect(receive, exchange) as client:
-            trace_headers = trace_context(Headers(scope=scope))
+            trace_headers = trace_context(
+                header(scope, b"traceparent"), header(scope, b"tracestate")
+            )
             job = Job(request, prompts, adapter, trace_headers, exchange)
             embeddings = await self._embed(job)
             num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)

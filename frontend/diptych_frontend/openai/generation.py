@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import GenerationRequest
-from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, send_bytes
+from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
 from diptych_frontend.openai.request_body import decode_body
 from diptych_frontend.openai.responses import ResponseWriter, Tally
 from diptych_frontend.structured_outputs import check_structured_outputs
@@ -114,9 +113,9 @@ class GenerationRoute(Generic[R]):
             prompts,
             params,
             request.priority or 0,
-            _data_parallel_rank(Headers(scope=scope)),
+            _data_parallel_rank(scope),
             adapter,
-            trace_context(Headers(scope=scope)),
+            trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
         )
         await self._engine.check_admission(
             len(prompts) * params.n, job.num_prompt_tokens * params.n
@@ -197,9 +196,9 @@ async def _check_form(request: GenerationRequest) -> None:
         await asyncio.to_thread(check_structured_outputs, wanted, field)
 
 
-def _data_parallel_rank(headers: Headers) -> int | None:
+def _data_parallel_rank(scope: Scope) -> int | None:
     """The engine core that the caller chose, if any; whether it exists, the engine knows."""
-    text = headers.get(RANK_HEADER)
+    text = header(scope, RANK_HEADER.lower().encode())
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 4):
@@ -236,7 +235,7 @@ def unknown_model(name: str, served_names: frozenset[str]) -> InvalidRequestErro
 Item = tuple[int, RequestOutput]
 
 
-async def run(
+def run(
     engine: EngineClient, job: Job, exchange: Exchange, metrics: ServerMetrics
 ) -> AsyncGenerator[Item, None]:
     """Every output of the job with the index of its prompt; leaving early aborts all prompts.
@@ -245,9 +244,7 @@ async def run(
     stops without finishing, are failures too: never an answer.
     """
     streams = [_run_prompt(engine, job, i, exchange, metrics) for i in range(len(job.prompts))]
-    async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as items:
-        async for item in items:
-            yield item
+    return streams[0] if len(streams) == 1 else _merge(streams)
 
 
 async def _run_prompt(
@@ -321,8 +318,10 @@ def decision_headers(facts: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
     """
     headers = []
     for name, value in facts.items():
-        header = name.lower().replace("_", "-")
-        if isinstance(value, str) and _HEADER_NAME.fullmatch(header):
-            text = re.sub(r"[^\x20-\x7e]", "?", value[:512]).strip()
-            headers.append((f"x-diptych-{header}".encode(), text.encode()))
+        key = name.lower().replace("_", "-")
+        if isinstance(value, str) and _HEADER_NAME.fullmatch(key):
+            text = value[:512]
+            if not (text.isascii() and text.isprintable()):
+                text = re.sub(r"[^\x20-\x7e]", "?", text)
+            headers.append((f"x-diptych-{key}".encode(), text.strip().encode()))
     return headers

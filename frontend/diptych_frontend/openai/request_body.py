@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from diptych_frontend.openai.asgi import header
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_protocol import InvalidRequestError
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def decode_body(scope: Scope, body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Raises `InvalidRequestError` for another content type, and for what does not decode."""
-    content_type = Headers(scope=scope).get("content-type", "")
+    content_type = header(scope, b"content-type") or ""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequestError(
             f"send the body as 'Content-Type: application/json', not {content_type[:100]!r}",

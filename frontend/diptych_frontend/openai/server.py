@@ -163,6 +163,7 @@ class _Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nothing here asks who the client is
             timeout_keep_alive=KEEP_ALIVE_S,
             # uvicorn's own type is whole seconds, but it only hands this on to asyncio.wait_for.
             timeout_graceful_shutdown=drain_timeout_s,  # type: ignore[arg-type]

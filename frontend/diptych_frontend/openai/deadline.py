@@ -1,0 +1,67 @@
+"""A time limit for each step of one request, with one timer for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """Bounds what one task waits for, one thing after the other.
+
+    Setting a timer of the event loop takes longer than to write a token. So there is one at a time,
+    and only when it rings, mostly too early, it is looked whether the step of that moment is late.
+    """
+
+    def __init__(self) -> None:
+        """For the current task."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a Deadline needs a task to interrupt")
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf
+        self._due = math.inf
+        """When the step under way is late; infinite between two steps."""
+        self._late = False
+        """The step under way was cancelled for it."""
+
+    async def within(self, seconds: float, step: Awaitable[T]) -> T:
+        """Await the step. Raises `TimeoutError` if it takes longer: it is cancelled then."""
+        self._late = False
+        self._due = self._loop.time() + seconds
+        if self._due < self._rings_at:
+            self._set_timer()
+        try:
+            return await step
+        except asyncio.CancelledError as exc:
+            if self._late and self._task.uncancel() <= self._cancelling:
+                raise TimeoutError from exc
+            raise
+        finally:
+            self._due = math.inf
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        self.close()
+        self._rings_at = self._due
+        self._timer = self._loop.call_at(self._due, self._ring)
+
+    def _ring(self) -> None:
+        late = self._due <= self._rings_at
+        self._timer, self._rings_at = None, math.inf
+        if late:
+            self._late = True
+            self._task.cancel()
+        elif self._due < math.inf:
+            self._set_timer()
