@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diptych_frontend.curve import use_keys
-from diptych_frontend.zmq_frames import receive_frames
+from diptych_frontend.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     ClientClosedError,
     CurveKeys,
@@ -42,6 +42,8 @@ PATIENCE_S = 6.0
 HEARTBEATS = 4
 """Heartbeats that a peer may miss, one after the other, before it is taken for lost."""
 
+POLLIN = int(zmq.POLLIN)
+"""As a plain integer: arithmetic with members of an enum takes longer than the call."""
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -220,10 +222,10 @@ class CoreClient:
         if self._closed:
             raise ClientClosedError(f"the client of {self.endpoint} was closed")
         try:
-            self._socket.send_multipart((kind.value, *payload), zmq.NOBLOCK)
+            send_frames(self._socket, (kind.value, *payload))
         except zmq.Again as exc:
             raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:

@@ -17,7 +17,7 @@ from diptych_frontend.core_client import (
     open_dealer,
 )
 from diptych_frontend.core_launcher import TERMINATE_GRACE_S, Core
-from diptych_frontend.zmq_frames import receive_frames
+from diptych_frontend.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     ClientClosedError,
     EngineCoreOutput,
@@ -123,7 +123,7 @@ class SyncCoreClient:
     def _send(self, kind: EngineCoreRequestType, payload: list[Frame]) -> None:
         self._check_usable()
         try:
-            self._socket.send_multipart((kind.value, *payload), zmq.NOBLOCK)
+            send_frames(self._socket, (kind.value, *payload))
         except zmq.Again as exc:
             self._check_life()
             raise NotConnectedError(f"no engine core listens at {self._core.endpoint}") from exc

@@ -64,6 +64,8 @@ class EngineLink:
         """
         self.role: Role = role
         self.endpoint = endpoint
+        self.key = f"{role} {endpoint}"
+        """What the router files it under: an address plays one role."""
         self.description: EngineDescription | None = None
         self.fingerprint = ""
         self.epoch = ""
@@ -85,11 +87,6 @@ class EngineLink:
         self._gone = asyncio.Event()
         self.client = self._connect()
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
-
-    @property
-    def key(self) -> str:
-        """What the router files it under: an address plays one role."""
-        return f"{self.role} {self.endpoint}"
 
     @property
     def name(self) -> str:

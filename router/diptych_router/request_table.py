@@ -268,7 +268,8 @@ class RequestTable:
             "reason": decision.reason,
             "attempts": routed.attempts,
         }
-        log.info("request %s: %s", routed.request_id, facts)
+        level = logging.DEBUG if routed.attempts == 1 else logging.INFO
+        log.log(level, "request %s: %s", routed.request_id, facts)
         if prefill is not decode:
             begin = self._begin_pair(routed, prefill, decode)
         else:
