@@ -26,7 +26,9 @@ from diptych.laptop.rundir import PodState, RunDirectory, RunState
 from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
 from diptych.manifest import check_model, rendered
 from diptych.progress import Progress
+from diptych_frontend.processors import usable_processors
 from diptych_operator.api_types import InferenceService
+from diptych_protocol.threads import model_threads
 
 READY_TIMEOUT_S = 900.0
 CRASH_LINES = 15
@@ -58,7 +60,8 @@ async def up(
             ]
         except UnsupportedPodError as exc:
             raise BadInputError(f"{file}: {exc}") from exc
-        for relative, content in files(objects, os.cpu_count() or 1).items():
+        threads = model_threads(usable_processors())
+        for relative, content in files(objects, threads).items():
             run_dir.write(relative, content)
         await _Run(service, port, pods, run_dir, progress).until_done(while_ready)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,8 +31,10 @@ from diptych_engine.sampler import Sampler
 from diptych_engine.weights.receiver import WeightReceiver
 from diptych_engine.worker_extension import extension_methods
 from diptych_frontend.model_source import ModelConfig, ModelSource
+from diptych_frontend.processors import usable_processors
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
+from diptych_protocol.threads import model_threads
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class ModelRunner:
         self._dtype = choose_dtype(config, self._device)
         self._block_size = config.block_size
         self._window = source.config.sliding_window
-        cores_a_rank = max(1, len(os.sched_getaffinity(0)) // shard.size)
-        torch.set_num_threads(config.num_threads or cores_a_rank)
+        engines = shard.size * config.data_parallel_size
+        torch.set_num_threads(config.num_threads or model_threads(usable_processors(), engines))
         keep_freed_memory()
         self._packs = config.weight_packing == "auto" and (
             self._device.type == "cpu" and self._dtype is torch.float32

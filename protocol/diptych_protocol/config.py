@@ -80,7 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     extra `tracing`."""
     enable_prefix_caching: bool = True
     num_threads: int | None = None
-    """Threads of the model; None takes every core."""
+    """Threads of the model. None takes every processor that the process may use but one, which is
+    the front-end's, or all if there are only two; ranks and cores of one front-end share them."""
     pooling: str = "last"
     """How an embedding is made of a prompt's hidden states: `last` takes that of the last token,
     `mean` the mean of all."""

@@ -122,7 +122,7 @@ def test_decode_gives_way_to_prefill() -> None:
 
 
 def test_a_cpu_limit_overrules_the_sharing() -> None:
-    limited = {"replicas": 2, "resources": {"limits": {"cpu": 3}}}
+    limited = {"replicas": 2, "resources": {"limits": {"cpu": 4}}}
     content = files(rendered(decode=limited), 64)[f"configmaps/svc-decode-{REVISION}/engine.json"]
     assert msgspec.json.decode(content, type=EngineConfig).num_threads == 3
 

@@ -36,6 +36,21 @@ def runner() -> ModelRunner:
     return made
 
 
+@pytest.mark.parametrize(
+    ("cores", "num_threads", "threads"), [(1, None, 7), (2, None, 3), (9, None, 1), (2, 5, 5)]
+)
+def test_cores_of_one_front_end_share_the_processors_unless_told_otherwise(
+    cores: int, num_threads: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych_engine.runner.usable_processors", lambda: 8.0)
+    before = torch.get_num_threads()
+    try:
+        make_runner(num_threads=num_threads, data_parallel_size=cores)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 class Feeder:
     """Plans steps by hand, with blocks from a list."""
 

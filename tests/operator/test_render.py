@@ -122,7 +122,7 @@ def test_the_secret_holds_the_key_files_that_programs_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "threads"), [(4, 4), ("2", 2), ("2500m", 2), ("500m", 1), ("1.5", 1), ("3k", 3000)]
+    ("limit", "threads"), [(4, 3), ("2", 2), ("2500m", 2), ("500m", 1), ("1.5", 1), ("3k", 2999)]
 )
 def test_a_cpu_limit_sets_the_threads(limit: int | str, threads: int) -> None:
     spec = {"prefill": {"replicas": 1, "resources": {"limits": {"cpu": limit}}}}

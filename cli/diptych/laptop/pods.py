@@ -7,7 +7,7 @@ What differs from a cluster, and nothing else does:
 - mounted ConfigMaps and Secrets are folders of the run directory; other volumes are left out;
 - the first container of a pod runs as a process of the user, with the user's environment below its
   own; init containers, sidecars, resources, security contexts and liveness probes are left out;
-- an engine without a CPU limit gets threads by what it does: the prefill engines share all cores
+- an engine without a CPU limit gets threads by what it does: the prefill engines share them all
   between them, because computing a prompt is arithmetic; a decode engine gets its share of all
   engines, because decoding waits for memory and gains little from a second core.
 """
@@ -124,8 +124,11 @@ def local_pods(
     return [_local_pod(pod, run_dir, targets) for pod in placed]
 
 
-def files(objects: Sequence[Object], cores: int) -> dict[str, bytes]:
-    """Contents of all ConfigMaps and Secrets by their path below the run directory."""
+def files(objects: Sequence[Object], threads: int) -> dict[str, bytes]:
+    """Contents of all ConfigMaps and Secrets by their path below the run directory.
+
+    The engines have so many threads between them, where no CPU limit says otherwise.
+    """
     replicas = {
         deployment["spec"]["template"]["metadata"]["labels"].get(ROLE_LABEL): deployment["spec"][
             "replicas"
@@ -140,7 +143,7 @@ def files(objects: Sequence[Object], cores: int) -> dict[str, bytes]:
         for file, text in config["data"].items():
             content = text.encode()
             if file == ENGINE_FILE:
-                content = _with_threads(content, max(1, cores // max(1, sharers)))
+                content = _with_threads(content, max(1, threads // max(1, sharers)))
             result[f"configmaps/{config['metadata']['name']}/{file}"] = content
     for secret in _of_kind(objects, "Secret"):
         for file, encoded in secret["data"].items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from diptych_protocol import (
     KVTransferConfig,
     RouterConfig,
 )
+from diptych_protocol.threads import model_threads
 
 _UNITS = {
     "Ki": Decimal(1 << 10), "Mi": Decimal(1 << 20), "Gi": Decimal(1 << 30), "Ti": Decimal(1 << 40),
@@ -64,11 +64,9 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
 
 
 def cpu_threads(pool: Pool) -> int | None:
-    """Whole CPUs that the pod's limit allows, at least one; None without a limit."""
+    """What the pod's limit allows; None without a limit: the engine looks for itself then."""
     limit = pool.resources.limits.get("cpu")
-    if limit is None:
-        return None
-    return max(1, math.floor(_amount(limit)))
+    return None if limit is None else model_threads(float(_amount(limit)))
 
 
 def router_config(service: InferenceService, model: str) -> RouterConfig:
