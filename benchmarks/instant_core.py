@@ -62,6 +62,8 @@ def replies(
             return EngineCoreOutputs(outputs=[answer(wire.request_decoder.decode(payload))])
         case EngineCoreRequestType.UTILITY:
             call = wire.utility_decoder.decode(payload)
+            if call.call_id < 0:
+                return None
             results: dict[str, Any] = {
                 "describe": msgspec.to_builtins(description(name)),
                 "stats": SchedulerStats(blocks_total=4096, blocks_free=4096),

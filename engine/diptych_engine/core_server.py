@@ -275,6 +275,10 @@ class CoreServer:
                 self._send_answer(client, answer)
 
     def _send_answer(self, client: bytes, answer: UtilityOutput) -> None:
+        if answer.call_id < 0:  # nobody waits for it
+            if answer.failure_message is not None:
+                log.debug("a call without an answer: %s", answer.failure_message)
+            return
         try:
             frames = wire.encoder.encode(EngineCoreOutputs(utility_output=answer))
         except (TypeError, ValueError) as exc:  # a result that msgpack has no form for

@@ -179,11 +179,11 @@ class CoreClient:
             del self._calls[call_id]
 
     def tell(self, method: str, *args: Any) -> None:
-        """A utility call whose answer nobody waits for. Goes out before whatever is sent next.
+        """A utility call without an answer. Goes out before whatever is sent next.
 
         Raises `NotConnectedError` if nobody listens there now.
         """
-        call = UtilityCall(0, next(self._call_ids), method, list(args))
+        call = UtilityCall(0, ~next(self._call_ids), method, list(args))
         self._send(EngineCoreRequestType.UTILITY, wire.encoder.encode(call))
 
     async def ask(

@@ -275,6 +275,8 @@ class UtilityCall(msgspec.Struct, array_like=True, gc=False):
 
     client_index: int
     call_id: int
+    """What the answer is known by. Negative: nobody waits for one, so there is none; an older core
+    answers all the same."""
     method: str
     args: list[Any]
 

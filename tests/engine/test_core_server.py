@@ -63,6 +63,14 @@ def test_a_core_says_what_it_is(client: Client) -> None:
     assert description["epoch"]
 
 
+def test_a_call_that_nobody_waits_for_has_no_answer(client: Client) -> None:
+    for call_id, method in ((-1, "describe"), (-2, "no such method"), (7, "describe")):
+        client.send(UTILITY, msgspec.msgpack.encode(UtilityCall(0, call_id, method, [])))
+    answer = client.receive().utility_output
+    assert answer is not None
+    assert answer.call_id == 7
+
+
 def test_contract_C07_an_abort_ends_a_request_and_unknown_ids_are_ignored(client: Client) -> None:
     client.add("long", max_tokens=900, ignore_eos=True)
     client.receive()

@@ -104,7 +104,7 @@ class FakeCore:
                     await self._answer(client, call.call_id, self.answers[call.method])
 
     async def _answer(self, client: bytes, call_id: int, answer: Any) -> None:
-        if answer is SILENCE:
+        if answer is SILENCE or call_id < 0:
             return
         if isinstance(answer, Exception):
             output = UtilityOutput(call_id, failure_message=str(answer))
