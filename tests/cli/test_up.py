@@ -239,7 +239,7 @@ def test_a_program_that_is_not_there_is_named(
 def test_a_pod_that_does_not_come_up_in_time_is_killed(
     start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
 ) -> None:
-    probe = {"periodSeconds": 1, "failureThreshold": 1, "httpGet": {"path": "/nothing"}}
+    probe = {"periodSeconds": 0.2, "failureThreshold": 1, "httpGet": {"path": "/nothing"}}
     up = start(small_service(prefill=small_pod("engine", startupProbe=probe)))
     assert up.process.wait(TIMEOUT_S) == 1
     assert "small-prefill-0 cannot start" in up.output
