@@ -44,6 +44,8 @@ def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bo
 
         if openmp() is not None:
             paged_attention.decode_kernel(head_dim)
+            if head_dim % paged_attention.WIDTH == 0:
+                paged_attention.prefill_kernel(head_dim)
             for small in (rms_norm, rope_kv_write, silu_mul):
                 small.kernel()
             if packed:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from attention_batch import Batch
@@ -37,7 +39,7 @@ chunks = st.lists(
     block_size=st.sampled_from([1, 3, 4, 16, 128]),
     sharing=st.integers(1, 4),
     kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([6, 16, 64]),
+    head_dim=st.sampled_from([6, 16, 32, 64]),
 )
 def test_equals_dense_attention(
     sequences: list[tuple[int, int]],
@@ -114,3 +116,23 @@ def test_other_types_and_layouts_go_to_the_reference() -> None:
     turned.kv_layer = turned.kv_layer.transpose(2, 3).contiguous().transpose(2, 3)
     assert not cpu.fits(turned.queries, turned.kv_layer)
     turned.check(paged_attention)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_how_a_prompt_is_cut_changes_no_bit(window: int | None) -> None:
+    """Of tokens that come in chunks of several; the last one comes alone, as decodes do."""
+    whole = Batch([(150, 150)], block_size=16, window=window, head_dim=32)
+    metadata = whole.metadata
+    expected = paged_attention(whole.queries, whole.kv_layer, metadata)
+    ends = [7, 64, 100, 149]
+    for start, end in pairwise([0, *ends]):
+        chunk = AttentionMetadata(
+            query_starts=np.array([0, end - start]),
+            context_lens=np.array([end]),
+            block_tables=metadata.block_tables,
+            num_decodes=0,
+            block_size=16,
+            window=window,
+        )
+        own = paged_attention(whole.queries[start:end], whole.kv_layer, chunk)
+        assert torch.equal(own, expected[start:end])

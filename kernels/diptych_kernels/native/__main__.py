@@ -11,6 +11,8 @@ from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
 for head_dim in (0, *sorted(COMMON_DIMS)):
     object_file("decode_attention", head_dim)
+for head_dim in sorted(COMMON_DIMS):
+    object_file("prefill_attention", head_dim)
 for name in ("rms_norm", "rope_kv_write", "silu_mul"):
     object_file(name, 0)
 for bits in (4, 8):

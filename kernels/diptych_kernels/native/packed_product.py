@@ -10,7 +10,6 @@ from numba import carray, njit
 
 from diptych_kernels.native.packed_tile import (
     FLOAT,
-    LANES,
     QUAD,
     QUADS,
     group_bytes,
@@ -24,6 +23,7 @@ from diptych_kernels.native.primitives import (
     small_ints,
     thread_index,
 )
+from diptych_kernels.native.vectors import LANES
 
 GROUP = QUADS * QUAD
 NUM_NUMBERS = 11

@@ -11,19 +11,32 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-LANES = 16
+from diptych_kernels.native.vectors import (
+    FLOAT32,
+    FLOATS,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    at,
+    everywhere,
+    function,
+    load,
+    multiply_add,
+    repeat,
+    store,
+    zeros,
+)  # fmt: skip
+
 QUADS = 8
 """Of a group of 32 values."""
 FLOAT, QUAD, HALF = 4, 4, 2
 """Bytes."""
 
-_INT8, _INT32, _INT64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_FLOAT = ir.FloatType()
-_LEVELS = ir.VectorType(_INT8, QUAD * LANES)
-_PRODUCTS = ir.VectorType(_INT32, QUAD * LANES)
-_INTS = ir.VectorType(_INT32, LANES)
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
-_FLOATS = ir.VectorType(_FLOAT, LANES)
+INT8 = ir.IntType(8)
+LEVELS = ir.VectorType(INT8, QUAD * LANES)
+PRODUCTS = ir.VectorType(INT32, QUAD * LANES)
+HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 def group_bytes(bits):
@@ -43,7 +56,7 @@ def tile_product(num_rows, bits):
     def product(context, tile, groups, inputs, factors, out, stride, add, row):
         def generate(context, builder, signature, arguments):
             tile, groups, inputs, factors, out, stride, add, row = arguments
-            rows = [builder.add(row, _INT64(index)) for index in range(num_rows)]
+            rows = [builder.add(row, INT64(index)) for index in range(num_rows)]
             sums = _sum_groups(builder, bits, tile, groups, inputs, factors, rows)
             _put(builder, sums, out, stride, add, rows)
             return context.get_dummy_value()
@@ -55,54 +68,45 @@ def tile_product(num_rows, bits):
 
 def _sum_groups(builder, bits, tile, groups, inputs, factors, rows):
     """A loop over groups; returns the sums of each row."""
-    before = builder.block
-    loop, end = builder.append_basic_block("groups"), builder.append_basic_block("end")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    group = builder.phi(_INT64)
-    sums = [builder.phi(_FLOATS) for _ in rows]
-    weights = _at(builder, tile, group, group_bytes(bits))
-    places = [builder.add(builder.mul(row, groups), group) for row in rows]  # of inputs' groups
-    added = _add_group(builder, bits, weights, inputs, factors, places, sums)
-    following = builder.add(group, _INT64(1))
-    for phi, after in zip([group, *sums], [following, *added], strict=True):
-        phi.add_incoming(ir.Constant(phi.type, None if phi.type is _FLOATS else 0), before)
-        phi.add_incoming(after, loop)
-    builder.cbranch(builder.icmp_signed("<", following, groups), loop, end)
-    builder.position_at_end(end)
-    return added
+
+    def add_group(group, sums):
+        weights = at(builder, tile, group, group_bytes(bits))
+        places = [at(builder, group, row, groups) for row in rows]  # of inputs' groups
+        return _add_group(builder, bits, weights, inputs, factors, places, sums)
+
+    return repeat(builder, groups, [zeros(FLOATS)] * len(rows), add_group)
 
 
 def _add_group(builder, bits, weights, inputs, factors, places, sums):
     """Quads outside, rows inside: sums of different rows do not wait for each other."""
-    dots = [ir.Constant(_INTS, None)] * len(sums)
+    dots = [zeros(INTS)] * len(sums)
     for index, levels in enumerate(_levels(builder, weights, bits)):
         for row, place in enumerate(places):
-            quad = _load(builder, _at(builder, inputs, place, QUADS * QUAD), _INT32, index * QUAD)
-            dots[row] = _add_dots(builder, dots[row], levels, _everywhere(builder, quad))
+            quad = load(builder, at(builder, inputs, place, QUADS * QUAD), INT32, index * QUAD)
+            dots[row] = _add_dots(builder, dots[row], levels, everywhere(builder, quad))
     first = group_bytes(bits) - 2 * LANES * HALF
     scales, offsets = (
-        builder.fpext(_load(builder, weights, _HALVES, first + index * LANES * HALF), _FLOATS)
+        builder.fpext(load(builder, weights, HALVES, first + index * LANES * HALF), FLOATS)
         for index in range(2)
     )
     added = []
     for dot, place, total in zip(dots, places, sums, strict=True):
-        factor = _at(builder, factors, place, 2 * FLOAT)
-        scale = _everywhere(builder, _load(builder, factor, _FLOAT, 0))
-        scaled_sum = _everywhere(builder, _load(builder, factor, _FLOAT, FLOAT))
-        scaled = builder.fmul(builder.sitofp(dot, _FLOATS), scale)
-        total = _multiply_add(builder, scaled, scales, total)
-        added.append(_multiply_add(builder, scaled_sum, offsets, total))
+        factor = at(builder, factors, place, 2 * FLOAT)
+        scale = everywhere(builder, load(builder, factor, FLOAT32))
+        scaled_sum = everywhere(builder, load(builder, factor, FLOAT32, FLOAT))
+        scaled = builder.fmul(builder.sitofp(dot, FLOATS), scale)
+        total = multiply_add(builder, scaled, scales, total)
+        added.append(multiply_add(builder, scaled_sum, offsets, total))
     return added
 
 
 def _levels(builder, weights, bits):
     """A group's quads; of 4 bits, two share their bytes."""
     count = QUADS * bits // 8
-    loaded = [_load(builder, weights, _LEVELS, index * QUAD * LANES) for index in range(count)]
+    loaded = [load(builder, weights, LEVELS, index * QUAD * LANES) for index in range(count)]
     if bits == 8:
         return loaded
-    low, four = (ir.Constant(_LEVELS, [_INT8(number)] * _LEVELS.count) for number in (15, 4))
+    low, four = (ir.Constant(LEVELS, [INT8(number)] * LEVELS.count) for number in (15, 4))
     low_halves = [builder.and_(levels, low) for levels in loaded]
     return low_halves + [builder.lshr(levels, four) for levels in loaded]
 
@@ -110,56 +114,25 @@ def _levels(builder, weights, bits):
 def _add_dots(builder, sums, levels, inputs):
     """Add the product of two quads, of unsigned and of signed bytes, in each lane."""
     if llvm.get_host_cpu_features().get("avx512vnni"):
-        kind = ir.FunctionType(_INTS, [_INTS] * 3)
-        function = _function(builder, "llvm.x86.avx512.vpdpbusd.512", kind)
-        return builder.call(function, [sums, builder.bitcast(levels, _INTS), inputs])
-    inputs = builder.bitcast(inputs, _LEVELS)
-    products = builder.mul(builder.zext(levels, _PRODUCTS), builder.sext(inputs, _PRODUCTS))
+        kind = ir.FunctionType(INTS, [INTS] * 3)
+        add_dots = function(builder, "llvm.x86.avx512.vpdpbusd.512", kind)
+        return builder.call(add_dots, [sums, builder.bitcast(levels, INTS), inputs])
+    inputs = builder.bitcast(inputs, LEVELS)
+    products = builder.mul(builder.zext(levels, PRODUCTS), builder.sext(inputs, PRODUCTS))
     for first in range(QUAD):
-        lanes = [_INT32(QUAD * lane + first) for lane in range(LANES)]
-        own = builder.shuffle_vector(products, products, ir.Constant(_INTS, lanes))
+        lanes = [INT32(QUAD * lane + first) for lane in range(LANES)]
+        own = builder.shuffle_vector(products, products, ir.Constant(INTS, lanes))
         sums = builder.add(sums, own)
     return sums
 
 
 def _put(builder, sums, out, stride, add, rows):
-    targets = [builder.add(out, builder.mul(row, stride)) for row in rows]
-    with builder.if_else(builder.icmp_signed("!=", add, _INT64(0))) as (adds, replaces):
+    targets = [at(builder, out, row, stride) for row in rows]
+    with builder.if_else(builder.icmp_signed("!=", add, INT64(0))) as (adds, replaces):
         with adds:
             for total, target in zip(sums, targets, strict=True):
-                own = _load(builder, target, _FLOATS, 0)
-                _store(builder, builder.fadd(own, total), target)
+                own = load(builder, target, FLOATS)
+                store(builder, builder.fadd(own, total), target)
         with replaces:
             for total, target in zip(sums, targets, strict=True):
-                _store(builder, total, target)
-
-
-def _multiply_add(builder, x, y, z):
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    return builder.call(_function(builder, "llvm.fmuladd.v16f32", kind), [x, y, z])
-
-
-def _everywhere(builder, value):
-    """A number in every lane."""
-    kind = ir.VectorType(value.type, LANES)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INT32(0))
-    return builder.shuffle_vector(first, first, ir.Constant(_INTS, None))
-
-
-def _at(builder, address, index, num_bytes):
-    """The address of something in an array of things of so many bytes."""
-    return builder.add(address, builder.mul(index, _INT64(num_bytes)))
-
-
-def _load(builder, address, kind, offset):
-    pointer = builder.inttoptr(builder.add(address, _INT64(offset)), kind.as_pointer())
-    return builder.load(pointer, align=1)
-
-
-def _store(builder, value, address):
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
-
-
-def _function(builder, name, kind):
-    known = builder.module.globals
-    return known[name] if name in known else ir.Function(builder.module, kind, name)
+                store(builder, total, target)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_kernels.native.decode_batch import DecodeBatch
+from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, schedule
 
 CPU = torch.device("cpu")
@@ -79,6 +80,20 @@ class AttentionMetadata:
             self.block_size,
             self.window,
         )
+
+    @cached_property
+    def chunk_numbers(self) -> list[ChunkNumbers]:
+        """The sequences with several new tokens, as a CPU's threads share each of them."""
+        return [
+            ChunkNumbers(
+                slice(int(self.query_starts[index]), int(self.query_starts[index + 1])),
+                int(self.context_lens[index]),
+                self.block_tables[index],
+                self.block_size,
+                self.window,
+            )
+            for index in range(self.num_decodes, len(self.context_lens))
+        ]
 
     def on_device(self, geometry: Geometry) -> tuple[Schedule, Tensor]:
         """How a GPU cuts the step, and the schedule's numbers on the device."""

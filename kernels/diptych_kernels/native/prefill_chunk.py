@@ -1,0 +1,69 @@
+"""The numbers of a prompt's chunk, as the kernel for CPUs takes them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+PARTITION = 64
+"""Keys whose weights are computed together. A constant that begins at multiples of itself: how a
+prompt is cut into chunks changes no bit of what its tokens yield."""
+KEYS_TOGETHER = 16
+"""Keys that are transposed together: the lanes of a vector."""
+ROWS_TOGETHER = 16
+"""Rows that a thread takes together, so that they share what they read."""
+NUM_NUMBERS = 15
+OF_LAYER = 5
+"""So many of the kernel's numbers change from layer to layer; they come first."""
+EVERYTHING = 1 << 40
+"""A window that is wider than any context."""
+
+
+class ChunkNumbers:
+    """The new tokens of one sequence; one object serves all layers."""
+
+    def __init__(
+        self,
+        rows: slice,
+        length: int,
+        blocks: NDArray[np.int64],
+        block_size: int,
+        window: int | None,
+    ) -> None:
+        """rows: the new tokens in the batch. length: of the context, the new ones included.
+        blocks: [>= blocks of the context]."""
+        self.rows = rows
+        self._length, self._block_size = length, block_size
+        self._num_tokens = rows.stop - rows.start
+        self._blocks = np.ascontiguousarray(blocks)
+        self._window = window or EVERYTHING
+        first_key = max(length - self._num_tokens + 1 - self._window, 0)
+        self._begin = first_key // PARTITION * PARTITION
+        self._numbers: ctypes.Array[ctypes.c_int64] | None = None
+
+    def numbers(
+        self, heads: int, kv_heads: int, head_dim: int, threads: int
+    ) -> ctypes.Array[ctypes.c_int64]:
+        """The kernel's numbers; the first `OF_LAYER` are the caller's to fill in for each layer."""
+        if self._numbers is None:
+            num_keys = -(-(self._length - self._begin) // KEYS_TOGETHER) * KEYS_TOGETHER
+            self._keys = np.empty((kv_heads, num_keys, head_dim), np.float32)
+            # Of each row: query, sum of values, scores, their maximum and sum of weights.
+            of_row = 2 * head_dim + PARTITION + 2
+            self._scratch = np.empty((threads, ROWS_TOGETHER, of_row), np.float32)
+            self._numbers = (ctypes.c_int64 * NUM_NUMBERS)(
+                *(0,) * OF_LAYER,
+                self._num_tokens,
+                heads,
+                kv_heads,
+                self._block_size,
+                self._blocks.ctypes.data,
+                self._length,
+                self._window,
+                self._begin,
+                self._keys.ctypes.data,
+                self._scratch.ctypes.data,
+            )
+        return self._numbers
