@@ -10,6 +10,7 @@ from numba import carray, njit
 
 from diptych_kernels.native.packed_tile import (
     FLOAT,
+    PARTS,
     QUAD,
     QUADS,
     group_bytes,
@@ -26,6 +27,7 @@ from diptych_kernels.native.primitives import (
 from diptych_kernels.native.vectors import LANES
 
 GROUP = QUADS * QUAD
+PART = GROUP // PARTS
 NUM_NUMBERS = 11
 LEVELS = np.float32(127.0)
 """Of a rounded input, on either side of zero."""
@@ -46,7 +48,7 @@ def entry(bits):
         count = rows * groups
         for index in range(count * thread // threads, count * (thread + 1) // threads):
             source = x + index // groups * x_stride + index % groups * GROUP * FLOAT
-            _round(source, inputs + index * GROUP, factors + index * 2 * FLOAT)
+            _round(source, inputs + index * GROUP, factors + index * (PARTS + 1) * FLOAT)
         await_others()
         for index in range(num_tiles * thread // threads, num_tiles * (thread + 1) // threads):
             tile, target = tiles + index * groups * of_group, out + index * LANES * FLOAT
@@ -69,27 +71,38 @@ def entry(bits):
     return packed_product
 
 
-@njit(fastmath=FAST, error_model="numpy")
+@njit(error_model="numpy")
 def _round(source, target, factors):
-    """A group of inputs as int8, its scale and its scaled sum; NaN and infinity make both NaN."""
-    x, y, z = floats(source, GROUP), small_ints(target, GROUP), floats(factors, 2)
+    """A group of inputs as int8, the scales of its parts, and its scaled sum."""
+    z = floats(factors, PARTS + 1)
+    total = ZERO
+    for part in range(PARTS):
+        z[part], scaled_sum = _round_part(source + part * PART * FLOAT, target + part * PART)
+        total += scaled_sum
+    z[PARTS] = total
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def _round_part(source, target):
+    """Returns the scale and the scaled sum; NaN and infinity make both NaN."""
+    x, y = floats(source, PART), small_ints(target, PART)
     largest = _largest(source)
     inverse = LEVELS / largest if largest > ZERO else ZERO
     total, nothing = np.int32(0), ZERO
-    for i in range(GROUP):
+    for i in range(PART):
         level = np.int32(x[i] * inverse + (HALF if x[i] > ZERO else -HALF))
         y[i] = np.int8(level)
         total += level
         nothing += x[i] * ZERO
     scale = largest / LEVELS + nothing
-    z[0], z[1] = scale, scale * np.float32(total)
+    return scale, scale * np.float32(total)
 
 
 @njit(fastmath=FAST | {"nnan"})
 def _largest(source):
     """The largest absolute value; NaN may hide here."""
-    x = floats(source, GROUP)
+    x = floats(source, PART)
     largest = ZERO
-    for i in range(GROUP):
+    for i in range(PART):
         largest = max(largest, abs(x[i]))
     return largest

@@ -30,6 +30,8 @@ from diptych_kernels.native.vectors import (
 
 QUADS = 8
 """Of a group of 32 values."""
+PARTS = 2
+"""Of a group of inputs, each with a scale of its own: one large value spoils fewer others."""
 FLOAT, QUAD, HALF = 4, 4, 2
 """Bytes."""
 
@@ -48,7 +50,7 @@ def tile_product(num_rows, bits):
     """A function that computes the rows from `row` to `row + num_rows` of a tile.
 
     tile: levels of `bits` bits and their factors, group after group. inputs: [rows, 32 groups]
-    int8. factors: [rows, groups, 2] float32, an input group's scale and its scaled sum.
+    int8. factors: [rows, groups, PARTS + 1] float32: scales of a group's parts, its scaled sum.
     out: [rows, 16] float32, `stride` bytes from row to row; added to if `add`.
     """
 
@@ -79,23 +81,29 @@ def _sum_groups(builder, bits, tile, groups, inputs, factors, rows):
 
 def _add_group(builder, bits, weights, inputs, factors, places, sums):
     """Quads outside, rows inside: sums of different rows do not wait for each other."""
-    dots = [zeros(INTS)] * len(sums)
-    for index, levels in enumerate(_levels(builder, weights, bits)):
-        for row, place in enumerate(places):
-            quad = load(builder, at(builder, inputs, place, QUADS * QUAD), INT32, index * QUAD)
-            dots[row] = _add_dots(builder, dots[row], levels, everywhere(builder, quad))
+    own_inputs = [at(builder, inputs, place, QUADS * QUAD) for place in places]
+    own_factors = [at(builder, factors, place, (PARTS + 1) * FLOAT) for place in places]
+    levels = _levels(builder, weights, bits)
+    scaled = [zeros(FLOATS)] * len(sums)
+    for part in range(PARTS):
+        dots = [zeros(INTS)] * len(sums)
+        for index in range(part * QUADS // PARTS, (part + 1) * QUADS // PARTS):
+            for row, own in enumerate(own_inputs):
+                quad = everywhere(builder, load(builder, own, INT32, index * QUAD))
+                dots[row] = _add_dots(builder, dots[row], levels[index], quad)
+        for row, own in enumerate(own_factors):
+            scale = everywhere(builder, load(builder, own, FLOAT32, part * FLOAT))
+            dot = builder.sitofp(dots[row], FLOATS)
+            scaled[row] = multiply_add(builder, dot, scale, scaled[row])
     first = group_bytes(bits) - 2 * LANES * HALF
     scales, offsets = (
         builder.fpext(load(builder, weights, HALVES, first + index * LANES * HALF), FLOATS)
         for index in range(2)
     )
     added = []
-    for dot, place, total in zip(dots, places, sums, strict=True):
-        factor = at(builder, factors, place, 2 * FLOAT)
-        scale = everywhere(builder, load(builder, factor, FLOAT32))
-        scaled_sum = everywhere(builder, load(builder, factor, FLOAT32, FLOAT))
-        scaled = builder.fmul(builder.sitofp(dot, FLOATS), scale)
-        total = multiply_add(builder, scaled, scales, total)
+    for own, product, total in zip(own_factors, scaled, sums, strict=True):
+        scaled_sum = everywhere(builder, load(builder, own, FLOAT32, PARTS * FLOAT))
+        total = multiply_add(builder, product, scales, total)
         added.append(multiply_add(builder, scaled_sum, offsets, total))
     return added
 

@@ -1,7 +1,7 @@
 """Products with matrices that stay as small in memory as in their file, on a CPU.
 
-The other factor is rounded to 8 bits, a scale for each group of 32 values, so that a group is
-summed up in integers: exactly, and at four values an instruction (as llama.cpp does it). What a row
+The other factor is rounded to 8 bits, a scale for each 16 values, so that these are summed up in
+integers: exactly, and at four values an instruction (as llama.cpp does it, with 32). What a row
 yields depends on nothing else, neither on the rows beside it nor on the number of threads.
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.native.kernel import Kernel
-from diptych_kernels.packed_product.tiles import group_bytes
+from diptych_kernels.packed_product.tiles import PART, group_bytes
 
 FLOAT = 4
 """Bytes."""
@@ -21,8 +21,8 @@ def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool) -> None:
     """As `diptych_kernels.packed_product.packed_product`."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
-    num_inputs = rows * columns
-    rounded = torch.empty(num_inputs + rows * groups * 2 * FLOAT, dtype=torch.int8)
+    num_inputs, num_factors = rows * columns, rows * (columns // PART + groups)
+    rounded = torch.empty(num_inputs + num_factors * FLOAT, dtype=torch.int8)
     numbers = (ctypes.c_int64 * NUM_NUMBERS)(
         x.data_ptr(),
         x.stride(0) * FLOAT,

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_kernels.packed_product.tiles import GROUP, values_of
+from diptych_kernels.packed_product.tiles import PART, values_of
 
 LEVELS: Final = 127
 """On either side of zero."""
@@ -21,8 +21,8 @@ def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool = False) 
 
 
 def rounded(x: Tensor) -> Tensor:
-    """[rows, columns] -> the same with 8 bits for each value, and a scale for 32 of them."""
-    groups = x.reshape(len(x), -1, GROUP)
-    scale = groups.abs().amax(2, keepdim=True) / LEVELS
-    levels = (groups / scale.clamp(min=SMALLEST)).round()
+    """[rows, columns] -> the same with 8 bits for each value, and a scale for 16 of them."""
+    parts = x.reshape(len(x), -1, PART)
+    scale = parts.abs().amax(2, keepdim=True) / LEVELS
+    levels = (parts / scale.clamp(min=SMALLEST)).round()
     return (levels * scale).view(x.shape)
