@@ -87,9 +87,10 @@ def reference(core: EngineCore, pair: Pair) -> dict[str, torch.Tensor]:
 
 
 async def test_contract_C06_token_embed_gives_a_row_per_token(client: EngineClient) -> None:
-    output = await embed(client, LONG[:700], task="token_embed", dimensions=4)
-    assert output.outputs.data.shape == (700, 4)
-    last = await embed(client, LONG[:700], dimensions=4)
+    two_steps = LONG[:300]
+    output = await embed(client, two_steps, task="token_embed", dimensions=4)
+    assert output.outputs.data.shape == (300, 4)
+    last = await embed(client, two_steps, dimensions=4)
     torch.testing.assert_close(vector(output)[-1], vector(last), rtol=1e-4, atol=1e-4)
 
 
@@ -119,7 +120,7 @@ async def test_contract_C06_a_request_for_one_call_is_refused_by_the_other(pair:
 
 
 async def test_contract_C06_many_at_once_are_each_their_own(client: EngineClient) -> None:
-    prompts = [LONG[i : i + 3 + i % 40] for i in range(60)]
+    prompts = [LONG[i : i + 3 + i % 40] for i in range(40)]
     together = await asyncio.gather(*(embed(client, prompt, "same id") for prompt in prompts))
     for prompt, output in list(zip(prompts, together, strict=True))[::10]:
         assert output.prompt_token_ids == prompt
