@@ -37,7 +37,6 @@ FLOAT, QUAD, HALF = 4, 4, 2
 
 INT8 = ir.IntType(8)
 LEVELS = ir.VectorType(INT8, QUAD * LANES)
-PRODUCTS = ir.VectorType(INT32, QUAD * LANES)
 HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
@@ -90,7 +89,7 @@ def _add_group(builder, bits, weights, inputs, factors, places, sums):
         for index in range(part * QUADS // PARTS, (part + 1) * QUADS // PARTS):
             for row, own in enumerate(own_inputs):
                 quad = everywhere(builder, load(builder, own, INT32, index * QUAD))
-                dots[row] = _add_dots(builder, dots[row], levels[index], quad)
+                dots[row] = _add_dots(builder, dots[row], levels[index], quad, bits)
         for row, own in enumerate(own_factors):
             scale = everywhere(builder, load(builder, own, FLOAT32, part * FLOAT))
             dot = builder.sitofp(dots[row], FLOATS)
@@ -119,19 +118,40 @@ def _levels(builder, weights, bits):
     return low_halves + [builder.lshr(levels, four) for levels in loaded]
 
 
-def _add_dots(builder, sums, levels, inputs):
+def _add_dots(builder, sums, levels, inputs, bits):
     """Add the product of two quads, of unsigned and of signed bytes, in each lane."""
     if llvm.get_host_cpu_features().get("avx512vnni"):
         kind = ir.FunctionType(INTS, [INTS] * 3)
         add_dots = function(builder, "llvm.x86.avx512.vpdpbusd.512", kind)
         return builder.call(add_dots, [sums, builder.bitcast(levels, INTS), inputs])
     inputs = builder.bitcast(inputs, LEVELS)
-    products = builder.mul(builder.zext(levels, PRODUCTS), builder.sext(inputs, PRODUCTS))
-    for first in range(QUAD):
-        lanes = [INT32(QUAD * lane + first) for lane in range(LANES)]
-        own = builder.shuffle_vector(products, products, ir.Constant(INTS, lanes))
-        sums = builder.add(sums, own)
-    return sums
+    if bits == 4:
+        return builder.add(sums, _dots_of_halves(builder, levels, inputs))
+    # Pairs of products of 8-bit levels do not fit 16 bits.
+    low, four = (ir.Constant(LEVELS, [INT8(number)] * LEVELS.count) for number in (15, 4))
+    high_dots = _dots_of_halves(builder, builder.lshr(levels, four), inputs)
+    sums = builder.add(sums, builder.shl(high_dots, ir.Constant(INTS, [INT32(4)] * LANES)))
+    return builder.add(sums, _dots_of_halves(builder, builder.and_(levels, low), inputs))
+
+
+def _dots_of_halves(builder, levels, inputs):
+    """Products of levels below 16, by AVX2's instructions for vectors of half the size."""
+    bytes_, pairs, quads = (
+        ir.VectorType(ir.IntType(bits), 2 * LANES * 8 // bits) for bits in (8, 16, 32)
+    )
+    add_pairs = function(
+        builder, "llvm.x86.avx2.pmadd.ub.sw", ir.FunctionType(pairs, [bytes_, bytes_])
+    )
+    add_quads = function(builder, "llvm.x86.avx2.pmadd.wd", ir.FunctionType(quads, [pairs, pairs]))
+    ones = ir.Constant(pairs, [pairs.element(1)] * pairs.count)
+    halves = []
+    for first in (0, bytes_.count):
+        places = [INT32(first + index) for index in range(bytes_.count)]
+        own = ir.Constant(ir.VectorType(INT32, bytes_.count), places)
+        both = [builder.shuffle_vector(x, x, own) for x in (levels, inputs)]
+        halves.append(builder.call(add_quads, [builder.call(add_pairs, both), ones]))
+    lanes = ir.Constant(INTS, [INT32(lane) for lane in range(LANES)])
+    return builder.shuffle_vector(*halves, lanes)
 
 
 def _put(builder, sums, out, stride, add, rows):

@@ -15,10 +15,10 @@ __all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles"]
 
 
 def is_available() -> bool:
-    """Whether there are threads that the kernel can run on."""
-    from diptych_kernels.native.kernel import openmp
+    """Whether the kernel is there for this processor, and threads that it can run on."""
+    from diptych_kernels.packed_product import cpu
 
-    return openmp() is not None
+    return cpu.is_available()
 
 
 def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool = False) -> None:

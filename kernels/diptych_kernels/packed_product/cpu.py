@@ -5,16 +5,23 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+import llvmlite.binding as llvm
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.native.kernel import Kernel, openmp
 from diptych_kernels.packed_product.tiles import PART, group_bytes
 
 FLOAT = 4
 """Bytes."""
 NUM_NUMBERS = 11
 BITS_OF = {group_bytes(bits): bits for bits in (4, 8)}
+
+
+@cache
+def is_available() -> bool:
+    """It is written for x86-64 with AVX2 or AVX-512 VNNI."""
+    return openmp() is not None and bool(llvm.get_host_cpu_features().get("avx2"))
 
 
 def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool) -> None:
