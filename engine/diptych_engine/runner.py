@@ -28,6 +28,7 @@ from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.sampler import Sampler
+from diptych_engine.step_order import order_of
 from diptych_engine.weights.receiver import WeightReceiver
 from diptych_engine.worker_extension import extension_methods
 from diptych_frontend.model_source import ModelConfig, ModelSource
@@ -147,10 +148,7 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult([], None, None)
         fresh_blocks = self._place(plan.scheduled)
-        shares: Sequence[ScheduledRequest] = plan.scheduled
-        num_decodes = sum([share.num_tokens == 1 for share in shares])
-        if num_decodes not in (0, len(shares)):
-            shares = sorted(shares, key=_is_chunk)
+        shares, num_decodes = order_of(plan.scheduled)
         rows = [self._rows.row_of[share.request.request_id] for share in shares]
         inputs = self._inputs(shares, rows, num_decodes)
         with self._profiler.span("execute_model"):
@@ -372,10 +370,6 @@ def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block, all layers."""
     return math.prod(block_shape(model, block_size)) * dtype.itemsize
-
-
-def _is_chunk(share: ScheduledRequest) -> bool:
-    return share.num_tokens > 1
 
 
 def _new_tokens(share: ScheduledRequest) -> list[int]:

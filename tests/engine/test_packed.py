@@ -209,10 +209,9 @@ def prompts() -> dict[str, list[int]]:
     return {f"r{n}": generator.integers(0, 64, n).tolist() for n in (1, 17, 40, 70)}
 
 
-def test_a_token_is_computed_alike_in_any_company(model: str) -> None:
+def test_an_answer_is_the_same_in_any_company(model: str) -> None:
     """Alone; in a batch of chunks; with so few blocks that KV is lost and computed again; and
-    continued behind what another engine generated. Attention rounds differently when it is cut
-    differently, so a token in some hundreds may be another one."""
+    continued behind what another engine generated."""
     asked = prompts()
     alone = {}
     for name, prompt in asked.items():
@@ -222,15 +221,12 @@ def test_a_token_is_computed_alike_in_any_company(model: str) -> None:
         model, num_blocks=14, max_num_batched_tokens=24, enable_prefix_caching=False
     )
     requests = [core_request(name, prompt, max_tokens=30) for name, prompt in asked.items()]
-    same = [answer == alone[name] for name, answer in answers(crowded, *requests).items()]
-    assert sum(same) >= 3
+    assert answers(crowded, *requests) == alone
     assert crowded.scheduler.stats.num_preemptions > 0
 
-    same = []
     for name, prompt in asked.items():
         rest = core_request(name, prompt, max_tokens=30, generated_token_ids=alone[name][:9])
-        same.append(answers(make_core(model), rest)[name] == alone[name][9:])
-    assert sum(same) >= 3
+        assert answers(make_core(model), rest)[name] == alone[name][9:]
 
 
 def packed_tensors(core: EngineCore) -> list[Tensor]:
