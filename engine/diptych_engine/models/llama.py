@@ -246,7 +246,7 @@ class LlamaModel:
         if layer.qkv_bias is not None:
             qkv.add_(layer.qkv_bias)
         num_query = config.num_attention_heads
-        heads = qkv.view(len(qkv), -1, config.head_dim)
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = heads[:, :num_query], heads[:, num_query : self._num_rotated_heads]
             query.copy_(rms_norm(query, layer.query_norm, self._eps))

@@ -36,7 +36,7 @@ class PackedMatrix:
 
     def product(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] float32."""
-        out = x.new_empty(len(x), self.tiles.shape[0] * TILE_ROWS)
+        out = x.new_empty(x.shape[0], self.tiles.shape[0] * TILE_ROWS)
         packed_product(x, self.tiles, out)
         return out
 

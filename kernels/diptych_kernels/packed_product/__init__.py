@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from diptych_kernels.packed_product import cpu
 from diptych_kernels.packed_product.tiles import TILE_ROWS, to_tiles
 
 __all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles"]
@@ -16,8 +17,6 @@ __all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles"]
 
 def is_available() -> bool:
     """Whether the kernel is there for this processor, and threads that it can run on."""
-    from diptych_kernels.packed_product import cpu
-
     return cpu.is_available()
 
 
@@ -29,6 +28,4 @@ def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool = False) 
     out: [rows, out] float32, each row contiguous.
     A row with a NaN or an infinity in it yields NaN.
     """
-    from diptych_kernels.packed_product import cpu
-
     cpu.packed_product(x, tiles, out, add=add)

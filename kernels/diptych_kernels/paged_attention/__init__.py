@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych_kernels.paged_attention import reference
+from diptych_kernels.paged_attention import cpu, reference
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
 __all__ = ["AttentionMetadata", "paged_attention"]
@@ -25,8 +25,6 @@ def paged_attention(
         from diptych_kernels.paged_attention import triton
 
         return triton.paged_attention(queries, kv_layer, metadata, kv_scale)
-    from diptych_kernels.paged_attention import cpu  # its compiler is no small import
-
     if cpu.fits(queries, kv_layer):
         return cpu.paged_attention(queries, kv_layer, metadata)
     return reference.paged_attention(queries, kv_layer, metadata, kv_scale)

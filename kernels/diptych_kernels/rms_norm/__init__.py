@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych_kernels.rms_norm import reference
+from diptych_kernels.rms_norm import cpu, reference
 
 __all__ = ["rms_norm"]
 
@@ -15,8 +15,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from diptych_kernels.rms_norm import triton
 
         return triton.rms_norm(x, weight, eps)
-    from diptych_kernels.rms_norm import cpu
-
     if cpu.fits(x):
         return cpu.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych_kernels.rope_kv_write import reference
+from diptych_kernels.rope_kv_write import cpu, reference
 
 __all__ = ["rope_kv_write"]
 
@@ -29,8 +29,6 @@ def rope_kv_write(
 
         triton.rope_kv_write(heads, rotations, kv_layer, blocks, offsets, kv_scale)
         return
-    from diptych_kernels.rope_kv_write import cpu
-
     if cpu.fits(heads, kv_layer):
         cpu.rope_kv_write(heads, rotations, kv_layer, blocks, offsets)
     else:

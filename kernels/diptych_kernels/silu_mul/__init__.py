@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych_kernels.silu_mul import reference
+from diptych_kernels.silu_mul import cpu, reference
 
 __all__ = ["silu_mul"]
 
@@ -15,8 +15,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from diptych_kernels.silu_mul import triton
 
         return triton.silu_mul(gate_up)
-    from diptych_kernels.silu_mul import cpu
-
     if cpu.fits(gate_up):
         return cpu.silu_mul(gate_up)
     return reference.silu_mul(gate_up)
