@@ -167,12 +167,12 @@ async def test_contract_B04_a_slow_consumer_gets_every_token_in_fewer_messages(
                 await eventually(lambda: engine.output_processor.num_unfinished == 0)
         return tokens, messages
 
-    expected, one_by_one = await tokens_of(RequestOutputKind.DELTA, slow=False)
+    expected, _ = await tokens_of(RequestOutputKind.DELTA, slow=False)
     assert [len(tokens) for tokens in expected] == [40] * n
     for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
         tokens, messages = await tokens_of(kind, slow=True)
         assert tokens == expected
-        assert messages == 2 < one_by_one, "the first one, and one with all the others"
+        assert messages == 2, "the first one, and one with all the others"
 
 
 async def test_contract_B03_a_dead_engine_is_told_nothing(
