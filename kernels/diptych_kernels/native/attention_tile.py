@@ -17,7 +17,7 @@ from diptych_kernels.native.vectors import (
     repeat,
     store,
     zeros,
-)  # fmt: skip
+)
 
 ROWS = 8
 """Queries that are taken together."""
@@ -31,7 +31,7 @@ FLOAT = 4
 def score_tile(context, queries, query_stride, keys, dim, scores, score_stride):
     """scores[row, key] = queries[row] . keys[key]
 
-    queries: the addresses' [8, dim] float32, `query_stride` bytes from row to row.
+    queries: [8, dim] float32, `query_stride` bytes from row to row.
     keys: [dim, 16] float32, contiguous. scores: [8, 16] float32.
     """
 

@@ -26,7 +26,7 @@ from diptych_kernels.native.vectors import (
     repeat,
     store,
     zeros,
-)  # fmt: skip
+)
 
 QUADS = 8
 """Of a group of 32 values."""
@@ -113,9 +113,14 @@ def _levels(builder, weights, bits):
     loaded = [load(builder, weights, LEVELS, index * QUAD * LANES) for index in range(count)]
     if bits == 8:
         return loaded
-    low, four = (ir.Constant(LEVELS, [INT8(number)] * LEVELS.count) for number in (15, 4))
-    low_halves = [builder.and_(levels, low) for levels in loaded]
-    return low_halves + [builder.lshr(levels, four) for levels in loaded]
+    low, high = zip(*[_halves(builder, levels) for levels in loaded], strict=True)
+    return low + high
+
+
+def _halves(builder, levels):
+    """The low and the high four bits of each byte."""
+    mask, four = (ir.Constant(LEVELS, [INT8(number)] * LEVELS.count) for number in (15, 4))
+    return builder.and_(levels, mask), builder.lshr(levels, four)
 
 
 def _add_dots(builder, sums, levels, inputs, bits):
@@ -128,10 +133,10 @@ def _add_dots(builder, sums, levels, inputs, bits):
     if bits == 4:
         return builder.add(sums, _dots_of_halves(builder, levels, inputs))
     # Pairs of products of 8-bit levels do not fit 16 bits.
-    low, four = (ir.Constant(LEVELS, [INT8(number)] * LEVELS.count) for number in (15, 4))
-    high_dots = _dots_of_halves(builder, builder.lshr(levels, four), inputs)
+    low, high = _halves(builder, levels)
+    high_dots = _dots_of_halves(builder, high, inputs)
     sums = builder.add(sums, builder.shl(high_dots, ir.Constant(INTS, [INT32(4)] * LANES)))
-    return builder.add(sums, _dots_of_halves(builder, builder.and_(levels, low), inputs))
+    return builder.add(sums, _dots_of_halves(builder, low, inputs))
 
 
 def _dots_of_halves(builder, levels, inputs):
