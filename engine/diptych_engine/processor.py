@@ -35,6 +35,7 @@ def compile_kernels(
 
 def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool) -> None:
     if device.type == "cpu" and dtype is torch.float32:
+        from diptych_kernels import call_table
         from diptych_kernels.native.kernel import openmp
         from diptych_kernels.packed_product import cpu as packed_product
         from diptych_kernels.paged_attention import cpu as paged_attention
@@ -49,5 +50,6 @@ def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bo
             for small in (rms_norm, rope_kv_write, silu_mul):
                 small.kernel()
             if packed:
+                call_table.run_calls()
                 for bits in (4, 8):
                     packed_product.kernel(bits)

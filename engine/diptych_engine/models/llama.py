@@ -9,38 +9,25 @@ Projections that read the same input are fused: query, key and value; gate and u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
+from diptych_engine.models.layer import LayerWeights
+from diptych_engine.models.layer_calls import LayerCalls, matrices_of
 from diptych_engine.models.linear import Linear, refine_
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_source import ModelConfig
+from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
+from diptych_kernels.paged_attention.cpu import has_kernels
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
-
-
-@dataclass(slots=True, frozen=True)
-class LayerWeights:
-    attention_norm: Tensor
-    qkv: Linear
-    """[hidden, (H + 2 K) D]: query heads, key heads, value heads."""
-    qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: Linear
-    """[H D, hidden]."""
-    mlp_norm: Tensor
-    gate_up: Linear
-    """[hidden, 2 intermediate]."""
-    down: Linear
-    """[intermediate, hidden]."""
 
 
 class LlamaModel:
@@ -90,6 +77,15 @@ class LlamaModel:
             )
             for _ in range(config.num_hidden_layers)
         ]
+
+        self._may_have_calls = (
+            device.type == "cpu"
+            and dtype is torch.float32
+            and self._reduce is None
+            and not (config.attention_bias or config.qk_norm)
+            and has_kernels(config.head_dim)
+        )
+        self._calls: LayerCalls | None = None
 
     @property
     def slots(self) -> dict[str, WeightSlot]:
@@ -197,6 +193,29 @@ class LlamaModel:
         if inputs.given is not None:
             hidden.index_copy_(0, inputs.given.rows, inputs.given.values)
         rotations = self._rotations.index_select(0, inputs.positions)
+        calls = self._calls_for(inputs, kv_layers[0])
+        if calls is not None:
+            calls.run_(hidden, rotations, inputs, kv_layers)
+        else:
+            self._run_layers_(hidden, rotations, inputs, kv_layers)
+        return hidden
+
+    def _calls_for(self, inputs: StepInputs, kv_layer: Tensor) -> LayerCalls | None:
+        """The layers as a table of calls, if there is a kernel for all that the step needs."""
+        if not self._may_have_calls or inputs.adapters or not is_known(kv_layer):
+            return None
+        tokens = len(inputs.token_ids)
+        if self._calls is None or not self._calls.fit(tokens):
+            if None in matrices_of(self._layers):
+                return None
+            room = 1 << (tokens - 1).bit_length()
+            self._calls = LayerCalls(self._layers, self.config, room)
+        return self._calls
+
+    def _run_layers_(
+        self, hidden: Tensor, rotations: Tensor, inputs: StepInputs, kv_layers: Sequence[Tensor]
+    ) -> None:
+        """Turn embeddings [T, hidden] into what the last layer yields."""
         adapters = inputs.adapters
         plain = not adapters and self._reduce is None
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
@@ -218,7 +237,6 @@ class LlamaModel:
                 layer.down.add_product_(hidden, gated)
             else:
                 self._add_product(hidden, gated, layer.down, inputs, index, "down")
-        return hidden
 
     def _add_product(
         self, hidden: Tensor, x: Tensor, linear: Linear, inputs: StepInputs, layer: int, fused: str

@@ -16,7 +16,7 @@ MIDDLE: Final = 128
 """The unsigned level of 8 bits that stands for 0."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class PackedMatrix:
     """Computes `x @ matrix^T` for a matrix [out, in]."""
 

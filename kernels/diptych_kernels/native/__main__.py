@@ -6,6 +6,7 @@ it needs, for some seconds, each time that it starts.
 
 from __future__ import annotations
 
+from diptych_kernels.call_table import WIDTH
 from diptych_kernels.native.kernel import object_file
 from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
@@ -15,5 +16,6 @@ for head_dim in sorted(COMMON_DIMS):
     object_file("prefill_attention", head_dim)
 for name in ("rms_norm", "rope_kv_write", "silu_mul"):
     object_file(name, 0)
+object_file("run_calls", WIDTH)
 for bits in (4, 8):
     object_file("packed_product", bits)

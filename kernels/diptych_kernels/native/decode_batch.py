@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,18 +32,15 @@ class DecodeBatch:
         self.partitions = np.zeros(len(context_lens) + 1, np.int64)
         """[decodes + 1]: where each one's partitions begin, among all; the last is their number."""
         np.cumsum(-(-self._keys // PARTITION), out=self.partitions[1:])
-        self._numbers: ctypes.Array[ctypes.c_int64] | None = None
+        self._numbers: tuple[int, ...] | None = None
 
-    def numbers(
-        self, heads: int, kv_heads: int, head_dim: int, threads: int
-    ) -> ctypes.Array[ctypes.c_int64]:
-        """The kernel's numbers; the first `OF_LAYER` are the caller's to fill in for each layer."""
+    def numbers(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
+        """The kernel's numbers behind the first `OF_LAYER`."""
         if self._numbers is None:
             # Of each partition and head: the weighted sum of values, the maximum, the sum.
             self._partials = np.empty((self.partitions[-1], heads, head_dim + 2), np.float32)
             self._scores = np.empty((threads, heads, PARTITION), np.float32)
-            self._numbers = (ctypes.c_int64 * NUM_NUMBERS)(
-                *(0,) * OF_LAYER,
+            self._numbers = (
                 len(self._lengths),
                 heads,
                 kv_heads,

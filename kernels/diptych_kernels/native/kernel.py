@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -64,11 +65,15 @@ class Kernel:
         self._engine = _linker(library)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(object_file(name, number)))
         self._engine.finalize_object()
-        self._address = self._engine.get_function_address("kernel")
+        self.address: int = self._engine.get_function_address("kernel")
 
-    def run(self, numbers: ctypes.Array[ctypes.c_int64], threads: int) -> None:
+    def run(self, numbers: Sequence[int], threads: int) -> None:
         """Have so many threads call the function together; returns when all have."""
-        self._run(self._address, numbers, threads, 0)
+        self._run(self.address, (ctypes.c_int64 * len(numbers))(*numbers), threads, 0)
+
+
+Call = tuple[Kernel, tuple[int, ...]]
+"""A kernel and its numbers. What these point to must stay while it runs."""
 
 
 def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:

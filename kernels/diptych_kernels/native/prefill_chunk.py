@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,20 +39,17 @@ class ChunkNumbers:
         self._window = window or EVERYTHING
         first_key = max(length - self._num_tokens + 1 - self._window, 0)
         self._begin = first_key // PARTITION * PARTITION
-        self._numbers: ctypes.Array[ctypes.c_int64] | None = None
+        self._numbers: tuple[int, ...] | None = None
 
-    def numbers(
-        self, heads: int, kv_heads: int, head_dim: int, threads: int
-    ) -> ctypes.Array[ctypes.c_int64]:
-        """The kernel's numbers; the first `OF_LAYER` are the caller's to fill in for each layer."""
+    def numbers(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
+        """The kernel's numbers behind the first `OF_LAYER`."""
         if self._numbers is None:
             num_keys = -(-(self._length - self._begin) // KEYS_TOGETHER) * KEYS_TOGETHER
             self._keys = np.empty((kv_heads, num_keys, head_dim), np.float32)
             # Of each row: query, sum of values, scores, their maximum and sum of weights.
             of_row = 2 * head_dim + PARTITION + 2
             self._scratch = np.empty((threads, ROWS_TOGETHER, of_row), np.float32)
-            self._numbers = (ctypes.c_int64 * NUM_NUMBERS)(
-                *(0,) * OF_LAYER,
+            self._numbers = (
                 self._num_tokens,
                 heads,
                 kv_heads,

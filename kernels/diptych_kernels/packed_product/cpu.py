@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import llvmlite.binding as llvm
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Kernel, openmp
-from diptych_kernels.packed_product.tiles import PART, group_bytes
+from diptych_kernels.native.kernel import Call, Kernel, openmp
+from diptych_kernels.packed_product.tiles import GROUP, PART, group_bytes
 
 FLOAT = 4
 """Bytes."""
-NUM_NUMBERS = 11
+ROWS, TILES = 2, 4
+"""Which of a call's numbers they are."""
 BITS_OF = {group_bytes(bits): bits for bits in (4, 8)}
 
 
@@ -26,11 +26,21 @@ def is_available() -> bool:
 
 def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool) -> None:
     """As `diptych_kernels.packed_product.packed_product`."""
+    rounded = torch.empty(rounded_bytes(*x.shape), dtype=torch.int8)
+    own, numbers = call(x, tiles, out, rounded, add=add)
+    own.run(numbers, torch.get_num_threads())
+
+
+def rounded_bytes(rows: int, columns: int) -> int:
+    """What a rounded input takes: levels, then factors in float32."""
+    return rows * columns + _num_factors(rows, columns) * FLOAT
+
+
+def call(x: Tensor, tiles: Tensor, out: Tensor, rounded: Tensor, *, add: bool) -> Call:
+    """What computes `out`, with memory for the rounded input: [>= rounded_bytes] int8."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
-    num_inputs, num_factors = rows * columns, rows * (columns // PART + groups)
-    rounded = torch.empty(num_inputs + num_factors * FLOAT, dtype=torch.int8)
-    numbers = (ctypes.c_int64 * NUM_NUMBERS)(
+    numbers = (
         x.data_ptr(),
         x.stride(0) * FLOAT,
         rows,
@@ -39,11 +49,16 @@ def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool) -> None:
         num_tiles,
         out.data_ptr(),
         out.stride(0) * FLOAT,
-        add,
+        int(add),
         rounded.data_ptr(),
-        rounded.data_ptr() + num_inputs,
+        rounded.data_ptr() + rows * columns,
     )
-    kernel(BITS_OF[num_bytes]).run(numbers, torch.get_num_threads())
+    return kernel(BITS_OF[num_bytes]), numbers
+
+
+def _num_factors(rows: int, columns: int) -> int:
+    """A scale for each part, a sum for each group."""
+    return rows * (columns // PART + columns // GROUP)
 
 
 @cache

@@ -18,8 +18,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.native.kernel import Call, Kernel
 from diptych_kernels.native.layout import is_known
+from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
@@ -27,6 +28,8 @@ FLOAT = 4
 """Bytes."""
 WIDTH = 32
 """Heads of the kernel for chunks have a multiple of so many dimensions."""
+CACHE = 2
+"""Which of a call's numbers is the address of the layer's keys and values."""
 COMMON_DIMS = frozenset({64, 128})
 """Sizes of heads that have a kernel of their own, which is a quarter faster."""
 
@@ -43,40 +46,65 @@ def fits(queries: Tensor, kv_layer: Tensor) -> bool:
 def paged_attention(queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:
     """As `diptych_kernels.paged_attention.paged_attention`, for what `fits`."""
     attended = torch.empty(queries.shape)
+    threads = torch.get_num_threads()
+    if has_kernels(queries.shape[2]):
+        for kernel, numbers in calls(queries, kv_layer, metadata, attended):
+            kernel.run(numbers, threads)
+        return attended
     if metadata.num_decodes:
-        _, heads, head_dim = queries.shape
-        threads = torch.get_num_threads()
-        numbers = metadata.decode_batch.numbers(heads, kv_layer.shape[3], head_dim, threads)
-        numbers[0] = queries.data_ptr()
-        numbers[1] = queries.stride(0) * FLOAT
-        numbers[2] = kv_layer.data_ptr()
-        numbers[3] = kv_layer.stride(0) * FLOAT
-        numbers[4] = attended.data_ptr()
-        decode_kernel(head_dim).run(numbers, threads)
-    if metadata.num_decodes < len(metadata.context_lens):
-        _prefill(queries, kv_layer, metadata, attended)
+        kernel, numbers = _decode_call(queries, kv_layer, metadata, attended)
+        kernel.run(numbers, threads)
+    for chunk in metadata.prefill_chunks:
+        attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk)
     return attended
 
 
-def _prefill(
+def has_kernels(head_dim: int) -> bool:
+    """Whether chunks of prompts have a kernel too: other sizes of heads fill no vectors."""
+    return head_dim % WIDTH == 0
+
+
+def calls(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
-) -> None:
-    """Chunk by chunk; sizes of heads that fill no vectors go to the reference."""
+) -> list[Call]:
+    """What computes the attention of a step, for what `fits` and sizes that have kernels.
+
+    They can also be used for another layer, whose address then goes in place of number `CACHE`.
+    """
+    found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
+    if metadata.num_decodes < len(metadata.context_lens):
+        found += [_chunk_call(queries, kv_layer, own, attended) for own in metadata.chunk_numbers]
+    return found
+
+
+def _decode_call(
+    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+) -> Call:
     _, heads, head_dim = queries.shape
-    if head_dim % WIDTH:
-        for chunk in metadata.prefill_chunks:
-            attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk)
-        return
     threads = torch.get_num_threads()
-    for own in metadata.chunk_numbers:
-        numbers = own.numbers(heads, kv_layer.shape[3], head_dim, threads)
-        first = own.rows.start
-        numbers[0] = queries.data_ptr() + first * queries.stride(0) * FLOAT
-        numbers[1] = queries.stride(0) * FLOAT
-        numbers[2] = kv_layer.data_ptr()
-        numbers[3] = kv_layer.stride(0) * FLOAT
-        numbers[4] = attended.data_ptr() + first * attended.stride(0) * FLOAT
-        prefill_kernel(head_dim).run(numbers, threads)
+    numbers = (
+        queries.data_ptr(),
+        queries.stride(0) * FLOAT,
+        kv_layer.data_ptr(),
+        kv_layer.stride(0) * FLOAT,
+        attended.data_ptr(),
+        *metadata.decode_batch.numbers(heads, kv_layer.shape[3], head_dim, threads),
+    )
+    return decode_kernel(head_dim), numbers
+
+
+def _chunk_call(queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor) -> Call:
+    _, heads, head_dim = queries.shape
+    threads, first = torch.get_num_threads(), own.rows.start
+    numbers = (
+        queries.data_ptr() + first * queries.stride(0) * FLOAT,
+        queries.stride(0) * FLOAT,
+        kv_layer.data_ptr(),
+        kv_layer.stride(0) * FLOAT,
+        attended.data_ptr() + first * attended.stride(0) * FLOAT,
+        *own.numbers(heads, kv_layer.shape[3], head_dim, threads),
+    )
+    return prefill_kernel(head_dim), numbers
 
 
 def decode_kernel(head_dim: int) -> Kernel:

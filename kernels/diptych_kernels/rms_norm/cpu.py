@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Kernel, openmp
+from diptych_kernels.native.kernel import Call, Kernel, openmp
 
 FLOAT = 4
 """Bytes."""
-NUM_NUMBERS = 7
+WEIGHT, ROWS = 2, 4
+"""Which of a call's numbers they are."""
 MIN_ROWS_TO_SHARE = 16
 """Fewer are done before a second thread has begun."""
 
@@ -25,20 +25,19 @@ def fits(x: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `diptych_kernels.rms_norm.rms_norm`, for what `fits`."""
-    rows, size = x.shape
     out = torch.empty(x.shape)
-    [eps_bits] = struct.unpack("i", struct.pack("f", eps))
-    numbers = (ctypes.c_int64 * NUM_NUMBERS)(
-        x.data_ptr(),
-        x.stride(0) * FLOAT,
-        weight.data_ptr(),
-        out.data_ptr(),
-        rows,
-        size,
-        eps_bits,
-    )
-    kernel().run(numbers, torch.get_num_threads() if rows >= MIN_ROWS_TO_SHARE else 1)
+    own, numbers = call(x, weight, eps, out)
+    own.run(numbers, torch.get_num_threads() if numbers[ROWS] >= MIN_ROWS_TO_SHARE else 1)
     return out
+
+
+def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
+    """What computes `out`, [rows, n] contiguous."""
+    rows, size = x.shape
+    [eps_bits] = struct.unpack("i", struct.pack("f", eps))
+    stride = x.stride(0) * FLOAT
+    numbers = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, size, eps_bits
+    return kernel(), numbers
 
 
 @cache

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.native.kernel import Call, Kernel
 from diptych_kernels.native.layout import is_known
 
 FLOAT = 4
 """Bytes."""
-NUM_NUMBERS = 11
+CACHE, TOKENS = 2, 5
+"""Which of a call's numbers are the address of the layer's keys and values, and the tokens."""
 MIN_TOKENS_TO_SHARE = 16
 """Fewer are done before a second thread has begun."""
 
@@ -27,8 +27,16 @@ def rope_kv_write(
     heads: Tensor, rotations: Tensor, kv_layer: Tensor, blocks: Tensor, offsets: Tensor
 ) -> None:
     """As `diptych_kernels.rope_kv_write.rope_kv_write`, for what `fits`."""
+    own, numbers = call(heads, rotations, kv_layer, blocks, offsets)
+    own.run(numbers, torch.get_num_threads() if numbers[TOKENS] >= MIN_TOKENS_TO_SHARE else 1)
+
+
+def call(
+    heads: Tensor, rotations: Tensor, kv_layer: Tensor, blocks: Tensor, offsets: Tensor
+) -> Call:
+    """What does it; for another layer, whose address then goes in place of number `CACHE`, too."""
     tokens, num_heads, head_dim = heads.shape
-    numbers = (ctypes.c_int64 * NUM_NUMBERS)(
+    numbers = (
         heads.data_ptr(),
         rotations.data_ptr(),
         kv_layer.data_ptr(),
@@ -41,8 +49,7 @@ def rope_kv_write(
         kv_layer.shape[2],
         kv_layer.stride(0) * FLOAT,
     )
-    threads = torch.get_num_threads() if tokens >= MIN_TOKENS_TO_SHARE else 1
-    kernel().run(numbers, threads)
+    return kernel(), numbers
 
 
 @cache

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Kernel, openmp
+from diptych_kernels.native.kernel import Call, Kernel, openmp
 
-NUM_NUMBERS = 4
+ROWS = 2
+"""Which of a call's numbers it is."""
 MIN_ROWS_TO_SHARE = 8
 """Fewer are done before a second thread has begun."""
 
@@ -24,9 +24,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """As `diptych_kernels.silu_mul.silu_mul`, for what `fits`."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size)
-    numbers = (ctypes.c_int64 * NUM_NUMBERS)(gate_up.data_ptr(), out.data_ptr(), rows, size)
-    kernel().run(numbers, torch.get_num_threads() if rows >= MIN_ROWS_TO_SHARE else 1)
+    own, numbers = call(gate_up, out)
+    own.run(numbers, torch.get_num_threads() if rows >= MIN_ROWS_TO_SHARE else 1)
     return out
+
+
+def call(gate_up: Tensor, out: Tensor) -> Call:
+    """What computes `out`, [rows, n] contiguous."""
+    return kernel(), (gate_up.data_ptr(), out.data_ptr(), *out.shape)
 
 
 @cache

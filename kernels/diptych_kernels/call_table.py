@@ -1,0 +1,44 @@
+"""Tables of kernel calls for CPUs, which one call from Python runs: what a CUDA graph is to a GPU.
+
+A layer is some nine kernels, and for a few tokens each of them takes less time than Python needs
+to call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_kernels.native.kernel import Call, Kernel
+
+MAX_NUMBERS: Final = 17
+WIDTH: Final = 1 + MAX_NUMBERS
+"""Of a row: the kernel's address, then its numbers."""
+
+
+def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
+    """[calls, WIDTH]: the rows of a table."""
+    rows = np.zeros((len(calls), WIDTH), np.int64)
+    for row, (kernel, numbers) in zip(rows, calls, strict=True):
+        row[0] = kernel.address
+        row[1 : 1 + len(numbers)] = numbers
+    return rows
+
+
+def run_all(table: NDArray[np.int64], threads: int) -> None:
+    """Have so many threads run the calls of a table [..., WIDTH] together, one after the other.
+
+    What its numbers point to must stay until this returns.
+    """
+    rows = np.ascontiguousarray(table)
+    run_calls().run((rows.ctypes.data, rows.size // WIDTH), threads)
+
+
+@cache
+def run_calls() -> Kernel:
+    """Compiled when it is asked for the first time."""
+    return Kernel("run_calls", WIDTH)
