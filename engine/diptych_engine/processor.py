@@ -52,4 +52,6 @@ def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bo
             if packed:
                 call_table.run_calls()
                 for bits in (4, 8):
-                    packed_product.kernel(bits)
+                    packed_product.decode_kernel(bits)
+                    if packed_product.has_matrix_unit():
+                        packed_product.chunk_kernel(bits)

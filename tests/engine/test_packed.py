@@ -78,17 +78,17 @@ def test_a_product_is_that_of_the_files_own_values(kind: Kind, rows: int) -> Non
     parts = [groups_of(torch.randn(n, 96, generator=generator), kind) for n in (1040, 64, 32)]
     x = torch.randn(rows, 96, generator=generator)
     weight = torch.cat([part.values() for part in parts])
-    assert distance(packed(*parts).product(x), x @ weight.t()) < ROUNDING
+    assert distance(packed(*parts).product(x, rows), x @ weight.t()) < ROUNDING
 
 
 def test_a_row_gets_the_same_bits_in_any_company() -> None:
     generator = torch.Generator().manual_seed(3)
     matrix = packed(groups_of(torch.randn(320, 192, generator=generator), Kind.Q4_1))
     x = torch.randn(130, 192, generator=generator)
-    together = matrix.product(x)
+    together = matrix.product(x, len(x))
     for size in (1, 3, 4, 17, 64):
-        assert torch.equal(matrix.product(x[:size]), together[:size])
-        assert torch.equal(matrix.product(x[-size:]), together[-size:])
+        assert torch.equal(matrix.product(x[:size], size), together[:size])
+        assert torch.equal(matrix.product(x[-size:], size), together[-size:])
 
 
 def test_a_linear_adds_what_it_computes() -> None:
@@ -97,8 +97,8 @@ def test_a_linear_adds_what_it_computes() -> None:
     x, sums = (torch.randn(5, n, generator=generator) for n in (32, 64))
     for linear in (Linear(groups.values().t()), Linear(groups.values().t(), packed(groups))):
         added = sums.clone()
-        linear.add_product_(added, x)
-        torch.testing.assert_close(added, sums + linear.product(x))
+        linear.add_product_(added, x, 5)
+        torch.testing.assert_close(added, sums + linear.product(x, 5))
 
 
 @pytest.mark.parametrize("vocabulary", [40, 1000, 4096])
@@ -165,7 +165,7 @@ def test_the_shares_of_ranks_add_up(model: str) -> None:
 
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(6))
     halves = [
-        linear(Shard(rank, 2, lambda _: None)).product(x[:, rank * 64 : rank * 64 + 64])
+        linear(Shard(rank, 2, lambda _: None)).product(x[:, rank * 64 : rank * 64 + 64], 3)
         for rank in range(2)
     ]
     assert distance(halves[0] + halves[1], x @ linear(Shard()).weight) < ROUNDING

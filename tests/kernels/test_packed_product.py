@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_kernels.packed_product import packed_product, reference, to_tiles
+from diptych_kernels.packed_product import cpu, packed_product, reference, to_tiles
 from diptych_kernels.packed_product.tiles import values_of
 
 OLDER_PROCESSOR = Path(__file__).parents[1] / "support" / "older_processor.py"
@@ -27,9 +27,9 @@ def random_tiles(rows: int, columns: int, bits: int) -> Tensor:
     return tiles
 
 
-def product(x: Tensor, tiles: Tensor) -> Tensor:
+def product(x: Tensor, tiles: Tensor, num_decodes: int) -> Tensor:
     out = torch.full((len(x), 16 * len(tiles)), torch.nan)
-    packed_product(x, tiles, out)
+    packed_product(x, tiles, out, num_decodes=num_decodes)
     return out
 
 
@@ -54,47 +54,76 @@ def test_what_fills_no_tiles_is_none(shape: tuple[int, int], scale: float) -> No
 
 @BITS
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 29])
-def test_it_computes_what_the_reference_does(bits: int, rows: int) -> None:
+@pytest.mark.parametrize("columns", [64, 80])
+def test_decodes_are_computed_as_the_reference_does(bits: int, rows: int, columns: int) -> None:
     """Rows of every size of block; inputs that are a part of wider rows, and groups of zeros."""
-    tiles = random_tiles(80, 96, bits)
+    tiles = random_tiles(columns, 96, bits)
     wide = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows))
     wide[:, 64:96] = 0
     x = wide[:, 64:]
-    wanted = torch.empty(rows, 80)
-    reference.packed_product(x, tiles, wanted)
+    wanted = torch.empty(rows, columns)
+    reference.packed_product(x, tiles, wanted, num_decodes=rows)
     # At the middle between two levels either may be taken.
-    torch.testing.assert_close(product(x, tiles), wanted, rtol=1e-4, atol=1e-3 * (1 << bits))
+    near = {"rtol": 1e-4, "atol": 1e-3 * (1 << bits)}
+    torch.testing.assert_close(product(x, tiles, rows), wanted, **near)
 
 
-def test_it_can_add_to_what_is_there() -> None:
+@BITS
+@pytest.mark.parametrize(("num_decodes", "rows"), [(0, 1), (0, 16), (3, 20), (1, 33), (5, 64)])
+@pytest.mark.parametrize("columns", [64, 80])
+def test_chunks_are_computed_as_the_reference_does(
+    bits: int, num_decodes: int, rows: int, columns: int
+) -> None:
+    """Beside decodes or without; by the matrix unit where there is one."""
+    tiles = random_tiles(columns, 96, bits)
+    wide = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows))
+    wanted = torch.empty(rows, columns)
+    in_integers = cpu.integer_rows(num_decodes, rows)
+    reference.packed_product(wide[:, 64:], tiles, wanted, num_decodes=in_integers)
+    actual = product(wide[:, 64:], tiles, num_decodes)
+    assert float((actual - wanted).norm() / wanted.norm()) < 1e-3
+    decodes = product(wide[:num_decodes, 64:], tiles, num_decodes)
+    assert torch.equal(actual[:num_decodes], decodes)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2, 5])
+def test_it_can_add_to_what_is_there(num_decodes: int) -> None:
     tiles = random_tiles(32, 64, 4)
     x, sums = torch.randn(5, 64), torch.randn(5, 48)[:, :32]
     added = sums.clone()
-    packed_product(x, tiles, added, add=True)
-    assert torch.equal(added, sums + product(x, tiles))
+    packed_product(x, tiles, added, num_decodes=num_decodes, add=True)
+    torch.testing.assert_close(added, sums + product(x, tiles, num_decodes), rtol=1e-5, atol=1e-4)
 
 
-def test_a_row_gets_the_same_bits_in_any_company_and_on_any_number_of_threads() -> None:
+@pytest.mark.parametrize("are_decodes", [True, False])
+def test_a_row_gets_the_same_bits_in_any_company_and_on_any_number_of_threads(
+    are_decodes: bool,
+) -> None:
     tiles = random_tiles(112, 128, 4)
-    x = torch.randn(31, 128)
-    together = product(x, tiles)
-    for size in (1, 2, 6, 15):
-        assert torch.equal(product(x[:size], tiles), together[:size])
-        assert torch.equal(product(x[-size:], tiles), together[-size:])
+    x = torch.randn(67, 128)
+
+    def own_product(x: Tensor) -> Tensor:
+        return product(x, tiles, len(x) if are_decodes else 0)
+
+    together = own_product(x)
+    for size in (1, 2, 6, 15, 16, 33):
+        assert torch.equal(own_product(x[:size]), together[:size])
+        assert torch.equal(own_product(x[-size:]), together[-size:])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(product(x, tiles), together)
+        assert torch.equal(own_product(x), together)
     finally:
         torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_shows_in_its_own_row_alone(bad: float) -> None:
+@pytest.mark.parametrize("num_decodes", [0, 3])
+def test_what_is_not_finite_shows_in_its_own_row_alone(bad: float, num_decodes: int) -> None:
     x = torch.randn(3, 64)
     x[1, 40] = bad
-    out = product(x, random_tiles(32, 64, 4))
-    assert out[1].isnan().all()
+    out = product(x, random_tiles(32, 64, 4), num_decodes)
+    assert not out[1].isfinite().any()
     assert out[[0, 2]].isfinite().all()
 
 

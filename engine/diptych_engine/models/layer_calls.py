@@ -5,11 +5,12 @@ Shapes: T tokens of the step, L layers, H query heads, K key-value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.models.interface import StepInputs
@@ -27,21 +28,42 @@ from diptych_kernels.silu_mul import cpu as silu_mul
 
 CACHE = 2
 """Which number of a rotation and of attention is the address of keys and values."""
-BEFORE_ATTENTION = 2
-"""So many of a layer's lasting calls."""
 
 
 @dataclass(slots=True, frozen=True)
 class LastingCall:
-    """A call that is the same in every step, but for the number of tokens and where the weight is:
-    an engine that has slept may have it elsewhere."""
+    """A call that is the same in every step, but for the number of tokens, and for where the weight
+    is: an engine that has slept may have it elsewhere."""
 
     call: Call
-    tokens_at: int
+    tokens_at: int | None = None
     """Which of its numbers says how many tokens there are."""
+    rows_at: int | None = None
+    """...and how many of them are summed up in integers."""
     weight: Tensor | None = None
     weight_at: int = 0
-    """Which of its numbers is the weight's address."""
+    """...and is the weight's address."""
+
+
+class LastingTable:
+    """The lasting calls of all layers."""
+
+    def __init__(self, layers: Sequence[Sequence[LastingCall]]) -> None:
+        calls = [call for layer in layers for call in layer]
+        self._num_layers = len(layers)
+        self._rows = rows_of([each.call for each in calls])
+        """[L calls, WIDTH]."""
+        self._tokens = _places(each.tokens_at for each in calls)
+        self._in_integers = _places(each.rows_at for each in calls)
+        self._weights = [each.weight for each in calls if each.weight is not None]
+        self._addresses = _places(None if each.weight is None else each.weight_at for each in calls)
+
+    def of_step(self, tokens: int, in_integers: int) -> NDArray[np.int64]:
+        """[L, calls, WIDTH], good until the next step."""
+        self._rows[self._tokens] = tokens
+        self._rows[self._in_integers] = in_integers
+        self._rows[self._addresses] = [weight.data_ptr() for weight in self._weights]
+        return self._rows.reshape(self._num_layers, -1, WIDTH)
 
 
 class LayerCalls:
@@ -59,17 +81,10 @@ class LayerCalls:
         self._gate_up = torch.empty(tokens, 2 * config.intermediate_size)
         self._gated = torch.empty(tokens, config.intermediate_size)
         inputs = self._normed, self._attended.flatten(1), self._gated
-        num_bytes = max(packed_product.rounded_bytes(*x.shape) for x in inputs)
-        self._rounded = torch.empty(num_bytes, dtype=torch.int8)
-        lasting = [call for layer in layers for call in self._lasting(layer)]
-        self._table = rows_of([each.call for each in lasting])
-        """[L calls, WIDTH]."""
-        rows = np.arange(len(lasting))
-        self._tokens_at = rows, 1 + np.array([each.tokens_at for each in lasting])
-        has_weight = np.array([each.weight is not None for each in lasting])
-        weight_at = 1 + np.array([each.weight_at for each in lasting])
-        self._weights = [each.weight for each in lasting if each.weight is not None]
-        self._weights_at = rows[has_weight], weight_at[has_weight]
+        num_bytes = max(packed_product.workspace_bytes(*x.shape) for x in inputs)
+        self._workspace = torch.empty(num_bytes, dtype=torch.int8)
+        self._tables: dict[tuple[bool, bool], LastingTable] = {}
+        """For steps with rows that are summed up in integers, with others, with both."""
 
     def fit(self, tokens: int) -> bool:
         """Whether a step of so many tokens can use them; not after weights were packed anew."""
@@ -83,37 +98,58 @@ class LayerCalls:
         rotations: [T, 1, D / 2, 2]. kv_layers: as `CausalLM.forward` takes them.
         """
         tokens = len(hidden)
-        self._hidden[:tokens] = hidden
-        self._table[self._tokens_at] = tokens
-        self._table[self._weights_at] = [weight.data_ptr() for weight in self._weights]
+        in_integers = packed_product.integer_rows(inputs.attention.num_decodes, tokens)
+        kinds = in_integers > 0, in_integers < tokens
+        if kinds not in self._tables:
+            self._tables[kinds] = LastingTable(
+                [list(self._lasting(x, kinds)) for x in self._layers]
+            )
+        lasting = self._tables[kinds].of_step(tokens, in_integers)
         of_step = rows_of(self._of_step(tokens, rotations, inputs, kv_layers[0]))
-        in_layers = np.repeat(of_step[None], len(self._layers), 0)
-        in_layers[:, :, 1 + CACHE] = [[layer.data_ptr()] for layer in kv_layers]
-        lasting = self._table.reshape(len(self._layers), -1, WIDTH)
-        parts = lasting[:, :BEFORE_ATTENTION], in_layers, lasting[:, BEFORE_ATTENTION:]
-        run_all(np.concatenate(parts, 1), torch.get_num_threads())
+        attention = np.repeat(of_step[None], len(self._layers), 0)
+        attention[:, :, 1 + CACHE] = [[layer.data_ptr()] for layer in kv_layers]
+        before, after = np.split(lasting, [1 + sum(kinds)], 1)
+        self._hidden[:tokens] = hidden
+        run_all(np.concatenate([before, attention, after], 1), torch.get_num_threads())
         hidden.copy_(self._hidden[:tokens])
 
-    def _lasting(self, layer: LayerWeights) -> Iterator[LastingCall]:
+    def _lasting(self, layer: LayerWeights, kinds: tuple[bool, bool]) -> Iterator[LastingCall]:
         """A layer's calls in their order, all but rotation and attention."""
         heads, attended = self._heads.flatten(1), self._attended.flatten(1)
         yield self._norm(layer.attention_norm)
-        yield self._product(self._normed, layer.qkv, heads)
-        yield self._product(attended, layer.output, self._hidden, add=True)
+        yield from self._product(kinds, self._normed, layer.qkv, heads)
+        yield from self._product(kinds, attended, layer.output, self._hidden, add=True)
         yield self._norm(layer.mlp_norm)
-        yield self._product(self._normed, layer.gate_up, self._gate_up)
-        yield LastingCall(silu_mul.call(self._gate_up, self._gated), silu_mul.ROWS)
-        yield self._product(self._gated, layer.down, self._hidden, add=True)
+        yield from self._product(kinds, self._normed, layer.gate_up, self._gate_up)
+        gate = silu_mul.call(self._gate_up, self._gated)
+        yield LastingCall(gate, tokens_at=silu_mul.ROWS)
+        yield from self._product(kinds, self._gated, layer.down, self._hidden, add=True)
 
     def _norm(self, weight: Tensor) -> LastingCall:
         call = rms_norm.call(self._hidden, weight, self._config.rms_norm_eps, self._normed)
-        return LastingCall(call, rms_norm.ROWS, weight, rms_norm.WEIGHT)
+        return LastingCall(call, rms_norm.ROWS, weight=weight, weight_at=rms_norm.WEIGHT)
 
-    def _product(self, x: Tensor, linear: Linear, out: Tensor, *, add: bool = False) -> LastingCall:
+    def _product(
+        self, kinds: tuple[bool, bool], x: Tensor, linear: Linear, out: Tensor, *, add: bool = False
+    ) -> Iterator[LastingCall]:
         assert linear.packed is not None
         tiles = linear.packed.tiles
-        call = packed_product.call(x, tiles, out, self._rounded, add=add)
-        return LastingCall(call, packed_product.ROWS, tiles, packed_product.TILES)
+        in_integers, others = kinds
+        if in_integers:
+            yield LastingCall(
+                packed_product.decode_call(x, tiles, out, self._workspace, add=add),
+                rows_at=packed_product.ROWS,
+                weight=tiles,
+                weight_at=packed_product.DECODE_TILES,
+            )
+        if others:
+            yield LastingCall(
+                packed_product.chunk_call(x, 0, tiles, out, self._workspace, add=add),
+                tokens_at=packed_product.END,
+                rows_at=packed_product.FIRST,
+                weight=tiles,
+                weight_at=packed_product.CHUNK_TILES,
+            )
 
     def _of_step(
         self, tokens: int, rotations: Tensor, inputs: StepInputs, kv_layer: Tensor
@@ -125,6 +161,13 @@ class LayerCalls:
             rope_kv_write.call(heads, rotations, kv_layer, inputs.slot_blocks, inputs.slot_offsets),
             *paged_attention.calls(queries, kv_layer, inputs.attention, attended),
         ]
+
+
+def _places(numbers: Iterable[int | None]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and columns of a table: for each call, which of its numbers is meant."""
+    found = [(row, 1 + number) for row, number in enumerate(numbers) if number is not None]
+    rows, columns = np.array(found, np.int64).reshape(-1, 2).T
+    return rows, columns
 
 
 def matrices_of(layers: Sequence[LayerWeights]) -> list[PackedMatrix | None]:

@@ -19,22 +19,27 @@ SPAN: Final = 64
 
 @dataclass(slots=True)
 class Linear:
-    """x [rows, in] -> [rows, out], by the packed copy if there is one."""
+    """x [rows, in] -> [rows, out], by the packed copy if there is one.
+
+    The first `num_decodes` of the rows are decodes.
+    """
 
     weight: Tensor
     """[in, out]."""
     packed: PackedMatrix | None = None
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, num_decodes: int) -> Tensor:
         """[rows, out] of x's type."""
-        return x.mm(self.weight) if self.packed is None else self.packed.product(x)
+        if self.packed is None:
+            return x.mm(self.weight)
+        return self.packed.product(x, num_decodes)
 
-    def add_product_(self, sums: Tensor, x: Tensor) -> None:
+    def add_product_(self, sums: Tensor, x: Tensor, num_decodes: int) -> None:
         """sums [rows, out] += x @ weight."""
         if self.packed is None:
             sums.addmm_(x, self.weight)
         else:
-            self.packed.add_product_(sums, x)
+            self.packed.add_product_(sums, x, num_decodes)
 
 
 def refine_(logits: Tensor, x: Tensor, rows: Tensor) -> None:

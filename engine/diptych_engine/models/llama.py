@@ -216,25 +216,25 @@ class LlamaModel:
         self, hidden: Tensor, rotations: Tensor, inputs: StepInputs, kv_layers: Sequence[Tensor]
     ) -> None:
         """Turn embeddings [T, hidden] into what the last layer yields."""
-        adapters = inputs.adapters
+        adapters, num_decodes = inputs.adapters, inputs.attention.num_decodes
         plain = not adapters and self._reduce is None
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             normed = rms_norm(hidden, layer.attention_norm, self._eps)
-            qkv = layer.qkv.product(normed)
+            qkv = layer.qkv.product(normed, num_decodes)
             if adapters:
                 add_low_rank(qkv, normed, adapters, index, "qkv")
             attended = self._attend(layer, qkv, rotations, inputs, kv_layer)
             if plain:
-                layer.output.add_product_(hidden, attended)
+                layer.output.add_product_(hidden, attended, num_decodes)
             else:
                 self._add_product(hidden, attended, layer.output, inputs, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
-            gate_up = layer.gate_up.product(normed)
+            gate_up = layer.gate_up.product(normed, num_decodes)
             if adapters:
                 add_low_rank(gate_up, normed, adapters, index, "gate_up")
             gated = silu_mul(gate_up)
             if plain:
-                layer.down.add_product_(hidden, gated)
+                layer.down.add_product_(hidden, gated, num_decodes)
             else:
                 self._add_product(hidden, gated, layer.down, inputs, index, "down")
 
@@ -242,11 +242,12 @@ class LlamaModel:
         self, hidden: Tensor, x: Tensor, linear: Linear, inputs: StepInputs, layer: int, fused: str
     ) -> None:
         """hidden += x @ weight, where every rank has some of x's columns and of weight's rows."""
+        num_decodes = inputs.attention.num_decodes
         if self._reduce is None:
-            linear.add_product_(hidden, x)
+            linear.add_product_(hidden, x, num_decodes)
             add_low_rank(hidden, x, inputs.adapters, layer, fused)
             return
-        part = linear.product(x)
+        part = linear.product(x, num_decodes)
         add_low_rank(part, x, inputs.adapters, layer, fused)
         self._reduce(part)
         hidden.add_(part)
@@ -277,7 +278,7 @@ class LlamaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         normed = self.normed(hidden)
-        logits = self._head.product(normed)
+        logits = self._head.product(normed, normed.shape[0])
         if self._head.packed is not None:
             refine_(logits, normed, self._published_head)
         return logits

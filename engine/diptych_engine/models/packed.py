@@ -34,15 +34,15 @@ class PackedMatrix:
         tiles = to_tiles(levels, scale, offset, bits)
         return None if tiles is None else cls(tiles)
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, num_decodes: int) -> Tensor:
         """[rows, in] -> [rows, out] float32."""
         out = x.new_empty(x.shape[0], self.tiles.shape[0] * TILE_ROWS)
-        packed_product(x, self.tiles, out)
+        packed_product(x, self.tiles, out, num_decodes=num_decodes)
         return out
 
-    def add_product_(self, sums: Tensor, x: Tensor) -> None:
+    def add_product_(self, sums: Tensor, x: Tensor, num_decodes: int) -> None:
         """sums [rows, out] += x @ matrix^T."""
-        packed_product(x, self.tiles, sums, add=True)
+        packed_product(x, self.tiles, sums, num_decodes=num_decodes, add=True)
 
 
 def _factors(part: Groups) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from diptych_kernels.call_table import WIDTH
 from diptych_kernels.native.kernel import object_file
+from diptych_kernels.packed_product.cpu import has_matrix_unit
 from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
 for head_dim in (0, *sorted(COMMON_DIMS)):
@@ -19,3 +20,5 @@ for name in ("rms_norm", "rope_kv_write", "silu_mul"):
 object_file("run_calls", WIDTH)
 for bits in (4, 8):
     object_file("packed_product", bits)
+    if has_matrix_unit():
+        object_file("amx_product", bits)

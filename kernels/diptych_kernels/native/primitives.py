@@ -65,6 +65,18 @@ def small_ints(address, count):
 
 
 @njit
+def bits_of(address, count):
+    """The bits of `count` float32 numbers from an address on, as an array of int32."""
+    return carray(_pointer(address), count, np.int32)
+
+
+@njit
+def halves_of(address, count):
+    """`count` int16 numbers from an address on, as an array."""
+    return carray(_pointer(address), count, np.int16)
+
+
+@njit
 def prefetch(address, num_bytes):
     """Ask for memory that will be read soon."""
     for offset in range(0, num_bytes, CACHE_LINE):

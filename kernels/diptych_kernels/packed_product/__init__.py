@@ -1,8 +1,10 @@
 """Products with matrices that stay as small in memory as in their file, on a CPU.
 
-The other factor is rounded to 8 bits, a scale for each 16 values, so that these are summed up in
-integers: exactly, and at four values an instruction (as llama.cpp does it, with 32). What a row
-yields depends on nothing else, neither on the rows beside it nor on the number of threads.
+Of decodes, the other factor is rounded to 8 bits, a scale for each 16 values, so that these are
+summed up in integers: exactly, and at four values an instruction (as llama.cpp does it, with 32).
+Chunks of prompts have the same, or, where the processor has a matrix unit, both factors rounded to
+bfloat16. What a row yields depends on nothing but which of both it is, neither on the rows beside
+it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ def is_available() -> bool:
     return cpu.is_available()
 
 
-def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool = False) -> None:
+def packed_product(
+    x: Tensor, tiles: Tensor, out: Tensor, *, num_decodes: int, add: bool = False
+) -> None:
     """out = x matrix^T, or out += x matrix^T.
 
-    x: [rows, columns] float32, each row contiguous.
+    x: [rows, columns] float32, each row contiguous; the first `num_decodes` are decodes.
     tiles: [out / 16, columns / 32, bytes] uint8: a matrix [out, columns] as `to_tiles` makes it.
     out: [rows, out] float32, each row contiguous.
-    A row with a NaN or an infinity in it yields NaN.
+    A row with a NaN or an infinity in it yields NaN or infinities.
     """
-    cpu.packed_product(x, tiles, out, add=add)
+    cpu.packed_product(x, tiles, out, num_decodes=num_decodes, add=add)

@@ -14,15 +14,20 @@ LEVELS: Final = 127
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
-def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """As `diptych_kernels.packed_product.packed_product`."""
-    product = rounded(x).mm(values_of(tiles).t())
+def packed_product(
+    x: Tensor, tiles: Tensor, out: Tensor, *, num_decodes: int, add: bool = False
+) -> None:
+    """As `diptych_kernels.packed_product.packed_product` with a matrix unit."""
+    matrix = values_of(tiles).t()
+    decodes = rounded(x[:num_decodes]).mm(matrix)
+    chunks = x[num_decodes:].bfloat16().float().mm(matrix.bfloat16().float())
+    product = torch.cat([decodes, chunks])
     out.copy_(out + product if add else product)
 
 
 def rounded(x: Tensor) -> Tensor:
     """[rows, columns] -> the same with 8 bits for each value, and a scale for 16 of them."""
-    parts = x.reshape(len(x), -1, PART)
+    parts = x.reshape(len(x), x.shape[1] // PART, PART)
     scale = parts.abs().amax(2, keepdim=True) / LEVELS
     levels = (parts / scale.clamp(min=SMALLEST)).round()
     return (levels * scale).view(x.shape)
