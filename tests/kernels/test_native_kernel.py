@@ -1,14 +1,21 @@
-"""Compiled kernels: where they are kept, and what keeps an old one from being used."""
+"""Compiled kernels: where they are kept, what keeps an old one from being used, how they wait."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from diptych_kernels.call_table import rows_of, run_all
 from diptych_kernels.native import kernel
 from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.rms_norm import cpu as rms_norm
 
 NAME = "decode_attention"
 
@@ -42,3 +49,24 @@ def test_a_file_is_left_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_what_does_not_compile_says_why() -> None:
     with pytest.raises(RuntimeError, match="no_such_module does not compile"):
         kernel._compile("no_such_module", 0)
+
+
+def _seconds_of_processor(num_calls: int, seconds: list[float]) -> None:
+    """What so many small kernels cost two threads that share a processor."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread and those it starts
+    x, weight, out = torch.randn(2, 64), torch.ones(64), torch.empty(2, 64)
+    table = np.repeat(rows_of([rms_norm.call(x, weight, 1e-6, out)]), num_calls, 0)
+    run_all(table[:1], threads=2)
+    started = time.process_time()
+    run_all(table, threads=2)
+    seconds.append(time.process_time() - started)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux binds threads")
+def test_threads_on_one_processor_do_not_wait_for_the_end_of_time_slices() -> None:
+    """As the scheduler puts them where other work wants processors. 0.02 s; GNU's barrier: 2 s."""
+    seconds: list[float] = []
+    alone = threading.Thread(target=_seconds_of_processor, args=(600, seconds))
+    alone.start()
+    alone.join()
+    assert seconds[0] < 0.5

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
@@ -23,9 +24,11 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import torch
 
+from diptych_kernels.native.barrier import barrier
+
 log = logging.getLogger(__name__)
 
-OF_OPENMP = ("GOMP_barrier", "omp_get_num_threads", "omp_get_thread_num")
+OF_OPENMP = ("omp_get_num_threads", "omp_get_thread_num")
 NEVER_CALLED = (
     "NRT_Free", "NRT_MemInfo_call_dtor", "numba_do_raise", "numba_gil_ensure", "numba_gil_release",
     "numba_runtime_build_excinfo_struct", "numba_unpickle",
@@ -33,6 +36,8 @@ NEVER_CALLED = (
 """Numba's compiler adds paths for exceptions and for memory that a function owns; a kernel raises
 nothing and owns none. If it did, the process would be aborted."""
 COMPILE_TIMEOUT_S = 300.0
+RUNNING = threading.Lock()
+"""Held by the kernel that runs: all of them wait at the same barrier."""
 
 
 @cache
@@ -69,7 +74,8 @@ class Kernel:
 
     def run(self, numbers: Sequence[int], threads: int) -> None:
         """Have so many threads call the function together; returns when all have."""
-        self._run(self.address, (ctypes.c_int64 * len(numbers))(*numbers), threads, 0)
+        with RUNNING:
+            self._run(self.address, (ctypes.c_int64 * len(numbers))(*numbers), threads, 0)
 
 
 Call = tuple[Kernel, tuple[int, ...]]
@@ -81,6 +87,7 @@ def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:
     llvm.initialize_native_asmprinter()
     for name in OF_OPENMP:
         llvm.add_symbol(name, ctypes.cast(library[name], ctypes.c_void_p).value)
+    llvm.add_symbol("await_others", barrier().get_function_address("await_others"))
     for name in NEVER_CALLED:
         llvm.add_symbol(name, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)

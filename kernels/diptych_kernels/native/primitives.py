@@ -21,7 +21,7 @@ _INT32 = ir.IntType(32)
 
 thread_index = types.ExternalFunction("omp_get_thread_num", types.int32())
 num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
-await_others = types.ExternalFunction("GOMP_barrier", types.void())
+await_others = types.ExternalFunction("await_others", types.void())
 """Returns when every thread that runs the kernel has come here."""
 
 
