@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diptych_engine.models import CausalLM, Packer, StepInputs, build_model, load_weights
-from diptych_engine.models.packer import drop_packed
+from diptych_engine.models import CausalLM, StepInputs, build_model, load_weights
 from diptych_frontend.model_source import ModelSource, resolve_model
 from diptych_kernels.paged_attention import AttentionMetadata
 
@@ -29,7 +28,7 @@ ROWS: Final = 64
 
 def load(source: ModelSource, num_tokens: int) -> CausalLM:
     model = build_model(source.config, num_tokens, torch.float32, torch.device("cpu"))
-    load_weights(model.slots, source, packer=Packer(model.packables))
+    load_weights(model.slots, source, packables=model.packables)
     return model
 
 
@@ -73,7 +72,8 @@ def compare(uri: str, num_tokens: int) -> dict[str, float]:
     token_ids = tokenizer.encode(TEXT.read_text())[:num_tokens]
     model = load(source, len(token_ids))
     packed = log_probabilities(model, source, token_ids)
-    drop_packed(model.packables)
+    for packable in model.packables:
+        packable.linear.unpack()
     plain = log_probabilities(model, source, token_ids)
     following = torch.tensor(token_ids[1:])[:, None]
     return {

@@ -20,6 +20,13 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 512 << 20)
 
 
+def give_freed_memory_back() -> None:
+    """Hand to the kernel what is free, after an event that will not soon come again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)
+
+
 def compile_kernels(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool
 ) -> Thread:

@@ -19,11 +19,11 @@ from diptych_engine.control.profiler import Profiler
 from diptych_engine.control.worker_memory import WorkerMemory
 from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
-from diptych_engine.models import Packer, StepInputs, build_model, load_weights
+from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.pooling import Pooler
-from diptych_engine.processor import compile_kernels, keep_freed_memory
+from diptych_engine.processor import compile_kernels, give_freed_memory_back, keep_freed_memory
 from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
@@ -124,9 +124,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _load(self) -> None:
         source = self._source
-        packer = Packer(self.model.packables) if self._packs else None
+        packables = self.model.packables if self._packs else ()
         report = log_progress(source.uri)
-        load_weights(self.model.slots, source, self._seed, report, packer)
+        load_weights(self.model.slots, source, self._seed, report, packables)
+        give_freed_memory_back()
 
     @property
     def dtype_name(self) -> str:

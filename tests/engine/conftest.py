@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_engine.models import Packer, StepInputs, build_model, load_weights
+from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_frontend.model_source import ModelSource
 from diptych_kernels.paged_attention import AttentionMetadata
 
@@ -21,8 +21,8 @@ class LoneSequence:
         cpu = torch.device("cpu")
         config = source.config
         self.model = build_model(config, max_tokens, torch.float32, cpu)
-        packer = Packer(self.model.packables) if packs else None
-        load_weights(self.model.slots, source, packer=packer)
+        packables = self.model.packables if packs else ()
+        load_weights(self.model.slots, source, packables=packables)
         self.window = config.sliding_window
         num_blocks = -(-max_tokens // BLOCK_SIZE)
         self.cache = torch.zeros(

@@ -19,7 +19,6 @@ from diptych_engine.models.groups import read_groups
 from diptych_engine.models.interface import GivenEmbeddings, StepInputs
 from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.packed import PackedMatrix
-from diptych_engine.models.packer import drop_packed
 from diptych_frontend.model_config import ModelConfig
 from diptych_kernels.packed_product import is_available
 from diptych_kernels.paged_attention import AttentionMetadata
@@ -57,7 +56,9 @@ def pack(model: LlamaModel) -> None:
         raw = gguf.quants.quantize(values.numpy(), Kind.Q4_1)
         groups = read_groups(raw.reshape(-1), Kind.Q4_1, tuple(values.shape))
         assert groups is not None
-        packable.linear.packed = PackedMatrix.of([groups])
+        matrix = PackedMatrix.of([groups])
+        assert matrix is not None
+        packable.linear.pack(matrix)
 
 
 def step_of(decodes: Sequence[int], chunks: Sequence[tuple[int, int]] = ()) -> StepInputs:
@@ -154,9 +155,10 @@ def test_new_weights_are_used() -> None:
     model, inputs = packed_model(), STEPS["decodes"]
     before, _ = forward(model, inputs, as_table=True)
     with torch.inference_mode():
+        for packable in model.packables:
+            packable.linear.unpack()
         for weight in model.parameters():
             weight.mul_(1.5)
-    drop_packed(model.packables)
     plain, _ = forward(model, inputs, as_table=True)
     assert not torch.allclose(plain, before)
     pack(model)

@@ -1,4 +1,4 @@
-"""Packed copies of weights: what they compute, which tensors get one, and what becomes of it."""
+"""Packed weights: what they compute, and which tensors are packed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from control_kit import Owner
-from core_kit import core_request, generate, run
+from core_kit import core_request, run
 from core_kit import make_core as make_exact_core
 from gguf import GGMLQuantizationType as Kind
-from gguf_kit import quantised, random_tensors, save_gguf, save_lora
+from gguf_kit import quantised, save_gguf, save_lora
 from torch import Tensor
 
 from diptych_engine.core import EngineCore
-from diptych_engine.models import Packer, StepInputs, build_model, load_weights
+from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_engine.models.groups import Groups, read_groups
 from diptych_engine.models.interface import WeightSlot
 from diptych_engine.models.linear import Linear, largest, refine_
@@ -28,12 +27,7 @@ from diptych_engine.models.packed import PackedMatrix
 from diptych_engine.models.shard import Shard, Span
 from diptych_frontend.model_source import resolve_model
 from diptych_kernels.paged_attention import AttentionMetadata
-from diptych_protocol import (
-    Array,
-    InvalidRequestError,
-    LoRARequest,
-    WeightTransferUpdateRequest,
-)
+from diptych_protocol import InvalidRequestError, LoRARequest
 
 ROUNDING = 1e-2
 """Of inputs to 8 bits, relative to the norm of the result."""
@@ -68,6 +62,17 @@ def test_values_are_those_of_the_file(kind: Kind) -> None:
     raw = gguf.quants.quantize(values.numpy(), kind)
     expected = torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind)))
     assert torch.equal(groups_of(values, kind).values(), expected)
+
+
+@KINDS
+def test_packing_loses_nothing(kind: Kind) -> None:
+    """Factors are float16 in the file, and times 8 and 128 they still are: also the largest and
+    smallest."""
+    values = torch.randn(48, 256, generator=torch.Generator().manual_seed(10))
+    values.view(48, 8, 32).mul_(torch.logspace(-7, 3.9, 8)[:, None])
+    parts = groups_of(values[:16], kind), groups_of(values[16:], kind)
+    expected = torch.cat([part.values() for part in parts])
+    assert torch.equal(packed(*parts).values(), expected)
 
 
 @KINDS
@@ -129,6 +134,12 @@ def test_what_the_kernel_cannot_take_is_not_packed(
     assert PackedMatrix.of(parts) is None
 
 
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_factors_that_float16_cannot_hold_are_not_packed(kind: Kind) -> None:
+    """The file's scale fits, but not 8 or 128 times as much."""
+    assert PackedMatrix.of([groups_of(torch.full((16, 32), 7e4), kind)]) is None
+
+
 @pytest.mark.parametrize(
     ("target", "slot"),
     [
@@ -160,7 +171,7 @@ def test_the_shares_of_ranks_add_up(model: str) -> None:
 
     def linear(shard: Shard) -> Linear:
         own = build_model(source.config, 16, torch.float32, torch.device("cpu"), shard)
-        load_weights(own.slots, source, packer=Packer(own.packables))
+        load_weights(own.slots, source, packables=own.packables)
         return next(p.linear for p in own.packables if "down_proj" in p.published[0])
 
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(6))
@@ -168,7 +179,7 @@ def test_the_shares_of_ranks_add_up(model: str) -> None:
         linear(Shard(rank, 2, lambda _: None)).product(x[:, rank * 64 : rank * 64 + 64], 3)
         for rank in range(2)
     ]
-    assert distance(halves[0] + halves[1], x @ linear(Shard()).weight) < ROUNDING
+    assert distance(halves[0] + halves[1], x @ linear(Shard()).values()) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -190,9 +201,15 @@ def test_a_projection_is_packed_if_all_of_its_tensors_can_be(
 ) -> None:
     source = resolve_model(save_gguf(tmp_path / "model.gguf", kind_of))
     model = build_model(source.config, 16, torch.float32, torch.device("cpu"))
-    load_weights(model.slots, source, packer=Packer(model.packables))
+    load_weights(model.slots, source, packables=model.packables)
     names = {name for p in model.packables if p.linear.packed is None for name in p.published}
     assert names == {f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in plain}
+    unpacked = build_model(source.config, 16, torch.float32, torch.device("cpu"))
+    load_weights(unpacked.slots, source)
+    for (name, own), (_, expected) in zip(
+        model.named_parameters(), unpacked.named_parameters(), strict=True
+    ):
+        assert torch.equal(own, expected), name
 
 
 def make_core(model: str, **options: Any) -> EngineCore:
@@ -233,11 +250,6 @@ def test_an_answer_is_the_same_in_any_company(smollm2: str) -> None:
         assert answers(other, rest)[name] == alone[name][9:]
 
 
-def packed_tensors(core: EngineCore) -> list[Tensor]:
-    model = core.runner.model
-    return [p.linear.packed.tiles for p in model.packables if p.linear.packed]
-
-
 @torch.inference_mode()
 def forward(core: EngineCore, size: int, adapters: Sequence[AdapterRows]) -> Tensor:
     """The hidden states of so many decodes, each the first token of its own block."""
@@ -248,47 +260,6 @@ def forward(core: EngineCore, size: int, adapters: Sequence[AdapterRows]) -> Ten
     )  # fmt: skip
     inputs = StepInputs(places, zeros, places, zeros, attention, adapters)
     return core.runner.forward(inputs, [])
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_gives_the_memory_of_packed_copies_back(model: str, level: int) -> None:
-    owner = Owner(model=model, weight_packing="auto")
-    before = [tensor.clone() for tensor in packed_tensors(owner.core)]
-    answer = generate(owner.core, [1, 2, 3])
-    held = packed_tensors(owner.core)
-    owner.call("sleep", level)
-    assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
-    owner.call("wake_up", None)
-    after = packed_tensors(owner.core)
-    assert len(after) == len(before) == 9
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert generate(owner.core, [1, 2, 3]) == answer
-
-
-def test_new_weights_are_used_plainly_until_those_of_the_file_are_back(model: str) -> None:
-    owner = Owner(model=model, weight_packing="auto")
-    old = generate(owner.core, [1, 2, 3])
-    new = random_tensors(seed=1)
-    arrays = [Array("float32", tuple(t.shape), t.numpy().tobytes()) for t in new.values()]
-
-    owner.call("pause_generation")
-    owner.call("start_weight_update", True)
-    with pytest.raises(InvalidRequestError):
-        owner.call("update_weights", WeightTransferUpdateRequest(["nonsense"], arrays[:1]))
-    assert packed_tensors(owner.core)  # nothing was changed
-
-    owner.call("start_weight_update", True)
-    owner.call("update_weights", WeightTransferUpdateRequest(list(new), arrays))
-    owner.call("finish_weight_update")
-    owner.call("resume_generation")
-    assert packed_tensors(owner.core) == []
-    assert generate(owner.core, [1, 2, 3]) != old
-
-    owner.call("pause_generation")
-    owner.call("reload_weights")
-    owner.call("resume_generation")
-    assert packed_tensors(owner.core)
-    assert generate(owner.core, [1, 2, 3]) == old
 
 
 def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Path) -> None:
@@ -309,6 +280,7 @@ def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Pa
 
 
 def test_nothing_is_packed_unless_the_configuration_allows_it(model: str) -> None:
-    assert packed_tensors(make_exact_core(model)) == []
+    packables = make_exact_core(model).runner.model.packables
+    assert not any(packable.linear.packed for packable in packables)
     with pytest.raises(InvalidRequestError, match="weight_packing"):
         make_core(model, weight_packing="int3")

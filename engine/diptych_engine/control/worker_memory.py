@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.kv_memory import KVMemory
+from diptych_engine.processor import give_freed_memory_back
 
 
 class WorkerMemory:
@@ -104,9 +105,7 @@ class WorkerMemory:
             storage.resize_(0)
         if storages[0].device.type == "cuda":
             torch.cuda.empty_cache()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # glibc keeps what was freed otherwise
-            trim(0)
+        give_freed_memory_back()
 
 
 def _storages_of(weights: Iterable[Tensor]) -> list[torch.UntypedStorage]:

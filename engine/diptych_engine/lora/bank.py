@@ -29,7 +29,6 @@ class LoraBank:
     ) -> None:
         self._num_layers = model.num_layers
         self._projections = model.projections
-        """Taken now: while the weights are asleep there is nothing to make views of."""
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device

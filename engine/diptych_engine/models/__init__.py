@@ -2,7 +2,6 @@
 
 from diptych_engine.models.interface import CausalLM, StepInputs, WeightSlot
 from diptych_engine.models.loader import load_weights
-from diptych_engine.models.packer import Packer
 from diptych_engine.models.registry import build_model
 
-__all__ = ["CausalLM", "Packer", "StepInputs", "WeightSlot", "build_model", "load_weights"]
+__all__ = ["CausalLM", "StepInputs", "WeightSlot", "build_model", "load_weights"]

@@ -94,7 +94,7 @@ class Projection:
 
 @dataclass(slots=True, frozen=True)
 class Packable:
-    """A projection that may have a packed copy."""
+    """A projection that may be packed."""
 
     linear: Linear
     published: tuple[str, ...]
@@ -106,10 +106,15 @@ class CausalLM(Protocol):
 
     @property
     def slots(self) -> dict[str, WeightSlot]:
-        """Every tensor that must be loaded, by its Hugging Face name."""
+        """Every tensor that must be loaded, by its Hugging Face name. There is no memory at those
+        of a packed projection."""
+
+    @property
+    def fused_slots(self) -> dict[str, WeightSlot]:
+        """The same for the model's own, fused tensors, by its names for them."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own tensors, fused and laid out as it computes with them."""
+        """The model's own tensors, to be read: those of packed projections are copies."""
 
     @property
     def num_layers(self) -> int: ...
@@ -124,7 +129,7 @@ class CausalLM(Protocol):
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:
-        """Every tensor that holds weights, packed copies included."""
+        """Every tensor that holds weights; one may come twice."""
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         """Run all layers and store the new tokens' keys and values.

@@ -1,4 +1,4 @@
-"""A fused projection: its weight, and perhaps a packed copy of it."""
+"""A fused projection: its weight, plain or packed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,42 @@ SPAN: Final = 64
 
 @dataclass(slots=True)
 class Linear:
-    """x [rows, in] -> [rows, out], by the packed copy if there is one.
+    """x [rows, in] -> [rows, out], by the packed matrix if there is one.
 
     The first `num_decodes` of the rows are decodes.
     """
 
     weight: Tensor
-    """[in, out]."""
+    """[in, out]. Has no memory while `packed` stands for it; views of it stay what they are."""
     packed: PackedMatrix | None = None
+    keeps_weight: bool = False
+    """The weight has its memory at all times: more than the product is made with it."""
+
+    @property
+    def has_weight(self) -> bool:
+        return self.packed is None or self.keeps_weight
+
+    @property
+    def memory(self) -> Tensor:
+        """What products are computed with."""
+        return self.weight if self.packed is None else self.packed.tiles
+
+    def values(self) -> Tensor:
+        """[in, out]: the weight, or a copy of it, made from the packed matrix."""
+        return self.weight if self.packed is None else self.packed.values().t()
+
+    def pack(self, packed: PackedMatrix) -> None:
+        """Compute with this from now on."""
+        self.packed = packed
+        if not self.keeps_weight:
+            self.weight.untyped_storage().resize_(0)
+
+    def unpack(self) -> None:
+        """Compute with the plain weight from now on. If memory runs out, it stays packed."""
+        if self.packed is not None and not self.keeps_weight:
+            self.weight.untyped_storage().resize_(self.weight.nbytes)
+            self.weight.copy_(self.packed.values().t())
+        self.packed = None
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:
         """[rows, out] of x's type."""

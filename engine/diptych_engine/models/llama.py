@@ -60,7 +60,7 @@ class LlamaModel:
         self._published_head = self._embedding
         if not config.tie_word_embeddings:
             self._published_head = empty(config.vocab_size, config.hidden_size)
-        self._head = Linear(self._published_head.t())
+        self._head = Linear(self._published_head.t(), keeps_weight=True)
         self._final_norm = empty(config.hidden_size)
         num_qkv = (self._num_rotated_heads + config.num_key_value_heads) * config.head_dim
         self._layers = [
@@ -77,6 +77,8 @@ class LlamaModel:
             )
             for _ in range(config.num_hidden_layers)
         ]
+        self.slots = self._all_slots()
+        """Made once: no view can be made of a weight that has no memory."""
 
         self._may_have_calls = (
             device.type == "cpu"
@@ -87,8 +89,7 @@ class LlamaModel:
         )
         self._calls: LayerCalls | None = None
 
-    @property
-    def slots(self) -> dict[str, WeightSlot]:
+    def _all_slots(self) -> dict[str, WeightSlot]:
         slots = {
             "model.embed_tokens.weight": WeightSlot(self._embedding),
             "model.norm.weight": WeightSlot(self._final_norm),
@@ -125,7 +126,18 @@ class LlamaModel:
             slots["self_attn.k_norm.weight"] = WeightSlot(layer.key_norm, rotary_dim=dim)
         return slots
 
+    @property
+    def fused_slots(self) -> dict[str, WeightSlot]:
+        return {
+            name: WeightSlot(part.weight if isinstance(part, Linear) else part)
+            for name, part in self._named_parts()
+        }
+
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, part in self._named_parts():
+            yield name, part.values() if isinstance(part, Linear) else part
+
+    def _named_parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
         yield "embedding", self._embedding
         yield "final_norm", self._final_norm
         if not self.config.tie_word_embeddings:
@@ -133,9 +145,8 @@ class LlamaModel:
         for index, layer in enumerate(self._layers):
             for field in fields(layer):
                 part: Tensor | Linear | None = getattr(layer, field.name)
-                tensor = part.weight if isinstance(part, Linear) else part
-                if tensor is not None:
-                    yield f"layers.{index}.{field.name}", tensor
+                if part is not None:
+                    yield f"layers.{index}.{field.name}", part
 
     def parameters(self) -> Iterator[Tensor]:
         """As `torch.nn.Module.parameters`."""
@@ -147,7 +158,6 @@ class LlamaModel:
 
     @property
     def projections(self) -> dict[str, Projection]:
-        slots = self._layer_slots(self._layers[0])
         config = self.config
         key, value = self._num_query, self._num_rotated_heads * config.head_dim
         places = {
@@ -160,7 +170,7 @@ class LlamaModel:
             "mlp.down_proj": ("down", 0),
         }
         return {
-            name: Projection(fused, start, slots[f"{name}.weight"])
+            name: Projection(fused, start, self.slots[f"model.layers.0.{name}.weight"])
             for name, (fused, start) in places.items()
         }
 
@@ -183,10 +193,9 @@ class LlamaModel:
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:
-        yield from self.parameters()
-        for packable in self.packables:
-            if packable.linear.packed is not None:
-                yield packable.linear.packed.tiles
+        for _, part in self._named_parts():
+            yield part.memory if isinstance(part, Linear) else part
+        yield self._head.memory
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         hidden = self._embedding.index_select(0, inputs.token_ids)

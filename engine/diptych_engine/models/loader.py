@@ -1,13 +1,13 @@
 """Fills a model's weights from a GGUF file, from safetensors, or with random numbers.
 
 Each tensor is read through a memory map, de-quantised, and copied straight into its place in the
-model's fused tensors: besides the model, only the tensors in flight are in memory.
+model's fused tensors, or packed: besides the model, only the tensors in flight are in memory.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diptych_engine.models.groups import Groups, read_groups
-from diptych_engine.models.interface import WeightSlot, share
-from diptych_engine.models.packer import Packer
+from diptych_engine.models.interface import Packable, WeightSlot, share
+from diptych_engine.models.linear import Linear
+from diptych_engine.models.packed import PackedMatrix
 from diptych_frontend.model_source import GGUFTensor, ModelSource
 from diptych_protocol import InvalidRequestError
 
@@ -62,9 +63,10 @@ def load_weights(
     source: ModelSource,
     seed: int = 0,
     on_progress: Progress | None = None,
-    packer: Packer | None = None,
+    packables: Sequence[Packable] = (),
 ) -> None:
-    """Fill every slot. `seed` determines dummy weights; `packer` gets what is quantised already.
+    """Fill every slot, or pack it: one of the `packables`, if its source is quantised suitably.
+    `seed` determines dummy weights.
 
     Raises `InvalidRequestError`, naming the tensor, if one is missing, superfluous, misshapen or
     of a type that cannot be read.
@@ -72,7 +74,7 @@ def load_weights(
     progress = on_progress or _ignore_progress
     match source.format:
         case "gguf":
-            _load_gguf(slots, source, progress, packer)
+            _load_gguf(slots, source, progress, packables)
         case "safetensors":
             _load_safetensors(slots, source, progress)
         case "dummy":
@@ -87,33 +89,75 @@ def _load_gguf(
     slots: Mapping[str, WeightSlot],
     source: ModelSource,
     progress: Progress,
-    packer: Packer | None,
+    packables: Sequence[Packable],
 ) -> None:
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     table = {_published_name(name): tensor for name, tensor in source.tensors().items()}
     _require_same_names(slots, table.keys())
+    for name, tensor in table.items():
+        _require_shape(slots[name], tensor.shape, name)
     total = sum(tensor.nbytes for tensor in table.values())
     file = np.memmap(source.path, dtype=np.uint8, mode="r")
     reorder = source.config.architecture not in GGUF_INTERLEAVED
+    jobs = _jobs(table, packables)
 
-    def load(name: str) -> int:
-        tensor, slot = table[name], slots[name]
-        raw = file[tensor.offset : tensor.offset + tensor.nbytes]
-        groups = read_groups(raw, tensor.type, tensor.shape)
-        values = _dequantize(raw, tensor) if groups is None else groups.values()
-        fill(slot, values, name, reorder=reorder)
-        own = None if packer is None or groups is None else share_of(groups, slot, reorder=reorder)
-        if packer is not None and own is not None:
-            packer.take(name, own)
-        return tensor.nbytes
+    def load(names: tuple[str, ...]) -> int:
+        """Tensors that belong together: what becomes of one depends on all of them."""
+        parts = {name: _read(file, table[name]) for name in names}
+        linear = jobs[names]
+        if linear is not None:
+            packed = _packed(parts, slots, reorder=reorder)
+            if packed is None:
+                linear.unpack()
+            else:
+                linear.pack(packed)
+        if linear is None or linear.has_weight:
+            for name, part in parts.items():
+                values = part.values() if isinstance(part, Groups) else part
+                fill(slots[name], values, name, reorder=reorder)
+        return sum(table[name].nbytes for name in names)
 
     done = 0
     # NumPy lets go of the interpreter while it de-quantises, so threads help.
     with ThreadPoolExecutor(LOADER_THREADS) as pool:
-        for nbytes in pool.map(load, table):
+        for nbytes in pool.map(load, jobs):
             done += nbytes
             progress(done, total)
+
+
+def _jobs(
+    names: Iterable[str], packables: Sequence[Packable]
+) -> dict[tuple[str, ...], Linear | None]:
+    """What is loaded at once, in the order of the file; with the projection that it might be."""
+    owners = {name: packable for packable in packables for name in packable.published}
+    jobs: dict[tuple[str, ...], Linear | None] = {}
+    for name in names:
+        if name in owners:
+            jobs[owners[name].published] = owners[name].linear
+        else:
+            jobs[name,] = None
+    return jobs
+
+
+def _read(file: NDArray[np.uint8], tensor: GGUFTensor) -> Groups | Tensor:
+    """A tensor, quantised if its groups can be packed."""
+    raw = file[tensor.offset : tensor.offset + tensor.nbytes]
+    groups = read_groups(raw, tensor.type, tensor.shape)
+    return _dequantize(raw, tensor) if groups is None else groups
+
+
+def _packed(
+    parts: Mapping[str, Groups | Tensor], slots: Mapping[str, WeightSlot], *, reorder: bool
+) -> PackedMatrix | None:
+    """A projection of these tensors; None if it cannot be packed."""
+    shares = []
+    for name, part in parts.items():
+        own = share_of(part, slots[name], reorder=reorder) if isinstance(part, Groups) else None
+        if own is None:
+            return None
+        shares.append(own)
+    return PackedMatrix.of(shares)
 
 
 def _published_name(name: str) -> str:
@@ -190,15 +234,19 @@ def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
 
     reorder: rotated pairs are half a head apart in `values`.
     """
-    if values.shape != slot.shape:
-        raise _unusable(
-            f"tensor {name} has the shape {list(values.shape)}, "
-            f"not {list(slot.shape)} as the configuration says"
-        )
+    _require_shape(slot, values.shape, name)
     values = slot.share_of(values)
     if reorder:
         values = interleave_pairs(values, slot.rotary_dim)
     slot.target.copy_(values)
+
+
+def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:
+    if shape != slot.shape:
+        raise _unusable(
+            f"tensor {name} has the shape {list(shape)}, "
+            f"not {list(slot.shape)} as the configuration says"
+        )
 
 
 def share_of(groups: Groups, slot: WeightSlot, *, reorder: bool) -> Groups | None:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.groups import Groups
-from diptych_kernels.packed_product import TILE_ROWS, is_available, packed_product, to_tiles
+from diptych_kernels.packed_product import (
+    TILE_ROWS,
+    is_available,
+    packed_product,
+    to_tiles,
+    values_of,
+)
 
 MIDDLE: Final = 128
 """The unsigned level of 8 bits that stands for 0."""
@@ -33,6 +39,10 @@ class PackedMatrix:
         levels, scale, offset = (torch.cat(column) for column in zip(*factors, strict=True))
         tiles = to_tiles(levels, scale, offset, bits)
         return None if tiles is None else cls(tiles)
+
+    def values(self) -> Tensor:
+        """[out, in] float32."""
+        return values_of(self.tiles)
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:
         """[rows, in] -> [rows, out] float32."""

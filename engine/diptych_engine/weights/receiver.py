@@ -11,7 +11,6 @@ from torch import Tensor
 
 from diptych_engine.models.interface import CausalLM, WeightSlot
 from diptych_engine.models.loader import fill, is_redundant
-from diptych_engine.models.packer import drop_packed
 from diptych_engine.prompt_embeds import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
 from diptych_protocol import Array, DiptychError, InvalidRequestError
@@ -59,7 +58,7 @@ class WeightReceiver:
     ) -> None:
         """Replace some tensors, with arrays or with what the trainer's group carries next.
 
-        Packed copies are of the file's weights: there are none from now on.
+        What is packed are the file's weights: nothing is from now on.
 
         Raises `InvalidRequestError` before anything is changed, `DiptychError` perhaps later.
         """
@@ -83,15 +82,14 @@ class WeightReceiver:
             names, places, headers.dtypes, headers.shapes, strict=True
         ):
             _check(name, place, dtype, shape)
-        drop_packed(self._model.packables)
+        for packable in self._model.packables:
+            packable.linear.unpack()
         for name, place, value in zip(names, places, stream, strict=True):
             if place is not None:
                 fill(place, value, name, reorder=is_checkpoint_format)
 
     def _slots(self, is_checkpoint_format: bool) -> Mapping[str, WeightSlot]:
-        if is_checkpoint_format:
-            return self._model.slots
-        return {name: WeightSlot(tensor) for name, tensor in self._model.named_parameters()}
+        return self._model.slots if is_checkpoint_format else self._model.fused_slots
 
     def _receive(self, headers: TensorHeaders) -> Iterator[Tensor]:
         if self._group is None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from diptych_kernels.packed_product import cpu
-from diptych_kernels.packed_product.tiles import TILE_ROWS, to_tiles
+from diptych_kernels.packed_product.tiles import TILE_ROWS, to_tiles, values_of
 
-__all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles"]
+__all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles", "values_of"]
 
 
 def is_available() -> bool:

@@ -56,7 +56,7 @@ def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor
 
 
 def values_of(tiles: Tensor) -> Tensor:
-    """The matrix again: [rows, columns] float32."""
+    """The matrix again: [rows, columns] float32, bit for bit if float16 holds its factors."""
     num_tiles, groups, num_bytes = tiles.shape
     bits = (num_bytes - FACTOR_BYTES) * 8 // (TILE_ROWS * GROUP)
     levels = tiles[:, :, :-FACTOR_BYTES]
