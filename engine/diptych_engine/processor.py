@@ -43,6 +43,7 @@ def compile_kernels(
 def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool) -> None:
     if device.type == "cpu" and dtype is torch.float32:
         from diptych_kernels import call_table
+        from diptych_kernels.matrix_unit import has_matrix_unit
         from diptych_kernels.native.kernel import openmp
         from diptych_kernels.packed_product import cpu as packed_product
         from diptych_kernels.paged_attention import cpu as paged_attention
@@ -60,5 +61,7 @@ def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bo
                 call_table.run_calls()
                 for bits in (4, 8):
                     packed_product.decode_kernel(bits)
-                    if packed_product.has_matrix_unit():
+                    if has_matrix_unit():
                         packed_product.chunk_kernel(bits)
+                if has_matrix_unit() and head_dim % paged_attention.WIDTH == 0:
+                    paged_attention.chunk_kernel(head_dim)

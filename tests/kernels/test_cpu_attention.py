@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +60,12 @@ def test_equals_dense_attention(
     )
     assert cpu.fits(batch.queries, batch.kv_layer)
     batch.check(paged_attention)
+    batch.check(rounding, atol=3e-2)
+
+
+def rounding(*args: Any) -> Tensor:
+    """Chunks in bfloat16, where there is a matrix unit."""
+    return paged_attention(*args, may_round=True)
 
 
 def _alone(batch: Batch, index: int) -> Tensor:
@@ -119,11 +126,14 @@ def test_other_types_and_layouts_go_to_the_reference() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_how_a_prompt_is_cut_changes_no_bit(window: int | None) -> None:
+@pytest.mark.parametrize("attend", [paged_attention, rounding])
+def test_how_a_prompt_is_cut_changes_no_bit(
+    attend: Callable[..., Tensor], window: int | None
+) -> None:
     """Of tokens that come in chunks of several; the last one comes alone, as decodes do."""
     whole = Batch([(150, 150)], block_size=16, window=window, head_dim=32)
     metadata = whole.metadata
-    expected = paged_attention(whole.queries, whole.kv_layer, metadata)
+    expected = attend(whole.queries, whole.kv_layer, metadata)
     ends = [7, 64, 100, 149]
     for start, end in pairwise([0, *ends]):
         chunk = AttentionMetadata(
@@ -134,5 +144,18 @@ def test_how_a_prompt_is_cut_changes_no_bit(window: int | None) -> None:
             block_size=16,
             window=window,
         )
-        own = paged_attention(whole.queries[start:end], whole.kv_layer, chunk)
+        own = attend(whole.queries[start:end], whole.kv_layer, chunk)
         assert torch.equal(own, expected[start:end])
+
+
+@pytest.mark.parametrize("attend", [paged_attention, rounding])
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+def test_a_nan_reaches_the_tokens_of_a_chunk_that_see_it(
+    attend: Callable[..., Tensor], half: int
+) -> None:
+    batch = Batch([(90, 90), (40, 40)], head_dim=32)
+    block = batch.metadata.block_tables[0, 66 // 4]
+    batch.kv_layer[block, half, 66 % 4] = torch.nan
+    attended = attend(batch.queries, batch.kv_layer, batch.metadata)
+    assert attended[66:90].isnan().all()
+    assert attended[90:].isfinite().all()

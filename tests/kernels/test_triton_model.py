@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,11 @@ def hidden_states(model_config: ModelConfig, device: torch.device) -> list[Tenso
         return [model.normed(model.forward(step, layers)).cpu() for step in steps]
 
 
+def attend(*args: Any, may_round: bool) -> Tensor:
+    """Triton's kernel rounds nothing but what it is given in."""
+    return paged_attention.paged_attention(*args)
+
+
 @pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
 def test_a_model_computes_the_same_on_the_kernels(
     options: dict[str, bool | int], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -89,9 +96,9 @@ def test_a_model_computes_the_same_on_the_kernels(
             ("rms_norm", rms_norm),
             ("silu_mul", silu_mul),
             ("rope_kv_write", rope_kv_write),
-            ("paged_attention", paged_attention),
         ):
             monkeypatch.setattr(llama, name, getattr(module, name))
+        monkeypatch.setattr(llama, "paged_attention", attend)
     actual = hidden_states(config(**options), device)
     # float32 sums in other orders, through two layers and the norm of the last.
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)

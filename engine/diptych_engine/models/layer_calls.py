@@ -159,7 +159,7 @@ class LayerCalls:
         queries = heads[:, : self._config.num_attention_heads]
         return [
             rope_kv_write.call(heads, rotations, kv_layer, inputs.slot_blocks, inputs.slot_offsets),
-            *paged_attention.calls(queries, kv_layer, inputs.attention, attended),
+            *paged_attention.calls(queries, kv_layer, inputs.attention, attended, may_round=True),
         ]
 
 

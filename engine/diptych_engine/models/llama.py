@@ -280,7 +280,9 @@ class LlamaModel:
             query.copy_(rms_norm(query, layer.query_norm, self._eps))
             key.copy_(rms_norm(key, layer.key_norm, self._eps))
         rope_kv_write(heads, rotations, kv_layer, inputs.slot_blocks, inputs.slot_offsets)
-        return paged_attention(heads[:, :num_query], kv_layer, inputs.attention).flatten(1)
+        queries, may_round = heads[:, :num_query], layer.qkv.packed is not None
+        attended = paged_attention(queries, kv_layer, inputs.attention, may_round=may_round)
+        return attended.flatten(1)
 
     def normed(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self._final_norm, self._eps)

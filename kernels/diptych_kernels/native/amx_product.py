@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.amx import (
@@ -20,17 +19,14 @@ from diptych_kernels.native.amx import (
 from diptych_kernels.native.packed_tile import FLOAT, QUAD, QUADS, group_bytes
 from diptych_kernels.native.primitives import (
     await_others,
-    bits_of,
-    halves_of,
     num_threads,
     thread_index,
 )
 from diptych_kernels.native.unpacked_tile import unpack_tile
+from diptych_kernels.native.vectors import round_32
 
 GROUP = QUADS * QUAD
 NUM_NUMBERS = 12
-INFINITY, ANY_NAN = np.int32(0x7F800000), np.int32(0x7FC0)
-"""Bits of a float32, and of a bfloat16."""
 
 
 def entry(bits):
@@ -96,14 +92,4 @@ def _round_row(source, inputs, row, groups):
     """Put a row where the tiles of its 16 rows are."""
     place = inputs + (row // TILE_ROWS * groups * TILE_ROWS + row % TILE_ROWS) * ROW_BYTES
     for group in range(groups):
-        _round(source + group * GROUP * FLOAT, place + group * TILE_BYTES)
-
-
-@njit
-def _round(source, target):
-    """A group of float32 numbers as bfloat16 ones, to the nearest, to even between two."""
-    x, y = bits_of(source, GROUP), halves_of(target, GROUP)
-    for i in range(GROUP):
-        nearest = (x[i] + np.int32(0x7FFF) + ((x[i] >> 16) & np.int32(1))) >> 16
-        is_nan = (x[i] & np.int32(0x7FFFFFFF)) > INFINITY
-        y[i] = np.int16(ANY_NAN if is_nan else nearest)
+        round_32(source + group * GROUP * FLOAT, place + group * TILE_BYTES)

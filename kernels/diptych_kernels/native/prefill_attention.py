@@ -12,7 +12,6 @@ from numba import carray, njit
 
 from diptych_kernels.native.attention_tile import FLOAT, ROWS, WIDTH, score_tile, value_tile
 from diptych_kernels.native.prefill_chunk import (
-    KEYS_TOGETHER,
     NUM_NUMBERS,
     PARTITION,
     ROWS_TOGETHER,
@@ -26,7 +25,10 @@ from diptych_kernels.native.primitives import (
     num_threads,
     thread_index,
 )
+from diptych_kernels.native.vectors import largest_of_64
 
+KEYS_TOGETHER = 16
+"""Keys that are transposed together: the lanes of a vector."""
 LOG2_E = math.log2(math.e)
 ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
 """The second is less than any score, and finite: a difference of two of them is 0."""
@@ -34,163 +36,181 @@ ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
 
 def entry(head_dim):
     """The kernel for one size of heads."""
+    return attention(head_dim, _prepare, _begin, _score, _add_values, _nothing, _nothing_more)
+
+
+def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thread):
+    """The kernel, by functions that know how keys, queries and weights lie in memory.
+
+    A row is a query; those of one key-value head are numbered token after token.
+    """
+
+    @njit(error_model="numpy")
+    def prefill(numbers):
+        """What each thread does: prepares some keys, then attends from some of the rows."""
+        queries, query_stride, cache, block_stride, attended, tokens, heads, kv_heads = numbers[:8]
+        block_size, table, length, window, begin, keys, num_keys = numbers[8:15]
+        thread, threads = thread_index(), num_threads()
+        sharing = heads // kv_heads
+        geometry = cache, block_stride, block_size, kv_heads, ints(table, -(-length // block_size))
+        layout = keys, num_keys, begin
+        parts = num_keys // PARTITION * kv_heads
+        for index in range(parts * thread // threads, parts * (thread + 1) // threads):
+            part = begin + index // kv_heads * PARTITION
+            prepare(geometry, layout, index % kv_heads, part, length, dim)
+        await_others()
+        scratch, scratch_bytes = numbers[15:NUM_NUMBERS]
+        own_queries = scratch + thread * scratch_bytes
+        sums = own_queries + ROWS_TOGETHER * dim * FLOAT
+        scores = sums + ROWS_TOGETHER * dim * FLOAT
+        weights = scores + ROWS_TOGETHER * PARTITION * FLOAT
+        states = weights + ROWS_TOGETHER * PARTITION * FLOAT
+        begin_thread(states + 2 * ROWS_TOGETHER * FLOAT)
+        units = -(-tokens * sharing // ROWS_TOGETHER) * kv_heads
+        for unit in range(thread, units, threads):
+            head, first_row = unit % kv_heads, unit // kv_heads * ROWS_TOGETHER
+            num_rows = min(ROWS_TOGETHER, tokens * sharing - first_row)
+            for row in range(ROWS_TOGETHER):
+                token, place = (first_row + row) // sharing, (first_row + row) % sharing
+                source = queries + token * query_stride + (head * sharing + place) * dim * FLOAT
+                begin_row(source if row < num_rows else 0, own_queries, row, dim)
+                _begin_sums(sums + row * dim * FLOAT, states + 2 * row * FLOAT, dim)
+            before = length - tokens
+            first, last = (
+                before + first_row // sharing,
+                before + (first_row + num_rows - 1) // sharing,
+            )
+            part = max(first - window + 1, 0) // PARTITION * PARTITION
+            while part <= last:
+                part_end = min(part + PARTITION, last + 1)
+                score(own_queries, layout, head, part, part_end, scores, dim)
+                for row in range(num_rows):
+                    position = before + (first_row + row) // sharing
+                    low = min(max(part, position - window + 1), part_end) - part
+                    high = max(min(part_end, position + 1) - part, low)
+                    _weigh(
+                        scores + row * PARTITION * FLOAT, low, high,
+                        states + 2 * row * FLOAT, sums + row * dim * FLOAT, dim,
+                    )  # fmt: skip
+                add_values(geometry, layout, head, part, part_end, scores, weights, sums, dim)
+                part += PARTITION
+            for row in range(num_rows):
+                token, place = (first_row + row) // sharing, (first_row + row) % sharing
+                target = attended + (token * heads + head * sharing + place) * dim * FLOAT
+                _finish(sums + row * dim * FLOAT, states + 2 * row * FLOAT, target, dim)
+        end_thread()
 
     def prefill_attention(numbers):
-        _prefill(carray(numbers, NUM_NUMBERS), head_dim)
+        prefill(carray(numbers, NUM_NUMBERS))
 
     return prefill_attention
 
 
-@njit(error_model="numpy")
-def _prefill(numbers, dim):
-    """What each thread does: transposes some keys, then attends from some of the rows.
-
-    A row is a query; those of one key-value head are numbered token after token.
-    """
-    queries, query_stride, cache, block_stride, attended, tokens, heads, kv_heads = numbers[:8]
-    block_size, table, length, window, begin, keys, scratch = numbers[8:NUM_NUMBERS]
-    thread, threads = thread_index(), num_threads()
-    sharing = heads // kv_heads
-    geometry = cache, block_stride, block_size, kv_heads, ints(table, -(-length // block_size))
-    tiles = -(-(length - begin) // KEYS_TOGETHER)
-    tile_size = KEYS_TOGETHER * dim * FLOAT
-    for index in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-        for head in range(kv_heads):
-            target = keys + (head * tiles + index) * tile_size
-            _transpose(geometry, head, begin + index * KEYS_TOGETHER, length, target, dim)
-    await_others()
-    own_queries = scratch + thread * ROWS_TOGETHER * (2 * dim + PARTITION + 2) * FLOAT
-    sums = own_queries + ROWS_TOGETHER * dim * FLOAT
-    scores = sums + ROWS_TOGETHER * dim * FLOAT
-    states = scores + ROWS_TOGETHER * PARTITION * FLOAT
-    units = -(-tokens * sharing // ROWS_TOGETHER) * kv_heads
-    for unit in range(thread, units, threads):
-        head, first_row = unit % kv_heads, unit // kv_heads * ROWS_TOGETHER
-        num_rows = min(ROWS_TOGETHER, tokens * sharing - first_row)
-        first_query, last_query = first_row // sharing, (first_row + num_rows - 1) // sharing
-        for row in range(ROWS_TOGETHER):
-            token, place = (first_row + row) // sharing, (first_row + row) % sharing
-            source = queries + token * query_stride + (head * sharing + place) * dim * FLOAT
-            own = row * dim * FLOAT
-            _begin(
-                source, own_queries + own, sums + own, states + 2 * row * FLOAT, row < num_rows, dim
-            )
-        before = length - tokens
-        end = before + last_query + 1
-        part = max(before + first_query - window + 1, 0) // PARTITION * PARTITION
-        while part < end:
-            part_end = min(part + PARTITION, end)
-            own_keys = keys + (head * tiles + (part - begin) // KEYS_TOGETHER) * tile_size
-            _score(own_queries, own_keys, part_end - part, scores, dim)
-            for row in range(num_rows):
-                position = before + (first_row + row) // sharing
-                low = min(max(part, position - window + 1), part_end) - part
-                high = max(min(part_end, position + 1) - part, low)
-                _weigh(
-                    scores + row * PARTITION * FLOAT, low, high, part_end - part,
-                    states + 2 * row * FLOAT, sums + row * dim * FLOAT, dim,
-                )  # fmt: skip
-            _add_values(geometry, head, part, part_end, scores, sums, dim)
-            part += PARTITION
-        for row in range(num_rows):
-            token, place = (first_row + row) // sharing, (first_row + row) % sharing
-            target = attended + (token * heads + head * sharing + place) * dim * FLOAT
-            _finish(sums + row * dim * FLOAT, states + 2 * row * FLOAT, target, dim)
+@njit
+def _nothing(memory):
+    """Threads need no preparation."""
 
 
-@njit(error_model="numpy")
-def _transpose(geometry, head, first, length, target, dim):
-    """Some keys of a head as [dim, 16]; places behind the last hold zeros."""
+@njit
+def _nothing_more():
+    """...and leave nothing."""
+
+
+@njit
+def place_of(geometry, head, key, dim):
+    """Where in the cache a key of a head is; its values are `block_size` tokens behind it."""
     cache, block_stride, block_size, kv_heads, table = geometry
-    y = floats(target, KEYS_TOGETHER * dim)
-    for lane in range(KEYS_TOGETHER):
-        key = first + lane
-        if key < length:
-            place = (key % block_size * kv_heads + head) * dim * FLOAT
-            x = floats(cache + table[key // block_size] * block_stride + place, dim)
-            for i in range(dim):
-                y[i * KEYS_TOGETHER + lane] = x[i]
-        else:
-            for i in range(dim):
-                y[i * KEYS_TOGETHER + lane] = ZERO
+    token = (key % block_size * kv_heads + head) * dim * FLOAT
+    return cache + table[key // block_size] * block_stride + token
+
+
+@njit(error_model="numpy")
+def _prepare(geometry, layout, head, part, length, dim):
+    """Keys of a head as [keys / 16, dim, 16]; places behind the last hold zeros."""
+    keys, num_keys, begin = layout
+    for first in range(part, part + PARTITION, KEYS_TOGETHER):
+        y = floats(keys + (head * num_keys + first - begin) * dim * FLOAT, KEYS_TOGETHER * dim)
+        for lane in range(KEYS_TOGETHER):
+            if first + lane < length:
+                x = floats(place_of(geometry, head, first + lane, dim), dim)
+                for i in range(dim):
+                    y[i * KEYS_TOGETHER + lane] = x[i]
+            else:
+                for i in range(dim):
+                    y[i * KEYS_TOGETHER + lane] = ZERO
 
 
 @njit(error_model="numpy", fastmath=FAST)
-def _begin(source, query, sums, state, is_row, dim):
-    """A row's query, scaled so that powers of two of its scores are the weights; nothing seen."""
-    y, z = floats(query, dim), floats(sums, dim)
+def _begin(source, queries, row, dim):
+    """A row's query, scaled so that powers of two of its scores are the weights; 0: no row."""
+    y = floats(queries + row * dim * FLOAT, dim)
     scale = np.float32(LOG2_E / math.sqrt(dim))
-    for i in range(dim):
-        z[i] = ZERO
-    if is_row:
+    if source == 0:
+        for i in range(dim):
+            y[i] = ZERO
+    else:
         x = floats(source, dim)
         for i in range(dim):
             y[i] = x[i] * scale
-    else:
-        for i in range(dim):
-            y[i] = ZERO
-    largest_and_total = floats(state, 2)
+
+
+@njit
+def _begin_sums(sums, state, dim):
+    x, largest_and_total = floats(sums, dim), floats(state, 2)
+    for i in range(dim):
+        x[i] = ZERO
     largest_and_total[0], largest_and_total[1] = LOWEST, ZERO
 
 
 @njit
-def _score(queries, keys, count, scores, dim):
-    """scores[row, key] of all rows, for the keys in whole tiles."""
-    for first in range(0, count, KEYS_TOGETHER):
+def _score(queries, layout, head, part, part_end, scores, dim):
+    """scores[row, key - part] of all rows, for the keys in whole tiles."""
+    keys, num_keys, begin = layout
+    own_keys = keys + (head * num_keys + part - begin) * dim * FLOAT
+    for first in range(0, part_end - part, KEYS_TOGETHER):
         for row in range(0, ROWS_TOGETHER, ROWS):
             score_tile(
-                queries + row * dim * FLOAT, dim * FLOAT, keys + first * dim * FLOAT, dim,
+                queries + row * dim * FLOAT, dim * FLOAT, own_keys + first * dim * FLOAT, dim,
                 scores + (row * PARTITION + first) * FLOAT, PARTITION * FLOAT,
             )  # fmt: skip
 
 
 @njit(fastmath=FAST)
-def _weigh(scores, low, high, count, state, sums, dim):
+def _weigh(scores, low, high, state, sums, dim):
     """Turn a row's scores into weights, which are 0 but from `low` to `high`, and scale what was
-    summed up so far to the new maximum."""
-    _clear(scores, low)
-    _clear(scores + high * FLOAT, count - high)
-    x, y, z = floats(scores + low * FLOAT, high - low), floats(sums, dim), floats(state, 2)
-    largest = max(z[0], _largest(scores + low * FLOAT, high - low))
+    summed up so far to the new maximum. Loops over all keys, so that vectors have no rest."""
+    x, y, z = floats(scores, PARTITION), floats(sums, dim), floats(state, 2)
+    if low > 0 or high < PARTITION:
+        _hide(scores, low, high)
+    largest = max(z[0], largest_of_64(scores))  # NaN may hide here; its weight shows it
     scale = exp2(z[0] - largest)
     total = z[1] * scale
-    for i in range(high - low):
-        x[i] = exp2(x[i] - largest)
+    for i in range(PARTITION):
+        x[i] = ZERO if x[i] == LOWEST else exp2(x[i] - largest)
         total += x[i]
     z[0], z[1] = largest, total
     for i in range(dim):
         y[i] *= scale
 
 
-@njit(fastmath=FAST | {"nnan"})
-def _largest(scores, count):
-    """NaN among the scores may hide here; their weights show it."""
-    x, largest = floats(scores, count), LOWEST
-    for i in range(count):
-        largest = max(largest, x[i])
-    return largest
-
-
 @njit
-def _clear(weights, count):
-    x = floats(weights, count)
-    for i in range(count):
-        x[i] = ZERO
+def _hide(scores, low, high):
+    x = floats(scores, PARTITION)
+    for i in range(PARTITION):
+        x[i] = x[i] if low <= i < high else LOWEST
 
 
 @njit(error_model="numpy")
-def _add_values(geometry, head, part, part_end, weights, sums, dim):
-    """sums[row] += weights[row, key - part] values[key], block after block."""
-    cache, block_stride, block_size, kv_heads, table = geometry
+def _add_values(geometry, layout, head, part, part_end, scores, weights, sums, dim):
+    """sums[row] += scores[row, key - part] values[key], block after block."""
+    block_size, kv_heads = geometry[2], geometry[3]
     token = kv_heads * dim * FLOAT
     key = part
     while key < part_end:
-        offset = key % block_size
-        count = min(part_end - key, block_size - offset)
-        values = cache + table[key // block_size] * block_stride
-        values += (block_size + offset) * token + head * dim * FLOAT
+        count = min(part_end - key, block_size - key % block_size)
+        values = place_of(geometry, head, key, dim) + block_size * token
         for row in range(0, ROWS_TOGETHER, ROWS):
-            weight = weights + (row * PARTITION + key - part) * FLOAT
+            weight = scores + (row * PARTITION + key - part) * FLOAT
             for i in range(0, dim, WIDTH):
                 value_tile(
                     weight, PARTITION * FLOAT, values + i * FLOAT, token, count,

@@ -8,11 +8,9 @@ from numpy.typing import NDArray
 PARTITION = 64
 """Keys whose weights are computed together. A constant that begins at multiples of itself: how a
 prompt is cut into chunks changes no bit of what its tokens yield."""
-KEYS_TOGETHER = 16
-"""Keys that are transposed together: the lanes of a vector."""
 ROWS_TOGETHER = 16
 """Rows that a thread takes together, so that they share what they read."""
-NUM_NUMBERS = 15
+NUM_NUMBERS = 17
 OF_LAYER = 5
 """So many of the kernel's numbers change from layer to layer; they come first."""
 EVERYTHING = 1 << 40
@@ -44,10 +42,12 @@ class ChunkNumbers:
     def numbers(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
         """The kernel's numbers behind the first `OF_LAYER`."""
         if self._numbers is None:
-            num_keys = -(-(self._length - self._begin) // KEYS_TOGETHER) * KEYS_TOGETHER
+            num_keys = -(-(self._length - self._begin) // PARTITION) * PARTITION
+            # Keys, or keys and values in half the precision.
             self._keys = np.empty((kv_heads, num_keys, head_dim), np.float32)
-            # Of each row: query, sum of values, scores, their maximum and sum of weights.
-            of_row = 2 * head_dim + PARTITION + 2
+            # Of each row: query, sum of values, scores, weights, their maximum and sum; and one
+            # number for the configuration of a matrix unit.
+            of_row = 2 * head_dim + 2 * PARTITION + 3
             self._scratch = np.empty((threads, ROWS_TOGETHER, of_row), np.float32)
             self._numbers = (
                 self._num_tokens,
@@ -59,6 +59,8 @@ class ChunkNumbers:
                 self._window,
                 self._begin,
                 self._keys.ctypes.data,
+                num_keys,
                 self._scratch.ctypes.data,
+                self._scratch[0].nbytes,
             )
         return self._numbers

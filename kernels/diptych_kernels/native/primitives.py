@@ -14,6 +14,8 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 CACHE_LINE = 64
 E1, E2, E3, E4, E5, E6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
 """2^x = 1 + E1 x + E2 x^2 + ..., as good as float32 can be for |x| <= 1/2."""
+INFINITY, ANY_NAN = np.int32(0x7F800000), np.int32(0x7FC0)
+"""Bits of a float32, and of a bfloat16."""
 ONE, HALF, LOWEST = np.float32(1.0), np.float32(0.5), np.float32(-126.0)
 
 _BYTES = ir.PointerType(ir.IntType(8))
@@ -65,12 +67,6 @@ def small_ints(address, count):
 
 
 @njit
-def bits_of(address, count):
-    """The bits of `count` float32 numbers from an address on, as an array of int32."""
-    return carray(_pointer(address), count, np.int32)
-
-
-@njit
 def halves_of(address, count):
     """`count` int16 numbers from an address on, as an array."""
     return carray(_pointer(address), count, np.int16)
@@ -91,6 +87,15 @@ def exp2(x):
     rest = x - np.float32(whole)
     power = ONE + rest * (E1 + rest * (E2 + rest * (E3 + rest * (E4 + rest * (E5 + rest * E6)))))
     return power * np.int32((whole + 127) << 23).view(np.float32)
+
+
+@njit
+def bfloat(x):
+    """The bits of the bfloat16 nearest to a float32, of the even one between two; NaN stays one."""
+    bits = np.float32(x).view(np.int32)
+    nearest = (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
+    is_nan = (bits & np.int32(0x7FFFFFFF)) > INFINITY
+    return np.int16(ANY_NAN if is_nan else nearest)
 
 
 @njit

@@ -9,10 +9,10 @@ from numba.extending import intrinsic
 from diptych_kernels.native.packed_tile import HALF, HALVES, QUAD, QUADS, group_bytes
 from diptych_kernels.native.vectors import (
     FLOATS,
-    INT32,
     INTS,
     LANES,
     at,
+    constant,
     load,
     multiply_add,
     repeat,
@@ -82,8 +82,8 @@ def _factors(builder, bits, source):
 def _value(builder, levels, bit, bits, scales, offsets):
     """level * scale + offset, of the levels that begin at a bit of each lane."""
     shift = builder.shl if bit < PLACE else builder.lshr
-    level = shift(levels, _everywhere(abs(PLACE - bit)))
-    level = builder.and_(level, _everywhere(((1 << bits) - 1) << PLACE))
+    level = shift(levels, constant(abs(PLACE - bit)))
+    level = builder.and_(level, constant(((1 << bits) - 1) << PLACE))
     level = builder.or_(level, builder.bitcast(_power(), INTS))
     return multiply_add(builder, builder.bitcast(level, FLOATS), scales, offsets)
 
@@ -91,15 +91,11 @@ def _value(builder, levels, bit, bits, scales, offsets):
 def _pair(builder, low, high):
     """Two numbers in each lane, rounded to the upper halves of their bits."""
     low, high = (
-        builder.add(builder.bitcast(value, INTS), _everywhere(0x8000)) for value in (low, high)
+        builder.add(builder.bitcast(value, INTS), constant(0x8000)) for value in (low, high)
     )
-    high = builder.and_(high, _everywhere(-0x10000))
-    return builder.or_(high, builder.lshr(low, _everywhere(16)))
+    high = builder.and_(high, constant(-0x10000))
+    return builder.or_(high, builder.lshr(low, constant(16)))
 
 
 def _power():
     return ir.Constant(FLOATS, [ir.FloatType()(POWER)] * LANES)
-
-
-def _everywhere(number):
-    return ir.Constant(INTS, [INT32(number)] * LANES)

@@ -6,6 +6,8 @@ Numba has no such vectors, and decides by itself what to keep where.
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 LANES = 16
 INT32, INT64, FLOAT32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -34,6 +36,11 @@ def repeat(builder, count, values, body):
 
 def zeros(kind):
     return ir.Constant(kind, None)
+
+
+def constant(number):
+    """An int32 in every lane."""
+    return ir.Constant(INTS, [INT32(number)] * LANES)
 
 
 def multiply_add(builder, x, y, z):
@@ -68,3 +75,42 @@ def function(builder, name, kind):
     """One of LLVM's own."""
     known = builder.module.globals
     return known[name] if name in known else ir.Function(builder.module, kind, name)
+
+
+@intrinsic
+def largest_of_64(context, address):
+    """Of float32 numbers; a NaN among them may be passed over."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(FLOATS, [FLOATS] * 2)
+        larger = function(builder, "llvm.maxnum.v16f32", kind)
+        first, *others = [load(builder, arguments[0], FLOATS, place) for place in range(0, 256, 64)]
+        for other in others:
+            first = builder.call(larger, [first, other], fastmath=("nnan",))
+        kind = ir.FunctionType(FLOAT32, [FLOATS])
+        reduce = function(builder, "llvm.vector.reduce.fmax.v16f32", kind)
+        return builder.call(reduce, [first], fastmath=("nnan",))
+
+    return types.float32(address), generate
+
+
+@intrinsic
+def round_32(context, source, target):
+    """32 float32 numbers as the nearest bfloat16 ones, the even one between two; NaN stays one."""
+
+    def generate(context, builder, signature, arguments):
+        source, target = arguments
+
+        for half in range(2):
+            values = load(builder, source, FLOATS, half * LANES * 4)
+            bits = builder.bitcast(values, INTS)
+            odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+            nearest = builder.add(builder.add(bits, odd), constant(0x7FFF))
+            is_nan = builder.fcmp_unordered("uno", values, values)
+            bits = builder.select(is_nan, constant(0x7FC00000), nearest)
+            upper = builder.lshr(bits, constant(16))
+            halves = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
+            store(builder, halves, target, half * LANES * 2)
+        return context.get_dummy_value()
+
+    return types.void(source, target), generate

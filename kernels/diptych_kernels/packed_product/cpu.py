@@ -6,15 +6,13 @@ processor's matrix unit in bfloat16 if it has one: it does four times as much at
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from functools import cache
 
 import llvmlite.binding as llvm
 import torch
 from torch import Tensor
 
+from diptych_kernels.matrix_unit import has_matrix_unit
 from diptych_kernels.native.kernel import Call, Kernel, openmp
 from diptych_kernels.packed_product.tiles import GROUP, PART, TILE_ROWS, group_bytes
 
@@ -27,27 +25,12 @@ FIRST, END, CHUNK_TILES = 2, 3, 5
 CONFIGURATION_BYTES = 64
 """Of the matrix unit."""
 BITS_OF = {group_bytes(bits): bits for bits in (4, 8)}
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
-"""From Linux's headers: a system call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA."""
 
 
 @cache
 def is_available() -> bool:
     """It is written for x86-64 with AVX2 or AVX-512 VNNI."""
     return openmp() is not None and bool(llvm.get_host_cpu_features().get("avx2"))
-
-
-@cache
-def has_matrix_unit() -> bool:
-    """Whether the processor has one, and Linux lets this process use it."""
-    features = llvm.get_host_cpu_features()
-    wanted = ("amx-tile", "amx-bf16", "avx512f")
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    if not all(features.get(name) for name in wanted):
-        return False
-    refused = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA)
-    return bool(refused == 0)
 
 
 def integer_rows(num_decodes: int, rows: int) -> int:

@@ -11,7 +11,12 @@ __all__ = ["AttentionMetadata", "paged_attention"]
 
 
 def paged_attention(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, kv_scale: float = 1.0
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    kv_scale: float = 1.0,
+    *,
+    may_round: bool = False,
 ) -> Tensor:
     """Attend from the step's new tokens, whose own keys and values stand in the cache already.
 
@@ -19,6 +24,7 @@ def paged_attention(
     kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view; of the queries' dtype
         or of 8-bit floats.
     kv_scale: as `kv_write` takes it.
+    may_round: chunks of prompts may be computed in bfloat16 if that is faster.
     Returns [tokens, heads, head_dim]; heads is a multiple of kv_heads.
     """
     if queries.is_cuda:
@@ -26,5 +32,5 @@ def paged_attention(
 
         return triton.paged_attention(queries, kv_layer, metadata, kv_scale)
     if cpu.fits(queries, kv_layer):
-        return cpu.paged_attention(queries, kv_layer, metadata)
+        return cpu.paged_attention(queries, kv_layer, metadata, may_round=may_round)
     return reference.paged_attention(queries, kv_layer, metadata, kv_scale)

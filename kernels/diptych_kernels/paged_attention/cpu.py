@@ -8,7 +8,8 @@ done these are merged (the split of flash-decoding).
 
 Chunks of prompts, which are bound by arithmetic: keys are transposed first, once for all queries.
 Then each thread takes 16 queries that share keys through their contexts, partition by partition,
-with a running maximum (flash attention).
+with a running maximum (flash attention). The processor's matrix unit, if it has one, does this in
+bfloat16 for models that round their activations anyway.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from diptych_kernels.matrix_unit import has_matrix_unit
 from diptych_kernels.native.kernel import Call, Kernel
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
@@ -43,12 +45,14 @@ def fits(queries: Tensor, kv_layer: Tensor) -> bool:
     )
 
 
-def paged_attention(queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> Tensor:
+def paged_attention(
+    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, *, may_round: bool
+) -> Tensor:
     """As `diptych_kernels.paged_attention.paged_attention`, for what `fits`."""
     attended = torch.empty(queries.shape)
     threads = torch.get_num_threads()
     if has_kernels(queries.shape[2]):
-        for kernel, numbers in calls(queries, kv_layer, metadata, attended):
+        for kernel, numbers in calls(queries, kv_layer, metadata, attended, may_round=may_round):
             kernel.run(numbers, threads)
         return attended
     if metadata.num_decodes:
@@ -65,7 +69,12 @@ def has_kernels(head_dim: int) -> bool:
 
 
 def calls(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    attended: Tensor,
+    *,
+    may_round: bool,
 ) -> list[Call]:
     """What computes the attention of a step, for what `fits` and sizes that have kernels.
 
@@ -73,7 +82,11 @@ def calls(
     """
     found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
     if metadata.num_decodes < len(metadata.context_lens):
-        found += [_chunk_call(queries, kv_layer, own, attended) for own in metadata.chunk_numbers]
+        head_dim = queries.shape[2]
+        in_tiles = may_round and has_matrix_unit()
+        kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
+        for own in metadata.chunk_numbers:
+            found.append((kernel, _chunk_numbers(queries, kv_layer, own, attended)))
     return found
 
 
@@ -93,10 +106,12 @@ def _decode_call(
     return decode_kernel(head_dim), numbers
 
 
-def _chunk_call(queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor) -> Call:
+def _chunk_numbers(
+    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
+) -> tuple[int, ...]:
     _, heads, head_dim = queries.shape
     threads, first = torch.get_num_threads(), own.rows.start
-    numbers = (
+    return (
         queries.data_ptr() + first * queries.stride(0) * FLOAT,
         queries.stride(0) * FLOAT,
         kv_layer.data_ptr(),
@@ -104,7 +119,6 @@ def _chunk_call(queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: 
         attended.data_ptr() + first * attended.stride(0) * FLOAT,
         *own.numbers(heads, kv_layer.shape[3], head_dim, threads),
     )
-    return prefill_kernel(head_dim), numbers
 
 
 def decode_kernel(head_dim: int) -> Kernel:
@@ -116,6 +130,12 @@ def decode_kernel(head_dim: int) -> Kernel:
 def prefill_kernel(head_dim: int) -> Kernel:
     """For heads whose size is a multiple of `WIDTH`."""
     return Kernel("prefill_attention", head_dim)
+
+
+@cache
+def chunk_kernel(head_dim: int) -> Kernel:
+    """The same by the matrix unit."""
+    return Kernel("amx_attention", head_dim)
 
 
 @cache
