@@ -36,6 +36,7 @@ demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a strea
 	$(BIN)/diptych demo examples/smollm2.yaml
 
 test: $(VENV)/.test ## every test that needs no cluster and no GPU
+	$(BIN)/python -m diptych_kernels.native
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to play them again; docs/chaos.md

@@ -15,12 +15,11 @@ from typing import TypeVar
 import httpx
 from benchmarks.figures import Record
 from benchmarks.load import Load, drive
-from benchmarks.servers import NotStartedError, Running, System, running
+from benchmarks.servers import BUSY_WHEN_IDLE, NotStartedError, Running, System, running
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 WARM_UP = (Load(1, 16, 8, requests=2), Load(4, 128, 8))
-BUSY_WHEN_IDLE = 0.05
 PATIENCE_S = 20
 """A system that took longer in a case is not measured in it again."""
 LIMIT_S = 120
@@ -162,7 +161,8 @@ def compare(
     reporter: Reporter,
     measure: Measure = plain,
 ) -> list[Record]:
-    """All systems stay up, and take turns in each case and repetition; who begins changes.
+    """All systems stay up, and take turns in each case and repetition; who begins changes. Each
+    has come to rest before the next one begins.
 
     A peer that does not start, or fails in a case, is left out there with a note; `systems[0]`,
     ours, must not.
@@ -186,6 +186,7 @@ def compare(
                             reporter.note(f"{case}: {contestant.name} failed: {exc!r}")
                             contestant.slow.add(case)
                             continue
+                        contestant.server.rest()
                         records.append(record)
                         reporter.done(record, ("ttft_ms", "tpot_ms", "tokens_per_s"))
     return records

@@ -22,6 +22,9 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 LOG_LINES = 15
 IDLE_SECONDS = 1.0
+REST_SECONDS, REST_SLICE_SECONDS = 3.0, 0.2
+BUSY_WHEN_IDLE = 0.05
+"""Processors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,20 @@ class Running:
                 total += times.user + times.system
         return total
 
-    def idle_load(self) -> float:
+    def idle_load(self, seconds: float = IDLE_SECONDS) -> float:
         """Processors it uses while nobody asks: what it would take from its neighbours."""
         before = self.cpu_seconds()
-        time.sleep(IDLE_SECONDS)
-        return (self.cpu_seconds() - before) / IDLE_SECONDS
+        time.sleep(seconds)
+        return (self.cpu_seconds() - before) / seconds
+
+    def rest(self) -> None:
+        """Return when it uses next to nothing, or when it seems to do so for ever.
+
+        Some systems spin after their last answer: vLLM for a second, on a whole processor.
+        """
+        deadline = time.monotonic() + REST_SECONDS
+        while self.idle_load(REST_SLICE_SECONDS) > BUSY_WHEN_IDLE and time.monotonic() < deadline:
+            pass
 
 
 class NotStartedError(RuntimeError):

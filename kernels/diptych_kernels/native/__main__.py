@@ -1,26 +1,30 @@
 """`python -m diptych_kernels.native`: every kernel for this processor, beside its source.
 
 For images and other installations that nobody can write to: there, an engine would compile what
-it needs, for some seconds, each time that it starts.
+it needs, for some seconds, each time that it starts. And for tests, whose first engines would all
+compile at once.
 """
 
 from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 from diptych_kernels.call_table import WIDTH
 from diptych_kernels.matrix_unit import has_matrix_unit
 from diptych_kernels.native.kernel import object_file
 from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
-for head_dim in (0, *sorted(COMMON_DIMS)):
-    object_file("decode_attention", head_dim)
-for head_dim in sorted(COMMON_DIMS):
-    object_file("prefill_attention", head_dim)
-    if has_matrix_unit():
-        object_file("amx_attention", head_dim)
-for name in ("rms_norm", "rope_kv_write", "silu_mul"):
-    object_file(name, 0)
-object_file("run_calls", WIDTH)
-for bits in (4, 8):
-    object_file("packed_product", bits)
-    if has_matrix_unit():
-        object_file("amx_product", bits)
+DIMS, BITS = sorted(COMMON_DIMS), (4, 8)
+kernels = [
+    *(("decode_attention", head_dim) for head_dim in (0, *DIMS)),
+    *(("prefill_attention", head_dim) for head_dim in DIMS),
+    *((name, 0) for name in ("rms_norm", "rope_kv_write", "silu_mul")),
+    ("run_calls", WIDTH),
+    *(("packed_product", bits) for bits in BITS),
+]
+if has_matrix_unit():
+    kernels += [("amx_attention", head_dim) for head_dim in DIMS]
+    kernels += [("amx_product", bits) for bits in BITS]
+with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is compiled by a process of its own
+    list(pool.map(lambda kernel: object_file(*kernel), kernels))
