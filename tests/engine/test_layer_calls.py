@@ -125,6 +125,16 @@ def test_one_table_serves_steps_of_different_sizes() -> None:
         assert_same(model, inputs)
 
 
+def test_threads_may_become_more() -> None:
+    model, before = packed_model(), torch.get_num_threads()
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            assert_same(model, STEPS["decodes and chunks"])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_given_embeddings_go_in() -> None:
     given = GivenEmbeddings(torch.tensor([2, 7]), torch.randn(2, CONFIG.hidden_size))
     inputs = replace(STEPS["a chunk"], given=given)

@@ -72,7 +72,7 @@ class LayerCalls:
     def __init__(self, layers: Sequence[LayerWeights], config: ModelConfig, tokens: int) -> None:
         """For steps of at most so many tokens."""
         self._layers, self._config, self._capacity = layers, config, tokens
-        self._matrices = matrices_of(layers)
+        self._matrices, self._threads = matrices_of(layers), torch.get_num_threads()
         query, key = config.num_attention_heads, config.num_key_value_heads
         self._hidden = torch.empty(tokens, config.hidden_size)
         self._normed = torch.empty(tokens, config.hidden_size)
@@ -87,8 +87,13 @@ class LayerCalls:
         """For steps with rows that are summed up in integers, with others, with both."""
 
     def fit(self, tokens: int) -> bool:
-        """Whether a step of so many tokens can use them; not after weights were packed anew."""
-        return tokens <= self._capacity and self._matrices == matrices_of(self._layers)
+        """Whether a step of so many tokens can use them: as long as the threads, each of which has
+        memory of its own, and the packed weights are the same."""
+        return (
+            tokens <= self._capacity
+            and self._threads == torch.get_num_threads()
+            and self._matrices == matrices_of(self._layers)
+        )
 
     def run_(
         self, hidden: Tensor, rotations: Tensor, inputs: StepInputs, kv_layers: Sequence[Tensor]
@@ -110,7 +115,7 @@ class LayerCalls:
         attention[:, :, 1 + CACHE] = [[layer.data_ptr()] for layer in kv_layers]
         before, after = np.split(lasting, [1 + sum(kinds)], 1)
         self._hidden[:tokens] = hidden
-        run_all(np.concatenate([before, attention, after], 1), torch.get_num_threads())
+        run_all(np.concatenate([before, attention, after], 1), self._threads)
         hidden.copy_(self._hidden[:tokens])
 
     def _lasting(self, layer: LayerWeights, kinds: tuple[bool, bool]) -> Iterator[LastingCall]:

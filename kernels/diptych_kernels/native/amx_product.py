@@ -17,11 +17,7 @@ from diptych_kernels.native.amx import (
     release,
 )
 from diptych_kernels.native.packed_tile import FLOAT, QUAD, QUADS, group_bytes
-from diptych_kernels.native.primitives import (
-    await_others,
-    num_threads,
-    thread_index,
-)
+from diptych_kernels.native.primitives import await_others, num_threads, thread_index
 from diptych_kernels.native.unpacked_tile import unpack_tile
 from diptych_kernels.native.vectors import round_32
 

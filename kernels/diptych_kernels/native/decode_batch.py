@@ -32,11 +32,13 @@ class DecodeBatch:
         self.partitions = np.zeros(len(context_lens) + 1, np.int64)
         """[decodes + 1]: where each one's partitions begin, among all; the last is their number."""
         np.cumsum(-(-self._keys // PARTITION), out=self.partitions[1:])
-        self._numbers: tuple[int, ...] | None = None
+        self._numbers: tuple[int, ...] = ()
+        self._threads = 0
 
     def numbers(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
         """The kernel's numbers behind the first `OF_LAYER`."""
-        if self._numbers is None:
+        if threads != self._threads:  # each has memory of its own
+            self._threads = threads
             # Of each partition and head: the weighted sum of values, the maximum, the sum.
             self._partials = np.empty((self.partitions[-1], heads, head_dim + 2), np.float32)
             self._scores = np.empty((threads, heads, PARTITION), np.float32)

@@ -11,11 +11,7 @@ import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.attention_tile import FLOAT, ROWS, WIDTH, score_tile, value_tile
-from diptych_kernels.native.prefill_chunk import (
-    NUM_NUMBERS,
-    PARTITION,
-    ROWS_TOGETHER,
-)
+from diptych_kernels.native.prefill_chunk import NUM_NUMBERS, PARTITION, ROWS_TOGETHER
 from diptych_kernels.native.primitives import (
     FAST,
     await_others,
@@ -76,10 +72,8 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
                 begin_row(source if row < num_rows else 0, own_queries, row, dim)
                 _begin_sums(sums + row * dim * FLOAT, states + 2 * row * FLOAT, dim)
             before = length - tokens
-            first, last = (
-                before + first_row // sharing,
-                before + (first_row + num_rows - 1) // sharing,
-            )
+            first = before + first_row // sharing
+            last = before + (first_row + num_rows - 1) // sharing
             part = max(first - window + 1, 0) // PARTITION * PARTITION
             while part <= last:
                 part_end = min(part + PARTITION, last + 1)

@@ -37,11 +37,13 @@ class ChunkNumbers:
         self._window = window or EVERYTHING
         first_key = max(length - self._num_tokens + 1 - self._window, 0)
         self._begin = first_key // PARTITION * PARTITION
-        self._numbers: tuple[int, ...] | None = None
+        self._numbers: tuple[int, ...] = ()
+        self._threads = 0
 
     def numbers(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
         """The kernel's numbers behind the first `OF_LAYER`."""
-        if self._numbers is None:
+        if threads != self._threads:  # each has memory of its own
+            self._threads = threads
             num_keys = -(-(self._length - self._begin) // PARTITION) * PARTITION
             # Keys, or keys and values in half the precision.
             self._keys = np.empty((kv_heads, num_keys, head_dim), np.float32)
