@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 from llguidance import LLMatcher
 
 from diptych_engine.lora.adapter import Adapter
@@ -168,12 +169,11 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
 
-@dataclass(slots=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, gc=False):
     """A request's share of a step: compute `num_tokens` from position `start` on.
 
-    Nobody changes it; it is not frozen because every step makes one for each request, and a frozen
-    one takes three times as long.
+    Nobody changes it. It is a struct because every step makes one for each request, and a dataclass
+    takes four times as long.
     """
 
     request: Request
@@ -250,9 +250,8 @@ class LoadOrder:
         )
 
 
-@dataclass(slots=True)
-class TokenOutput:
-    """What a step produced for one request. As with `ScheduledRequest`, nobody changes it."""
+class TokenOutput(msgspec.Struct, gc=False):
+    """What a step produced for one request. A struct for the reason that `ScheduledRequest` is."""
 
     request: Request
     new_token_ids: list[int]
@@ -261,19 +260,3 @@ class TokenOutput:
     prompt_logprobs: LogprobsTensors | None = None
     error: str | None = None
     pooled: Array | None = None
-
-    @classmethod
-    def of(cls, request: Request, result: StepResult, position: int) -> TokenOutput:
-        """The token sampled for the request at a position among the plan's sampling ones."""
-        logprobs = None
-        row = result.logprobs[position] if result.logprobs is not None else None
-        if row is not None:
-            logprobs = LogprobsLists([row[0]], [row[1]], [row[2]])
-        of_prompts = result.prompt_logprobs
-        return cls(
-            request,
-            [result.token_ids[position]],
-            logprobs,
-            result.num_nans[position] if result.num_nans is not None else 0,
-            None if of_prompts is None else of_prompts.get(request.request_id),
-        )

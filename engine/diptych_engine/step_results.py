@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult, TokenOutput
 from diptych_engine.stop_condition import stop_condition
-from diptych_protocol import FinishReason, SchedulerStats
+from diptych_protocol import FinishReason, LogprobsLists, SchedulerStats
 
 
 def apply_results(
@@ -21,22 +21,23 @@ def apply_results(
     stats.steps += 1
     size = prefixes.block_size
     for share in plan.scheduled:
-        request = share.request
+        request, start = share.request, share.start
         position = sampled
         sampled += share.samples
         if request.status is not RequestStatus.RUNNING:
             continue
-        end = share.start + share.num_tokens
-        stats.prompt_tokens_computed += max(0, min(request.num_prompt_tokens, end) - share.start)
+        end = start + share.num_tokens
+        if start < request.num_prompt_tokens:
+            stats.prompt_tokens_computed += min(request.num_prompt_tokens, end) - start
         request.num_computed_tokens = end
-        if prefixes.enabled and end // size > share.start // size:
-            prefixes.remember(request, share.start // size)
+        if prefixes.enabled and end // size > start // size:
+            prefixes.remember(request, start // size)
         if share.samples:
             outputs.append(_accept_token(request, result, position))
-            stats.tokens_generated += len(outputs[-1].new_token_ids)
         elif result.pooled is not None and request.request_id in result.pooled:
             request.finish_reason = FinishReason.STOP
             outputs.append(TokenOutput(request, [], pooled=result.pooled[request.request_id]))
+    stats.tokens_generated += sum([len(made.new_token_ids) for made in outputs])
     return outputs
 
 
@@ -49,4 +50,15 @@ def _accept_token(request: Request, result: StepResult, position: int) -> TokenO
     ended = stop_condition(request, token)
     if ended is not None:
         request.finish_reason, request.stop_reason = ended
-    return TokenOutput.of(request, result, position)
+    logprobs, num_nans, prompt_logprobs = result.logprobs, result.num_nans, result.prompt_logprobs
+    return TokenOutput(
+        request,
+        [token],
+        None if logprobs is None else _of_one_token(logprobs[position]),
+        0 if num_nans is None else num_nans[position],
+        None if prompt_logprobs is None else prompt_logprobs.get(request.request_id),
+    )
+
+
+def _of_one_token(row: tuple[list[int], list[float], int] | None) -> LogprobsLists | None:
+    return None if row is None else LogprobsLists([row[0]], [row[1]], [row[2]])
