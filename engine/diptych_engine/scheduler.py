@@ -208,27 +208,21 @@ class Scheduler:
         budget = allowed = 0 if self.gate.frozen else self.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
         preempted = False
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            start = request.num_computed_tokens
-            known = len(request.token_ids)
-            count = min(known - start, budget)
-            short = self._blocks_for(start + count) - len(request.block_ids)
-            while short > self.pool.num_free:
-                if self._reclaim_unused():
-                    continue
-                preempted = True
-                if self._preempt(self.running[-1]) is request:
-                    break
-            if request.status is not RequestStatus.RUNNING:
+        block_size = self.block_size
+        for request in self.running:  # only ever loses its last ones meanwhile
+            if budget == 0:
                 break
-            if short > 0:
-                request.block_ids.extend(self.pool.allocate(short))
-            samples = start + count == known and request.pooling is None
-            scheduled.append(ScheduledRequest(request, start, count, samples))
-            budget -= count
-            index += 1
+            start = request.num_computed_tokens
+            known = end = len(request.token_ids)
+            if end > start + budget:
+                end = start + budget
+            if end > len(request.block_ids) * block_size:
+                preempted |= self._make_room(request, end)
+                if request.status is not RequestStatus.RUNNING:
+                    break
+            samples = end == known and request.pooling is None
+            scheduled.append(ScheduledRequest(request, start, end - start, samples))
+            budget -= end - start
         if not preempted:
             budget = self._admit(scheduled, budget)
         removed, self._removed = self._removed, []
@@ -355,6 +349,22 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request the blocks that so many tokens need, if need be those of others.
+
+        Returns whether running requests were preempted for it; it may be among them itself.
+        """
+        short = self._blocks_for(num_tokens) - len(request.block_ids)
+        preempted = False
+        while short > self.pool.num_free:
+            if self._reclaim_unused():
+                continue
+            preempted = True
+            if self._preempt(self.running[-1]) is request:
+                return preempted
+        request.block_ids.extend(self.pool.allocate(short))
+        return preempted
 
     def _preempt(self, victim: Request) -> Request:
         self.running.remove(victim)

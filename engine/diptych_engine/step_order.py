@@ -17,7 +17,10 @@ def order_of(planned: Shares) -> tuple[Shares, int]:
     request are computed with it: tokens that were generated are decodes again when they are
     computed again, after a preemption or by another engine, and yield the same bits.
     """
-    if all(_is_decode(share) for share in planned):  # as in most steps
+    for share in planned:
+        if share.num_tokens > 1 or share.start < share.request.num_prompt_tokens:
+            break
+    else:  # decodes only, as in most steps
         return planned, len(planned)
     decodes: list[ScheduledRequest] = []
     chunks: list[ScheduledRequest] = []
@@ -33,7 +36,3 @@ def order_of(planned: Shares) -> tuple[Shares, int]:
         decodes += [ScheduledRequest(request, i, 1, samples=False) for i in range(start, end - 1)]
         decodes.append(ScheduledRequest(request, end - 1, 1, share.samples))
     return decodes + chunks, len(decodes)
-
-
-def _is_decode(share: ScheduledRequest) -> bool:
-    return share.num_tokens == 1 and share.start >= share.request.num_prompt_tokens
