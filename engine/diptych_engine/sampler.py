@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from diptych_engine.request import Request, StepResult
 from diptych_engine.row_options import RowOptions, change_logits
-from diptych_engine.sampling_math import argmax, describe, to_tensor, uniforms
+from diptych_engine.sampling_math import describe, find_largest, to_tensor, uniforms
 from diptych_kernels.sampling import Filters, sample
 
 LogprobsRow = tuple[list[int], list[float], int]
@@ -70,15 +69,16 @@ class Sampler:
         """
         logits = logits.float()
         if all(map(self._plain.__getitem__, rows)):
-            tokens = argmax(logits)
-            return StepResult(tokens.tolist(), None, self._count_nans(logits, tokens))
+            tokens, largest = find_largest(logits)
+            return StepResult(tokens.tolist(), None, _count_nans(logits, largest))
         special = [(i, self._special[row]) for i, row in enumerate(rows) if row in self._special]
         reported = [(i, options.num_logprobs) for i, options in special if options.logprobs]
         unchanged = logits[[i for i, _ in reported]].log_softmax(-1) if reported else None
         failed = change_logits(logits, special, requests)
-        tokens = argmax(logits)
-        nans = self._count_nans(logits, tokens)
-        self._draw_random_rows(logits, np.asarray(rows), requests, tokens)
+        tokens, largest = find_largest(logits)
+        nans = _count_nans(logits, largest)
+        usable = np.isfinite(largest)
+        self._draw_random_rows(logits, np.asarray(rows), requests, usable, tokens)
         token_ids: list[int] = tokens.tolist()
         if unchanged is None:
             return StepResult(token_ids, None, nans, failed=failed)
@@ -90,24 +90,16 @@ class Sampler:
             logprobs[i] = row_logprobs
         return StepResult(token_ids, logprobs, nans, failed=failed)
 
-    def _count_nans(self, logits: Tensor, tokens: NDArray[np.int64]) -> list[int] | None:
-        """NaNs per row; costs next to nothing while there are none."""
-        best = logits.gather(1, to_tensor(tokens, logits).unsqueeze(1))
-        if math.isfinite(best.sum()):
-            return None
-        counts: list[int] = logits.isnan().sum(-1).tolist()
-        return counts if any(counts) else None
-
     def _draw_random_rows(
         self,
         logits: Tensor,
         rows: NDArray[np.int64],
         requests: Sequence[Request],
+        usable: NDArray[np.bool_],
         tokens: NDArray[np.int64],
     ) -> None:
-        """Replace the tokens of rows with a temperature, except where no distribution exists."""
-        largest = logits.gather(1, to_tensor(tokens, logits).unsqueeze(1)).squeeze(1)
-        usable = largest.isfinite().cpu().numpy()
+        """Replace the tokens of rows with a temperature, where `usable`: elsewhere no distribution
+        exists."""
         chosen = np.flatnonzero((self._temperature[rows] > 0.0) & usable)
         if not len(chosen):
             return
@@ -128,3 +120,11 @@ class Sampler:
             return None
         options = (self._top_k[rows], self._top_p[rows], self._min_p[rows])
         return Filters(*[to_tensor(option, like) for option in options])
+
+
+def _count_nans(logits: Tensor, largest: NDArray[np.float32]) -> list[int] | None:
+    """NaNs per row; costs next to nothing while each row's largest logit is a number."""
+    if np.isfinite(largest).all():
+        return None
+    counts: list[int] = logits.isnan().sum(-1).tolist()
+    return counts if any(counts) else None
