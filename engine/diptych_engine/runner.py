@@ -254,19 +254,22 @@ class ModelRunner:
         self, shares: Sequence[ScheduledRequest], rows: list[int], num_decodes: int
     ) -> StepInputs:
         """The step's tokens and what the model must know of them."""
-        starts = np.array([share.start for share in shares])
+        own_rows = _to_array(rows)
+        starts = _to_array([share.start for share in shares])
+        ends = [share.start + share.num_tokens for share in shares]
+        context_lens = _to_array(ends)
         if num_decodes == len(shares):
-            token_ids = np.array([share.request.token_ids[share.start] for share in shares])
+            token_ids = _to_array([share.request.token_ids[share.start] for share in shares])
             query_starts = np.arange(len(shares) + 1)
-            positions, row_of_token, context_lens = starts, np.array(rows), starts + 1
+            positions, row_of_token = starts, own_rows
         else:
-            counts = np.array([share.num_tokens for share in shares])
-            token_ids = np.array([token for share in shares for token in _new_tokens(share)])
+            counts = context_lens - starts
+            token_ids = _to_array([token for share in shares for token in _new_tokens(share)])
             query_starts = np.concatenate(([0], counts.cumsum()))
             positions = np.arange(len(token_ids)) + np.repeat(starts - query_starts[:-1], counts)
-            row_of_token, context_lens = np.repeat(rows, counts), starts + counts
+            row_of_token = np.repeat(own_rows, counts)
         blocks = self._rows.block_tables
-        longest = -(-int(context_lens.max()) // self._block_size)
+        longest = -(-max(ends) // self._block_size)
         return StepInputs(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
@@ -275,7 +278,7 @@ class ModelRunner:
             attention=AttentionMetadata(
                 query_starts=query_starts,
                 context_lens=context_lens,
-                block_tables=blocks[rows, :longest],
+                block_tables=blocks[own_rows, :longest],
                 num_decodes=num_decodes,
                 block_size=self._block_size,
                 window=self._window,
@@ -296,7 +299,7 @@ class ModelRunner:
         requests = [share.request for share in shares if share.samples]
         if not requests:
             return StepResult([], None, None)
-        if len(requests) < len(hidden) or shares is not plan.scheduled:
+        if len(requests) < hidden.shape[0] or shares is not plan.scheduled:
             # Each sampling share's last token, in the order in which the plan names the requests.
             place = {share.request.request_id: i for i, share in enumerate(shares) if share.samples}
             requests = [share.request for share in plan.scheduled if share.samples]
@@ -371,6 +374,11 @@ def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one KV block, all layers."""
     return math.prod(block_shape(model, block_size)) * dtype.itemsize
+
+
+def _to_array(numbers: list[int]) -> NDArray[np.int64]:
+    """`np.array` would look at the type of each number before it takes the first: twice as long."""
+    return np.fromiter(numbers, np.int64, len(numbers))
 
 
 def _new_tokens(share: ScheduledRequest) -> list[int]:
