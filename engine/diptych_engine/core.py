@@ -20,7 +20,7 @@ from diptych_engine.control.utilities import Convert, call_utility
 from diptych_engine.grammar_compiler import GrammarCompiler
 from diptych_engine.hand_off import HandOffs
 from diptych_engine.lora.table import AdapterTable
-from diptych_engine.request import Request, StepPlan, StepResult, TokenOutput
+from diptych_engine.request import Request, StepPlan, StepResult
 from diptych_engine.scheduler import Scheduler
 from diptych_engine.scheduler_stats import drain_report
 from diptych_engine.sessions import go_on
@@ -244,28 +244,14 @@ class EngineCore:
         outputs = self._outputs
         for made in self.scheduler.update(plan, result):
             request = made.request
-            reason = request.finish_reason
-            output = self._output(made) if reason is None else self._finish(made, reason)
-            outputs[request.client].append(output)
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason, made.output)
+            outputs[request.client].append(made.output)
         self.hand_offs.lend_computed()
 
-    def _output(self, made: TokenOutput) -> EngineCoreOutput:
-        request = made.request
-        return EngineCoreOutput(
-            request.request_id,
-            made.new_token_ids,
-            made.logprobs,
-            made.prompt_logprobs,
-            pooling_output=made.pooled,
-            num_cached_tokens=request.num_cached_tokens,
-            num_nans_in_logits=made.num_nans,
-        )
-
-    def _finish(self, made: TokenOutput, reason: FinishReason) -> EngineCoreOutput:
-        request = made.request
-        output = self._output(made)
+    def _finish(self, request: Request, reason: FinishReason, output: EngineCoreOutput) -> None:
+        """End a request, or a piece of a session, that has enough tokens; its output says so."""
         output.finish_reason = reason
-        output.error = made.error
         output.stop_reason = request.stop_reason
         output.trace_headers = request.trace_headers
         if request.resumable and reason is not FinishReason.ERROR:
@@ -274,11 +260,10 @@ class EngineCore:
             if surplus is not None:
                 self._end(surplus, FinishReason.ERROR)
                 self._fail(surplus.request_id, surplus.client, "ended: too many sessions are idle")
-            return output
+            return
         if request.kv_transfer is not None and request.kv_transfer.do_remote_decode:
             output.kv_transfer_params = self.hand_offs.finish(request, reason)
         self.scheduler.finish(request, reason, request.stop_reason)
-        return output
 
     def take_outputs(self) -> dict[bytes, list[EngineCoreOutput]]:
         """Outputs since the last call, by client."""

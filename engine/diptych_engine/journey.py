@@ -76,7 +76,7 @@ class JourneyLog:
         """What a step has produced; the first token of each request is a station."""
         for made in outputs:
             progress = self._progress.get(made.request.request_id)
-            if made.new_token_ids and progress is not None and not progress.has_token:
+            if made.output.new_token_ids and progress is not None and not progress.has_token:
                 progress.has_token = True
                 self.record(made.request, Station.FIRST_TOKEN, step)
 

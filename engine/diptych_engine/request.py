@@ -12,9 +12,9 @@ from llguidance import LLMatcher
 from diptych_engine.lora.adapter import Adapter
 from diptych_protocol import (
     Array,
+    EngineCoreOutput,
     FinishReason,
     KVTransferParams,
-    LogprobsLists,
     LogprobsTensors,
     PoolingParams,
     SamplingParams,
@@ -254,9 +254,5 @@ class TokenOutput(msgspec.Struct, gc=False):
     """What a step produced for one request. A struct for the reason that `ScheduledRequest` is."""
 
     request: Request
-    new_token_ids: list[int]
-    logprobs: LogprobsLists | None = None
-    num_nans: int = 0
-    prompt_logprobs: LogprobsTensors | None = None
-    error: str | None = None
-    pooled: Array | None = None
+    output: EngineCoreOutput
+    """What its client is to be told; without the end of the request, if this is one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult, TokenOutput
 from diptych_engine.stop_condition import stop_condition
-from diptych_protocol import FinishReason, LogprobsLists, SchedulerStats
+from diptych_protocol import EngineCoreOutput, FinishReason, LogprobsLists, SchedulerStats
 
 
 def apply_results(
@@ -33,31 +33,38 @@ def apply_results(
         if prefixes.enabled and end // size > start // size:
             prefixes.remember(request, start // size)
         if share.samples:
-            outputs.append(_accept_token(request, result, position))
+            output = _accept_token(request, result, position)
+            stats.tokens_generated += len(output.new_token_ids)
         elif result.pooled is not None and request.request_id in result.pooled:
             request.finish_reason = FinishReason.STOP
-            outputs.append(TokenOutput(request, [], pooled=result.pooled[request.request_id]))
-    stats.tokens_generated += sum([len(made.new_token_ids) for made in outputs])
+            output = EngineCoreOutput(
+                request.request_id, [], pooling_output=result.pooled[request.request_id]
+            )
+        else:
+            continue
+        output.num_cached_tokens = request.num_cached_tokens
+        outputs.append(TokenOutput(request, output))
     return outputs
 
 
-def _accept_token(request: Request, result: StepResult, position: int) -> TokenOutput:
-    if request.request_id in result.failed:
+def _accept_token(request: Request, result: StepResult, position: int) -> EngineCoreOutput:
+    request_id = request.request_id
+    if request_id in result.failed:
         request.finish_reason = FinishReason.ERROR
-        return TokenOutput(request, [], error=result.failed[request.request_id])
+        return EngineCoreOutput(request_id, [], error=result.failed[request_id])
     token = result.token_ids[position]
     request.token_ids.append(token)
     ended = stop_condition(request, token)
     if ended is not None:
         request.finish_reason, request.stop_reason = ended
-    logprobs, num_nans, prompt_logprobs = result.logprobs, result.num_nans, result.prompt_logprobs
-    return TokenOutput(
-        request,
-        [token],
-        None if logprobs is None else _of_one_token(logprobs[position]),
-        0 if num_nans is None else num_nans[position],
-        None if prompt_logprobs is None else prompt_logprobs.get(request.request_id),
-    )
+    output = EngineCoreOutput(request_id, [token])
+    if result.logprobs is not None:
+        output.new_logprobs = _of_one_token(result.logprobs[position])
+    if result.prompt_logprobs is not None:
+        output.new_prompt_logprobs_tensors = result.prompt_logprobs.get(request_id)
+    if result.num_nans is not None:
+        output.num_nans_in_logits = result.num_nans[position]
+    return output
 
 
 def _of_one_token(row: tuple[list[int], list[float], int] | None) -> LogprobsLists | None:
