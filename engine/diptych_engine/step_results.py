@@ -17,14 +17,14 @@ def apply_results(
     has enough tokens now, `finish_reason` is set; to end it is the caller's part.
     """
     outputs: list[TokenOutput] = []
-    sampled = 0
-    stats.steps += 1
+    sampled = generated = 0
     size = prefixes.block_size
+    running = RequestStatus.RUNNING  # to reach a member of an enum takes as long as a call
     for share in plan.scheduled:
         request, start = share.request, share.start
         position = sampled
         sampled += share.samples
-        if request.status is not RequestStatus.RUNNING:
+        if request.status is not running:
             continue
         end = start + share.num_tokens
         if start < request.num_prompt_tokens:
@@ -34,30 +34,35 @@ def apply_results(
             prefixes.remember(request, start // size)
         if share.samples:
             output = _accept_token(request, result, position)
-            stats.tokens_generated += len(output.new_token_ids)
+            generated += len(output.new_token_ids)
         elif result.pooled is not None and request.request_id in result.pooled:
             request.finish_reason = FinishReason.STOP
             output = EngineCoreOutput(
-                request.request_id, [], pooling_output=result.pooled[request.request_id]
+                request.request_id,
+                [],
+                pooling_output=result.pooled[request.request_id],
+                num_cached_tokens=request.num_cached_tokens,
             )
         else:
             continue
-        output.num_cached_tokens = request.num_cached_tokens
         outputs.append(TokenOutput(request, output))
+    stats.steps += 1
+    stats.tokens_generated += generated
     return outputs
 
 
 def _accept_token(request: Request, result: StepResult, position: int) -> EngineCoreOutput:
-    request_id = request.request_id
+    request_id, cached = request.request_id, request.num_cached_tokens
     if request_id in result.failed:
         request.finish_reason = FinishReason.ERROR
-        return EngineCoreOutput(request_id, [], error=result.failed[request_id])
+        error = result.failed[request_id]
+        return EngineCoreOutput(request_id, [], num_cached_tokens=cached, error=error)
     token = result.token_ids[position]
     request.token_ids.append(token)
     ended = stop_condition(request, token)
     if ended is not None:
         request.finish_reason, request.stop_reason = ended
-    output = EngineCoreOutput(request_id, [token])
+    output = EngineCoreOutput(request_id, [token], num_cached_tokens=cached)
     if result.logprobs is not None:
         output.new_logprobs = _of_one_token(result.logprobs[position])
     if result.prompt_logprobs is not None:
