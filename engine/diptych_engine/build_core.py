@@ -55,7 +55,7 @@ def build_core(config: EngineConfig) -> EngineCore:
             "num_layers": model.num_hidden_layers,
             "kv_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,
-            "dtype": runner.dtype_name,
+            "dtype": runner.kv_dtype_name,
             "layout": "block-major/1",
             "revision": config.revision,
         },

@@ -28,22 +28,29 @@ def give_freed_memory_back() -> None:
 
 
 def compile_kernels(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, packed: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    *,
+    packed: bool,
 ) -> Thread:
     """Begin to compile, or to load, the kernels that a model will call; join before its first step.
 
     What goes wrong in the thread goes wrong again in that step, and is told there.
     """
-    args = device, dtype, head_dim, packed
+    args = device, dtype, kv_dtype, head_dim, packed
     thread = Thread(target=_compile, args=args, name="kernels", daemon=True)
     thread.start()
     return thread
 
 
-def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool) -> None:
+def _compile(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, packed: bool
+) -> None:
     if device.type == "cpu" and dtype is torch.float32:
         from diptych_kernels import call_table
-        from diptych_kernels.matrix_unit import has_matrix_unit
+        from diptych_kernels.cpu_features import has_matrix_unit
         from diptych_kernels.native.kernel import openmp
         from diptych_kernels.packed_product import cpu as packed_product
         from diptych_kernels.paged_attention import cpu as paged_attention
@@ -52,7 +59,7 @@ def _compile(device: torch.device, dtype: torch.dtype, head_dim: int, packed: bo
         from diptych_kernels.silu_mul import cpu as silu_mul
 
         if openmp() is not None:
-            paged_attention.decode_kernel(head_dim)
+            paged_attention.decode_kernel(head_dim, kv_dtype)
             if head_dim % paged_attention.WIDTH == 0:
                 paged_attention.prefill_kernel(head_dim)
             for small in (rms_norm, rope_kv_write, silu_mul):

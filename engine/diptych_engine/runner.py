@@ -74,8 +74,9 @@ class ModelRunner:
         self._packs = config.weight_packing == "auto" and (
             self._device.type == "cpu" and self._dtype is torch.float32
         )
+        likely = choose_kv_dtype(config, self._device, self._dtype, packed=self._packs)
         kernels = compile_kernels(
-            self._device, self._dtype, source.config.head_dim, packed=self._packs
+            self._device, self._dtype, likely, source.config.head_dim, packed=self._packs
         )
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
@@ -86,7 +87,9 @@ class ModelRunner:
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
         local = shard.local(source.config)
-        self.block_bytes = block_bytes(local, config.block_size, self._dtype)
+        packed = any(each.linear.packed is not None for each in self.model.packables)
+        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, packed=packed)
+        self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
         self.num_blocks = (
             num_blocks or config.num_blocks or config.kv_cache_bytes // self.block_bytes
         )
@@ -96,7 +99,7 @@ class ModelRunner:
                 param="kv_cache_bytes",
             )
         num_bytes = self.num_blocks * self.block_bytes
-        memory = KVMemory(num_bytes, self._dtype, self._device, kv_memory_fd)
+        memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
         self.kv_cache = memory.tensor.view(-1, *block_shape(local, config.block_size))
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
@@ -133,6 +136,11 @@ class ModelRunner:
     def dtype_name(self) -> str:
         """`float32` or `bfloat16`."""
         return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def kv_dtype_name(self) -> str:
+        """Likewise, of keys and values in the cache."""
+        return str(self._kv_dtype).removeprefix("torch.")
 
     def kv_memory(self) -> list[NDArray[np.uint8]]:
         """Each rank's own memory as bytes, [num_blocks, block_bytes]; on a CPU only."""
@@ -358,10 +366,29 @@ def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Of weights, activations and KV."""
+    """Of weights and activations."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.dtype]
+
+
+def choose_kv_dtype(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, *, packed: bool
+) -> torch.dtype:
+    """Of keys and values in the cache, for a model of such a dtype with or without packed weights.
+
+    Raises `InvalidRequestError` for what no attention kernel reads.
+    """
+    if config.kv_cache_dtype == "auto":
+        return torch.bfloat16 if packed else dtype
+    wanted = DTYPES[config.kv_cache_dtype]
+    halved = device.type == "cpu" and (dtype, wanted) == (torch.float32, torch.bfloat16)
+    if wanted is not dtype and not halved:
+        raise InvalidRequestError(
+            f"a model in {dtype} on {device.type} keeps its KV in that: leave kv_cache_dtype auto",
+            param="kv_cache_dtype",
+        )
+    return wanted
 
 
 def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int, int]:

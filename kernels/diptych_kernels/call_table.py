@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from diptych_kernels.native.kernel import Call, Kernel
 
-MAX_NUMBERS: Final = 17
+MAX_NUMBERS: Final = 20
 WIDTH: Final = 1 + MAX_NUMBERS
 """Of a row: the kernel's address, then its numbers."""
 

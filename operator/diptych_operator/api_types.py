@@ -44,13 +44,20 @@ class Engine(SpecPart, frozen=True):
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Meta(description="Type of weights and KV cache; auto is float32 on CPU, else bfloat16."),
+        Meta(description="Type of weights and activations; auto is float32 on CPU, else bfloat16."),
     ] = "auto"
     weight_packing: Annotated[
         Literal["auto", "none"],
         Meta(
             description="auto: on a CPU, the 4- and 8-bit weights of a GGUF file are multiplied as "
             "they are, which is several times faster; none: everything in dtype."
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(
+            description="Type of keys and values in the KV cache; auto is dtype, or bfloat16 where "
+            "weights are packed. bfloat16 halves the cache and its hand-offs."
         ),
     ] = "auto"
     block_size: Annotated[

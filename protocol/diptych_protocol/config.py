@@ -49,6 +49,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     weight_packing: str = "auto"
     """`auto`: on a CPU in float32, the 4- and 8-bit weights of a GGUF file are multiplied as they
     are, with activations rounded to 8 bits. `none`: everything in `dtype`."""
+    kv_cache_dtype: str = "auto"
+    """`auto`: `dtype`, but bfloat16 where weights are packed, whose products are rounded further
+    than that. `float32` or `bfloat16`; models in bfloat16 and those on CUDA keep KV in `dtype`."""
     block_size: int = 16
     """Tokens a KV block holds; a power of two."""
     num_blocks: int | None = None
@@ -128,6 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
             ("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
             ("weight_packing", self.weight_packing in ("auto", "none"), "auto or none"),
+            ("kv_cache_dtype", self.kv_cache_dtype in ("auto", "float32", "bfloat16"),
+             "auto, float32 or bfloat16"),
             ("block_size", power_of_two and self.block_size <= 1024, "a power of two up to 1024"),
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
             ("kv_cache_bytes", self.kv_cache_bytes >= 1 << 20, "at least 1 MiB"),

@@ -27,7 +27,7 @@ class LoneSequence:
         num_blocks = -(-max_tokens // BLOCK_SIZE)
         self.cache = torch.zeros(
             num_blocks, config.num_hidden_layers, 2, BLOCK_SIZE, config.num_key_value_heads,
-            config.head_dim,
+            config.head_dim, dtype=torch.bfloat16 if packs else torch.float32,
         )  # fmt: skip
         self.blocks = np.random.default_rng(0).permutation(num_blocks)
 

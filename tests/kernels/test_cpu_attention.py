@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diptych_kernels.native.decode_batch import PARTITION
-from diptych_kernels.paged_attention import AttentionMetadata, cpu, paged_attention
+from diptych_kernels.paged_attention import AttentionMetadata, cpu, paged_attention, reference
+
+both_caches = pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +28,7 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+kv_dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 decodes = st.lists(st.integers(1, 3 * PARTITION).map(lambda context: (context, 1)), max_size=5)
 chunks = st.lists(
     st.tuples(st.integers(2, 40), st.integers(2, 40)).map(lambda pair: (max(pair), min(pair))),
@@ -41,6 +44,7 @@ chunks = st.lists(
     sharing=st.integers(1, 4),
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([6, 16, 32, 64]),
+    kv_dtype=kv_dtypes,
 )
 def test_equals_dense_attention(
     sequences: list[tuple[int, int]],
@@ -49,9 +53,11 @@ def test_equals_dense_attention(
     sharing: int,
     kv_heads: int,
     head_dim: int,
+    kv_dtype: torch.dtype,
 ) -> None:
     batch = Batch(
         sequences,
+        kv_dtype=kv_dtype,
         window=window,
         block_size=block_size,
         heads=sharing * kv_heads,
@@ -59,8 +65,12 @@ def test_equals_dense_attention(
         head_dim=head_dim,
     )
     assert cpu.fits(batch.queries, batch.kv_layer)
-    batch.check(paged_attention)
+    batch.check(paged_attention, atol=1e-5 if kv_dtype is torch.float32 else 3e-2)
     batch.check(rounding, atol=3e-2)
+    batch.check(reference.paged_attention)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "has_bfloat16_dots", lambda: False)
+        batch.check(paged_attention)
 
 
 def rounding(*args: Any) -> Tensor:
@@ -82,18 +92,23 @@ def _alone(batch: Batch, index: int) -> Tensor:
     return paged_attention(batch.queries[index : index + 1], batch.kv_layer, own)[0]
 
 
+@both_caches
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_neither_neighbours_nor_threads_change_a_result(threads: int) -> None:
-    batch = Batch([(context, 1) for context in (200, 1, 64, 65, 130, 7)], block_size=16)
+def test_neither_neighbours_nor_threads_change_a_result(
+    threads: int, kv_dtype: torch.dtype
+) -> None:
+    contexts = [(context, 1) for context in (200, 1, 64, 65, 130, 7)]
+    batch = Batch(contexts, block_size=16, kv_dtype=kv_dtype)
     together = paged_attention(batch.queries, batch.kv_layer, batch.metadata)
     torch.set_num_threads(threads)
     for index, attended in enumerate(together):
         assert torch.equal(attended, _alone(batch, index))
 
 
+@both_caches
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
-def test_a_nan_reaches_its_own_sequence_and_no_other(half: int) -> None:
-    batch = Batch([(70, 1), (90, 1), (20, 1)], garbage=float("nan"))
+def test_a_nan_reaches_its_own_sequence_and_no_other(half: int, kv_dtype: torch.dtype) -> None:
+    batch = Batch([(70, 1), (90, 1), (20, 1)], garbage=float("nan"), kv_dtype=kv_dtype)
     block = batch.metadata.block_tables[1, 66 // 4]
     batch.kv_layer[block, half, 66 % 4] = torch.nan
     attended = paged_attention(batch.queries, batch.kv_layer, batch.metadata)
@@ -125,13 +140,14 @@ def test_other_types_and_layouts_go_to_the_reference() -> None:
     turned.check(paged_attention)
 
 
+@both_caches
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("attend", [paged_attention, rounding])
 def test_how_a_prompt_is_cut_changes_no_bit(
-    attend: Callable[..., Tensor], window: int | None
+    attend: Callable[..., Tensor], window: int | None, kv_dtype: torch.dtype
 ) -> None:
     """Of tokens that come in chunks of several; the last one comes alone, as decodes do."""
-    whole = Batch([(150, 150)], block_size=16, window=window, head_dim=32)
+    whole = Batch([(150, 150)], block_size=16, window=window, head_dim=32, kv_dtype=kv_dtype)
     metadata = whole.metadata
     expected = attend(whole.queries, whole.kv_layer, metadata)
     ends = [7, 64, 100, 149]
@@ -148,12 +164,13 @@ def test_how_a_prompt_is_cut_changes_no_bit(
         assert torch.equal(own, expected[start:end])
 
 
+@both_caches
 @pytest.mark.parametrize("attend", [paged_attention, rounding])
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
 def test_a_nan_reaches_the_tokens_of_a_chunk_that_see_it(
-    attend: Callable[..., Tensor], half: int
+    attend: Callable[..., Tensor], half: int, kv_dtype: torch.dtype
 ) -> None:
-    batch = Batch([(90, 90), (40, 40)], head_dim=32)
+    batch = Batch([(90, 90), (40, 40)], head_dim=32, kv_dtype=kv_dtype)
     block = batch.metadata.block_tables[0, 66 // 4]
     batch.kv_layer[block, half, 66 % 4] = torch.nan
     attended = attend(batch.queries, batch.kv_layer, batch.metadata)

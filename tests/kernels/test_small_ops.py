@@ -79,11 +79,17 @@ def test_kv_write_touches_only_its_slots_of_its_layer() -> None:
     assert torch.equal(cache, expected)
 
 
-@dtypes
-def test_rope_kv_write_rotates_queries_and_stores_rotated_keys(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2],
+    ids=str,
+)
+def test_rope_kv_write_rotates_queries_and_stores_rotated_keys(
+    dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     query_heads, kv_heads, dim = 6, 2, 8
-    cache = torch.zeros(5, 3, 2, 4, kv_heads, dim, dtype=dtype)
+    cache = torch.zeros(5, 3, 2, 4, kv_heads, dim, dtype=kv_dtype)
     expected_cache = cache.clone()
     heads = torch.randn(3, query_heads + 2 * kv_heads, dim).to(dtype)
     expected = heads.clone()

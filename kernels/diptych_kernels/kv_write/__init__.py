@@ -16,7 +16,8 @@ def kv_write(
 
     keys_values: [tokens, 2, kv_heads, head_dim], keys first; any strides, but a contiguous last
         dimension.
-    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view.
+    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view; keeps them in its own
+        dtype.
     blocks, offsets: [tokens] int64, each token's block and its place in that block; no two tokens
         share a slot.
     kv_scale: what an 8-bit cache's numbers are multiplied by to give keys and values; caches of

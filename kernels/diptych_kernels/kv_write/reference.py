@@ -14,4 +14,4 @@ def kv_write(
     if kv_layer.dtype is FLOAT8:
         scaled = keys_values.float() / kv_scale
         keys_values = scaled.clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
-    kv_layer[blocks, :, offsets] = keys_values
+    kv_layer[blocks, :, offsets] = keys_values.to(kv_layer.dtype)

@@ -11,7 +11,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from diptych_kernels.call_table import WIDTH
-from diptych_kernels.matrix_unit import has_matrix_unit
+from diptych_kernels.cpu_features import has_bfloat16_dots, has_matrix_unit
 from diptych_kernels.native.kernel import object_file
 from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
@@ -23,6 +23,8 @@ kernels = [
     ("run_calls", WIDTH),
     *(("packed_product", bits) for bits in BITS),
 ]
+if has_bfloat16_dots():
+    kernels += [("bf16_decode_attention", head_dim) for head_dim in (0, *DIMS)]
 if has_matrix_unit():
     kernels += [("amx_attention", head_dim) for head_dim in DIMS]
     kernels += [("amx_product", bits) for bits in BITS]

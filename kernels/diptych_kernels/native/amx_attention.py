@@ -12,9 +12,10 @@ from numba import njit
 
 from diptych_kernels.native.amx import TILE_BYTES, TILE_ROWS, block_product, configure, release
 from diptych_kernels.native.attention_tile import FLOAT
+from diptych_kernels.native.cache_rows import read_halves
 from diptych_kernels.native.prefill_attention import LOG2_E, ZERO, attention, place_of
 from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
-from diptych_kernels.native.primitives import FAST, bfloat, floats, halves_of
+from diptych_kernels.native.primitives import FAST, floats, halves_of, words_of
 from diptych_kernels.native.vectors import round_32
 
 PAIR = 2
@@ -44,36 +45,58 @@ def _end_thread():
 
 
 @njit(error_model="numpy")
-def _prepare(geometry, layout, head, part, length, dim):
+def _prepare(geometry, layout, head, part, length, spare, dim):
     """Keys and values of a head in tiles; places behind the last hold zeros.
 
     keys: [keys / 16, dim / 2, 16] pairs of dimensions. values, behind the keys of all heads:
     [dim / 16, keys / 2, 16] pairs of keys.
     """
     keys, num_keys, begin = layout
-    _, _, block_size, kv_heads, _ = geometry
-    of_head = head * num_keys * dim
-    of_keys = halves_of(keys + (of_head + (part - begin) * dim) * BFLOAT, PARTITION * dim)
-    behind = kv_heads * num_keys * dim
-    of_values = halves_of(keys + (behind + of_head) * BFLOAT, num_keys * dim)
-    for index in range(PARTITION):
-        own = index // TILE_ROWS * TILE_ROWS * dim + index % TILE_ROWS * PAIR
-        pair, member = (part - begin + index) // PAIR, index % PAIR
-        if part + index < length:
-            place = place_of(geometry, head, part + index, dim)
-            key, value = (
-                floats(place, dim),
-                floats(place + block_size * kv_heads * dim * FLOAT, dim),
-            )
-            for i in range(dim):
-                of_keys[own + i // PAIR * ROW + i % PAIR] = bfloat(key[i])
-                row = i // TILE_ROWS * (num_keys // PAIR) + pair
-                of_values[row * ROW + i % TILE_ROWS * PAIR + member] = bfloat(value[i])
-        else:
-            for i in range(dim):
-                of_keys[own + i // PAIR * ROW + i % PAIR] = 0
-                row = i // TILE_ROWS * (num_keys // PAIR) + pair
-                of_values[row * ROW + i % TILE_ROWS * PAIR + member] = 0
+    _, _, block_size, kv_heads, _, item = geometry
+    own_keys = keys + (head * num_keys + part - begin) * dim * BFLOAT
+    own_values = keys + (kv_heads + head) * num_keys * dim * BFLOAT
+    own_values += (part - begin) // PAIR * ROW * BFLOAT
+    of_dims = num_keys // PAIR * ROW * BFLOAT
+    row, to_values = dim * BFLOAT, block_size * kv_heads * dim * item
+    for first in range(0, PARTITION, PAIR):
+        for member in range(PAIR):
+            index, of_key = first + member, spare + PAIR * member * row
+            if part + index < length:
+                place = place_of(geometry, head, part + index, dim)
+                read_halves(place, of_key, dim, item)
+                read_halves(place + to_values, of_key + row, dim, item)
+            else:
+                _clear(of_key, PAIR * dim)
+            tile = own_keys + index // TILE_ROWS * TILE_ROWS * row
+            _place_key(of_key, tile + index % TILE_ROWS * PAIR * BFLOAT, dim)
+        pair = own_values + first // PAIR * ROW * BFLOAT
+        _pair_values(spare + row, spare + (PAIR + 1) * row, pair, of_dims, dim)
+
+
+@njit
+def _clear(target, count):
+    x = halves_of(target, count)
+    for i in range(count):
+        x[i] = 0
+
+
+@njit
+def _place_key(key, target, dim):
+    """Each pair of its dimensions into a row of its own."""
+    x, y = words_of(key, dim // PAIR), words_of(target, dim // PAIR * TILE_ROWS)
+    for i in range(dim // PAIR):
+        y[i * TILE_ROWS] = x[i]
+
+
+@njit
+def _pair_values(first, second, target, stride, dim):
+    """Values of two keys as pairs; `stride` bytes between 16 dimensions and the next ones."""
+    x, y = halves_of(first, dim), halves_of(second, dim)
+    for tile in range(dim // TILE_ROWS):
+        z = words_of(target + tile * stride, TILE_ROWS)
+        for i in range(TILE_ROWS):
+            low, high = np.int32(x[tile * TILE_ROWS + i]), np.int32(y[tile * TILE_ROWS + i])
+            z[i] = np.int32(low & 0xFFFF) | np.int32(high << 16)
 
 
 @njit(error_model="numpy", fastmath=FAST)

@@ -12,6 +12,7 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from diptych_kernels.native.cache_rows import read_floats
 from diptych_kernels.native.decode_batch import NUM_NUMBERS, OF_LAYER, PARTITION
 from diptych_kernels.native.primitives import (
     FAST,
@@ -23,66 +24,78 @@ from diptych_kernels.native.primitives import (
     prefetch,
     thread_index,
 )
+from diptych_kernels.native.vectors import largest_of_64
 
 FLOAT, INT = 4, 8
 """Bytes."""
 STEP = 4
 """Keys that are taken together."""
 LOG2_E = math.log2(math.e)
+ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
+"""The second is less than any score, and finite: a difference of two of them is 0."""
 
 
 def entry(head_dim):
     """The kernel for one size of heads, so that loops over it are unrolled; 0: for any."""
+    return attention(head_dim, _score, _add_values)
 
-    def decode(numbers):
+
+def attention(head_dim, score, add_values):
+    """The kernel, by functions that know how to read keys and values."""
+
+    @njit(error_model="numpy")
+    def decode(numbers, dim):
+        """What each thread does."""
+        queries, query_stride, cache, block_stride, attended, item = numbers[:OF_LAYER]
+        num_decodes, heads, kv_heads, block_size, table_width = numbers[OF_LAYER:11]
+        lengths, first_keys = ints(numbers[11], num_decodes), ints(numbers[12], num_decodes)
+        tables, partitions = numbers[13], ints(numbers[14], num_decodes + 1)
+        partials, scratch, scratch_bytes = numbers[15:18]
+        thread, threads = thread_index(), num_threads()
+        scores = scratch + thread * scratch_bytes
+        spare = scores + heads * PARTITION * FLOAT
+        geometry = cache, block_stride, block_size, kv_heads, heads // kv_heads, item
+        partial_size = heads * (dim + 2) * FLOAT
+        num_partitions = partitions[num_decodes]
+        sequence = 0
+        for index in range(
+            num_partitions * thread // threads, num_partitions * (thread + 1) // threads
+        ):
+            while partitions[sequence + 1] <= index:
+                sequence += 1
+            first = first_keys[sequence] + (index - partitions[sequence]) * PARTITION
+            keys = first, min(first + PARTITION, lengths[sequence]), lengths[sequence]
+            table = ints(tables + sequence * table_width * INT, table_width)
+            partial = partials + index * partial_size
+            query = queries + sequence * query_stride
+            score(query, geometry, table, keys, scores, spare, dim)
+            for head in range(heads):
+                mine = partial + head * (dim + 2) * FLOAT
+                _weigh(scores + head * PARTITION * FLOAT, keys[1] - first, mine, dim)
+            add_values(geometry, table, keys, scores, spare, partial, dim)
+        await_others()
+        for sequence in range(
+            num_decodes * thread // threads, num_decodes * (thread + 1) // threads
+        ):
+            begin, count = partitions[sequence], partitions[sequence + 1] - partitions[sequence]
+            for head in range(heads):
+                of_head = partials + begin * partial_size + head * (dim + 2) * FLOAT
+                target = attended + (sequence * heads + head) * dim * FLOAT
+                _merge(of_head, partial_size, count, target, dim)
+
+    def decode_attention(numbers):
         given = carray(numbers, NUM_NUMBERS)
-        _decode(given, head_dim or given[NUM_NUMBERS - 1])
+        decode(given, head_dim or given[NUM_NUMBERS - 1])
 
-    return decode
-
-
-@njit(error_model="numpy")
-def _decode(numbers, dim):
-    """What each thread does."""
-    queries, query_stride, cache, block_stride, attended = numbers[:OF_LAYER]
-    num_decodes, heads, kv_heads, block_size, table_width = numbers[OF_LAYER:10]
-    lengths, first_keys = ints(numbers[10], num_decodes), ints(numbers[11], num_decodes)
-    tables, partitions = numbers[12], ints(numbers[13], num_decodes + 1)
-    partials, scores = numbers[14], numbers[15]
-    thread, threads = thread_index(), num_threads()
-    scores += thread * heads * PARTITION * FLOAT
-    geometry = cache, block_stride, block_size, kv_heads, heads // kv_heads
-    partial_size = heads * (dim + 2) * FLOAT
-    num_partitions = partitions[num_decodes]
-    sequence = 0
-    for index in range(
-        num_partitions * thread // threads, num_partitions * (thread + 1) // threads
-    ):
-        while partitions[sequence + 1] <= index:
-            sequence += 1
-        first = first_keys[sequence] + (index - partitions[sequence]) * PARTITION
-        end = min(first + PARTITION, lengths[sequence])
-        table = ints(tables + sequence * table_width * INT, table_width)
-        partial = partials + index * partial_size
-        _score(queries + sequence * query_stride, geometry, table, first, end, scores, dim)
-        for head in range(heads):
-            mine = partial + head * (dim + 2) * FLOAT
-            _weigh(scores + head * PARTITION * FLOAT, end - first, mine, dim)
-        _add_values(geometry, table, first, end, lengths[sequence], scores, partial, dim)
-    await_others()
-    for sequence in range(num_decodes * thread // threads, num_decodes * (thread + 1) // threads):
-        begin, count = partitions[sequence], partitions[sequence + 1] - partitions[sequence]
-        for head in range(heads):
-            of_head = partials + begin * partial_size + head * (dim + 2) * FLOAT
-            target = attended + (sequence * heads + head) * dim * FLOAT
-            _merge(of_head, partial_size, count, target, dim)
+    return decode_attention
 
 
 @njit(error_model="numpy")
-def _score(query, geometry, table, first, end, scores, dim):
+def _score(query, geometry, table, keys, scores, spare, dim):
     """scores[head, key - first] = query[head] . key / sqrt(dim) log2(e)."""
-    cache, block_stride, block_size, kv_heads, sharing = geometry
-    token = kv_heads * dim * FLOAT
+    cache, block_stride, block_size, kv_heads, sharing, item = geometry
+    first, end, _ = keys
+    token = kv_heads * dim * item
     scale = np.float32(LOG2_E / math.sqrt(dim))
     key = first
     while key < end:
@@ -94,16 +107,28 @@ def _score(query, geometry, table, first, end, scores, dim):
             prefetch(row + block_size * token, step * token)  # the values, needed next
             head = 0
             for kv_head in range(kv_heads):
-                keys = row + kv_head * dim * FLOAT
+                place = row + kv_head * dim * item
+                of_head, stride = _floats_at(place, token, step, item, spare, dim)
                 for _ in range(sharing):
                     target = scores + (head * PARTITION + key - first) * FLOAT
                     if step == STEP:
-                        _dot4(query + head * dim * FLOAT, keys, token, scale, target, dim)
+                        _dot4(query + head * dim * FLOAT, of_head, stride, scale, target, dim)
                     else:
-                        _dot(query + head * dim * FLOAT, keys, scale, target, dim)
+                        _dot(query + head * dim * FLOAT, of_head, scale, target, dim)
                     head += 1
             row += step * token
             key += step
+
+
+@njit
+def _floats_at(place, stride, count, item, spare, dim):
+    """Where some keys or values of a head are float32 numbers, and how far from each other: they
+    are so in the cache, or are written down once for all heads that share them."""
+    if item == FLOAT:
+        return place, stride
+    for index in range(count):
+        read_floats(place + index * stride, spare + index * dim * FLOAT, dim, item)
+    return spare, dim * FLOAT
 
 
 @njit(fastmath=FAST)
@@ -133,35 +158,30 @@ def _dot4(query, keys, stride, scale, scores, dim):
     target[2], target[3] = total2 * scale, total3 * scale
 
 
-@njit(fastmath=FAST | {"nnan"})
-def _largest(scores, count):
-    """NaN among the scores may hide here; their weights show it."""
-    x = floats(scores, count)
-    largest = x[0]
-    for i in range(count):
-        largest = max(largest, x[i])
-    return largest
-
-
 @njit(fastmath=FAST)
 def _weigh(scores, count, partial, dim):
-    """Turn the scores of a head into weights; begin its partial: no values, maximum, sum."""
-    x, y = floats(scores, count), floats(partial, dim + 2)
-    largest = _largest(scores, count)
-    total = np.float32(0.0)
-    for i in range(count):
-        x[i] = exp2(x[i] - largest)
+    """Turn the scores of a head into weights; begin its partial: no values, maximum, sum.
+    Loops over all keys of a partition, so that vectors have no rest; those behind the last weigh 0.
+    """
+    x, y = floats(scores, PARTITION), floats(partial, dim + 2)
+    for i in range(count, PARTITION):
+        x[i] = LOWEST
+    largest = largest_of_64(scores)  # NaN may hide here; its weight shows it
+    total = ZERO
+    for i in range(PARTITION):
+        x[i] = ZERO if x[i] == LOWEST else exp2(x[i] - largest)
         total += x[i]
     for i in range(dim):
-        y[i] = np.float32(0.0)
+        y[i] = ZERO
     y[dim], y[dim + 1] = largest, total
 
 
 @njit(error_model="numpy")
-def _add_values(geometry, table, first, end, length, weights, partial, dim):
+def _add_values(geometry, table, keys, weights, spare, partial, dim):
     """partial[head] += weights[head, key - first] value of the key."""
-    cache, block_stride, block_size, kv_heads, sharing = geometry
-    token = kv_heads * dim * FLOAT
+    cache, block_stride, block_size, kv_heads, sharing, item = geometry
+    first, end, length = keys
+    token = kv_heads * dim * item
     key = first
     while key < end:
         offset = key % block_size
@@ -171,16 +191,17 @@ def _add_values(geometry, table, first, end, length, weights, partial, dim):
             step = STEP if key + STEP <= last else 1
             later = key + PARTITION
             if later < length:  # the keys that are likely to be next
-                block, place = table[later // block_size], later % block_size
-                prefetch(cache + block * block_stride + place * token, step * token)
+                block = cache + table[later // block_size] * block_stride
+                prefetch(block + later % block_size * token, step * token)
             head = 0
             for kv_head in range(kv_heads):
-                values = row + kv_head * dim * FLOAT
+                place = row + kv_head * dim * item
+                values, stride = _floats_at(place, token, step, item, spare, dim)
                 for _ in range(sharing):
                     weight = weights + (head * PARTITION + key - first) * FLOAT
                     target = partial + head * (dim + 2) * FLOAT
                     if step == STEP:
-                        _add4(weight, values, token, target, dim)
+                        _add4(weight, values, stride, target, dim)
                     else:
                         _add(floats(weight, 1)[0], values, target, dim)
                     head += 1

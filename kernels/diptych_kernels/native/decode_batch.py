@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 PARTITION = 64
 """Keys that are attended to at a time. What a sequence yields depends on how its keys are cut, so
 this is a constant: neither the batch nor the number of threads may change a result."""
-NUM_NUMBERS = 17
-OF_LAYER = 5
+NUM_NUMBERS = 19
+OF_LAYER = 6
 """So many of the kernel's numbers change from layer to layer; they come first."""
 
 
@@ -41,7 +41,11 @@ class DecodeBatch:
             self._threads = threads
             # Of each partition and head: the weighted sum of values, the maximum, the sum.
             self._partials = np.empty((self.partitions[-1], heads, head_dim + 2), np.float32)
-            self._scores = np.empty((threads, heads, PARTITION), np.float32)
+            # Of each thread: scores; then the places of a partition's keys, queries, values and
+            # weights as bfloat16, or a few keys as float32.
+            halves = (heads + PARTITION) * head_dim + PARTITION
+            of_thread = heads * PARTITION + 2 * PARTITION + -(-halves // 2)
+            self._scratch = np.empty((threads, of_thread), np.float32)
             self._numbers = (
                 len(self._lengths),
                 heads,
@@ -56,9 +60,10 @@ class DecodeBatch:
                         self._tables,
                         self.partitions,
                         self._partials,
-                        self._scores,
+                        self._scratch,
                     )
                 ),
+                self._scratch[0].nbytes,
                 head_dim,
             )
         return self._numbers

@@ -11,7 +11,13 @@ import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.attention_tile import FLOAT, ROWS, WIDTH, score_tile, value_tile
-from diptych_kernels.native.prefill_chunk import NUM_NUMBERS, PARTITION, ROWS_TOGETHER
+from diptych_kernels.native.cache_rows import read_floats
+from diptych_kernels.native.prefill_chunk import (
+    NUM_NUMBERS,
+    OF_LAYER,
+    PARTITION,
+    ROWS_TOGETHER,
+)
 from diptych_kernels.native.primitives import (
     FAST,
     await_others,
@@ -24,7 +30,7 @@ from diptych_kernels.native.primitives import (
 from diptych_kernels.native.vectors import largest_of_64
 
 KEYS_TOGETHER = 16
-"""Keys that are transposed together: the lanes of a vector."""
+"""Keys that are transposed together, which is the lanes of a vector, or whose values are added."""
 LOG2_E = math.log2(math.e)
 ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
 """The second is less than any score, and finite: a difference of two of them is 0."""
@@ -44,23 +50,24 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
     @njit(error_model="numpy")
     def prefill(numbers):
         """What each thread does: prepares some keys, then attends from some of the rows."""
-        queries, query_stride, cache, block_stride, attended, tokens, heads, kv_heads = numbers[:8]
-        block_size, table, length, window, begin, keys, num_keys = numbers[8:15]
+        queries, query_stride, cache, block_stride, attended, item = numbers[:OF_LAYER]
+        tokens, heads, kv_heads, block_size, table, length, window = numbers[OF_LAYER:13]
+        begin, keys, num_keys, scratch, scratch_bytes = numbers[13:NUM_NUMBERS]
         thread, threads = thread_index(), num_threads()
         sharing = heads // kv_heads
-        geometry = cache, block_stride, block_size, kv_heads, ints(table, -(-length // block_size))
+        blocks = ints(table, -(-length // block_size))
+        geometry = cache, block_stride, block_size, kv_heads, blocks, item
         layout = keys, num_keys, begin
-        parts = num_keys // PARTITION * kv_heads
-        for index in range(parts * thread // threads, parts * (thread + 1) // threads):
-            part = begin + index // kv_heads * PARTITION
-            prepare(geometry, layout, index % kv_heads, part, length, dim)
-        await_others()
-        scratch, scratch_bytes = numbers[15:NUM_NUMBERS]
         own_queries = scratch + thread * scratch_bytes
         sums = own_queries + ROWS_TOGETHER * dim * FLOAT
         scores = sums + ROWS_TOGETHER * dim * FLOAT
-        weights = scores + ROWS_TOGETHER * PARTITION * FLOAT
-        states = weights + ROWS_TOGETHER * PARTITION * FLOAT
+        spare = scores + ROWS_TOGETHER * PARTITION * FLOAT
+        states = spare + ROWS_TOGETHER * max(PARTITION, dim) * FLOAT
+        parts = num_keys // PARTITION * kv_heads
+        for index in range(parts * thread // threads, parts * (thread + 1) // threads):
+            part = begin + index // kv_heads * PARTITION
+            prepare(geometry, layout, index % kv_heads, part, length, spare, dim)
+        await_others()
         begin_thread(states + 2 * ROWS_TOGETHER * FLOAT)
         units = -(-tokens * sharing // ROWS_TOGETHER) * kv_heads
         for unit in range(thread, units, threads):
@@ -86,7 +93,7 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
                         scores + row * PARTITION * FLOAT, low, high,
                         states + 2 * row * FLOAT, sums + row * dim * FLOAT, dim,
                     )  # fmt: skip
-                add_values(geometry, layout, head, part, part_end, scores, weights, sums, dim)
+                add_values(geometry, layout, head, part, part_end, scores, spare, sums, dim)
                 part += PARTITION
             for row in range(num_rows):
                 token, place = (first_row + row) // sharing, (first_row + row) % sharing
@@ -113,20 +120,22 @@ def _nothing_more():
 @njit
 def place_of(geometry, head, key, dim):
     """Where in the cache a key of a head is; its values are `block_size` tokens behind it."""
-    cache, block_stride, block_size, kv_heads, table = geometry
-    token = (key % block_size * kv_heads + head) * dim * FLOAT
+    cache, block_stride, block_size, kv_heads, table, item = geometry
+    token = (key % block_size * kv_heads + head) * dim * item
     return cache + table[key // block_size] * block_stride + token
 
 
 @njit(error_model="numpy")
-def _prepare(geometry, layout, head, part, length, dim):
+def _prepare(geometry, layout, head, part, length, spare, dim):
     """Keys of a head as [keys / 16, dim, 16]; places behind the last hold zeros."""
     keys, num_keys, begin = layout
+    item = geometry[5]
     for first in range(part, part + PARTITION, KEYS_TOGETHER):
         y = floats(keys + (head * num_keys + first - begin) * dim * FLOAT, KEYS_TOGETHER * dim)
         for lane in range(KEYS_TOGETHER):
             if first + lane < length:
-                x = floats(place_of(geometry, head, first + lane, dim), dim)
+                read_floats(place_of(geometry, head, first + lane, dim), spare, dim, item)
+                x = floats(spare, dim)
                 for i in range(dim):
                     y[i * KEYS_TOGETHER + lane] = x[i]
             else:
@@ -195,19 +204,21 @@ def _hide(scores, low, high):
 
 
 @njit(error_model="numpy")
-def _add_values(geometry, layout, head, part, part_end, scores, weights, sums, dim):
-    """sums[row] += scores[row, key - part] values[key], block after block."""
-    block_size, kv_heads = geometry[2], geometry[3]
-    token = kv_heads * dim * FLOAT
+def _add_values(geometry, layout, head, part, part_end, scores, spare, sums, dim):
+    """sums[row] += scores[row, key - part] values[key], some keys of a block at a time."""
+    _, _, block_size, kv_heads, _, item = geometry
+    token = kv_heads * dim * item
     key = part
     while key < part_end:
-        count = min(part_end - key, block_size - key % block_size)
-        values = place_of(geometry, head, key, dim) + block_size * token
+        count = min(part_end - key, block_size - key % block_size, KEYS_TOGETHER)
+        place = place_of(geometry, head, key, dim) + block_size * token
+        for index in range(count):
+            read_floats(place + index * token, spare + index * dim * FLOAT, dim, item)
         for row in range(0, ROWS_TOGETHER, ROWS):
             weight = scores + (row * PARTITION + key - part) * FLOAT
             for i in range(0, dim, WIDTH):
                 value_tile(
-                    weight, PARTITION * FLOAT, values + i * FLOAT, token, count,
+                    weight, PARTITION * FLOAT, spare + i * FLOAT, dim * FLOAT, count,
                     sums + (row * dim + i) * FLOAT, dim * FLOAT,
                 )  # fmt: skip
         key += count

@@ -10,8 +10,8 @@ PARTITION = 64
 prompt is cut into chunks changes no bit of what its tokens yield."""
 ROWS_TOGETHER = 16
 """Rows that a thread takes together, so that they share what they read."""
-NUM_NUMBERS = 17
-OF_LAYER = 5
+NUM_NUMBERS = 18
+OF_LAYER = 6
 """So many of the kernel's numbers change from layer to layer; they come first."""
 EVERYTHING = 1 << 40
 """A window that is wider than any context."""
@@ -45,11 +45,11 @@ class ChunkNumbers:
         if threads != self._threads:  # each has memory of its own
             self._threads = threads
             num_keys = -(-(self._length - self._begin) // PARTITION) * PARTITION
-            # Keys, or keys and values in half the precision.
+            # Keys as float32, or keys and values as bfloat16.
             self._keys = np.empty((kv_heads, num_keys, head_dim), np.float32)
-            # Of each row: query, sum of values, scores, weights, their maximum and sum; and one
-            # number for the configuration of a matrix unit.
-            of_row = 2 * head_dim + 2 * PARTITION + 3
+            # Of each row: query, sum of values, scores, weights (or values), their maximum and sum;
+            # and one number for the configuration of a matrix unit.
+            of_row = 2 * head_dim + PARTITION + max(PARTITION, head_dim) + 3
             self._scratch = np.empty((threads, ROWS_TOGETHER, of_row), np.float32)
             self._numbers = (
                 self._num_tokens,

@@ -11,7 +11,8 @@ from numba.extending import intrinsic
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Sums may be reordered, or no loop would use vectors; NaN and infinity keep their meaning."""
-CACHE_LINE = 64
+FLOAT, CACHE_LINE = 4, 64
+"""Bytes."""
 E1, E2, E3, E4, E5, E6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
 """2^x = 1 + E1 x + E2 x^2 + ..., as good as float32 can be for |x| <= 1/2."""
 INFINITY, ANY_NAN = np.int32(0x7F800000), np.int32(0x7FC0)
@@ -70,6 +71,12 @@ def small_ints(address, count):
 def halves_of(address, count):
     """`count` int16 numbers from an address on, as an array."""
     return carray(_pointer(address), count, np.int16)
+
+
+@njit
+def words_of(address, count):
+    """`count` int32 numbers from an address on, as an array."""
+    return carray(_pointer(address), count, np.int32)
 
 
 @njit

@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 LANES = 16
-INT32, INT64, FLOAT32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+INT16, INT32, INT64, FLOAT32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT32, LANES)
 
 
@@ -77,6 +77,31 @@ def function(builder, name, kind):
     return known[name] if name in known else ir.Function(builder.module, kind, name)
 
 
+def sums_across(builder, vectors):
+    """The sum over the lanes of each of 16 vectors, in the lane of that vector's number: two
+    vectors become one of half sums, two of these one of quarter sums, and so on."""
+    while len(vectors) > 1:
+        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
+        vectors = [_half_sums(builder, *pair, len(vectors) // 2) for pair in pairs]
+    return vectors[0]
+
+
+def _half_sums(builder, first, second, span):
+    """Of each block of `2 span` lanes, the sums of lanes that are `span` apart: those of the first
+    vector, then those of the second."""
+    blocks = range(0, LANES, 2 * span)
+    low = [of + block + lane for block in blocks for of in (0, LANES) for lane in range(span)]
+    halves = [
+        builder.shuffle_vector(first, second, _lanes([lane + offset for lane in low]))
+        for offset in (0, span)
+    ]
+    return builder.fadd(*halves)
+
+
+def _lanes(numbers):
+    return ir.Constant(ir.VectorType(INT32, LANES), [INT32(number) for number in numbers])
+
+
 @intrinsic
 def largest_of_64(context, address):
     """Of float32 numbers; a NaN among them may be passed over."""
@@ -95,6 +120,32 @@ def largest_of_64(context, address):
 
 
 @intrinsic
+def copy_16(context, source, target):
+    """16 float32 numbers."""
+
+    def generate(context, builder, signature, arguments):
+        source, target = arguments
+        store(builder, load(builder, source, FLOATS), target)
+        return context.get_dummy_value()
+
+    return types.void(source, target), generate
+
+
+@intrinsic
+def widen_16(context, source, target):
+    """16 bfloat16 numbers as float32 ones."""
+
+    def generate(context, builder, signature, arguments):
+        source, target = arguments
+        halves = load(builder, source, ir.VectorType(INT16, LANES))
+        bits = builder.shl(builder.zext(halves, INTS), constant(16))
+        store(builder, builder.bitcast(bits, FLOATS), target)
+        return context.get_dummy_value()
+
+    return types.void(source, target), generate
+
+
+@intrinsic
 def round_32(context, source, target):
     """32 float32 numbers as the nearest bfloat16 ones, the even one between two; NaN stays one."""
 
@@ -109,7 +160,7 @@ def round_32(context, source, target):
             is_nan = builder.fcmp_unordered("uno", values, values)
             bits = builder.select(is_nan, constant(0x7FC00000), nearest)
             upper = builder.lshr(bits, constant(16))
-            halves = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
+            halves = builder.trunc(upper, ir.VectorType(INT16, LANES))
             store(builder, halves, target, half * LANES * 2)
         return context.get_dummy_value()
 

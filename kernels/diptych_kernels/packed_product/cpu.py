@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import torch
 from torch import Tensor
 
-from diptych_kernels.matrix_unit import has_matrix_unit
+from diptych_kernels.cpu_features import has_matrix_unit
 from diptych_kernels.native.kernel import Call, Kernel, openmp
 from diptych_kernels.packed_product.tiles import GROUP, PART, TILE_ROWS, group_bytes
 

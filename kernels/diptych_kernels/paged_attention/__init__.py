@@ -21,8 +21,8 @@ def paged_attention(
     """Attend from the step's new tokens, whose own keys and values stand in the cache already.
 
     queries: [tokens, heads, head_dim]; any strides with a contiguous last dimension.
-    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view; of the queries' dtype
-        or of 8-bit floats.
+    kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view; of the queries'
+        dtype, of 8-bit floats or, on a CPU, of bfloat16.
     kv_scale: as `kv_write` takes it.
     may_round: chunks of prompts may be computed in bfloat16 if that is faster.
     Returns [tokens, heads, head_dim]; heads is a multiple of kv_heads.

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diptych_kernels.matrix_unit import has_matrix_unit
+from diptych_kernels.cpu_features import has_bfloat16_dots, has_matrix_unit
 from diptych_kernels.native.kernel import Call, Kernel
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
@@ -99,11 +99,12 @@ def _decode_call(
         queries.data_ptr(),
         queries.stride(0) * FLOAT,
         kv_layer.data_ptr(),
-        kv_layer.stride(0) * FLOAT,
+        kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr(),
+        kv_layer.itemsize,
         *metadata.decode_batch.numbers(heads, kv_layer.shape[3], head_dim, threads),
     )
-    return decode_kernel(head_dim), numbers
+    return decode_kernel(head_dim, kv_layer.dtype), numbers
 
 
 def _chunk_numbers(
@@ -115,15 +116,18 @@ def _chunk_numbers(
         queries.data_ptr() + first * queries.stride(0) * FLOAT,
         queries.stride(0) * FLOAT,
         kv_layer.data_ptr(),
-        kv_layer.stride(0) * FLOAT,
+        kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr() + first * attended.stride(0) * FLOAT,
+        kv_layer.itemsize,
         *own.numbers(heads, kv_layer.shape[3], head_dim, threads),
     )
 
 
-def decode_kernel(head_dim: int) -> Kernel:
+def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
     """Compiled when it is asked for the first time."""
-    return _compiled(head_dim if head_dim in COMMON_DIMS else 0)
+    in_pairs = kv_dtype is torch.bfloat16 and head_dim % WIDTH == 0 and has_bfloat16_dots()
+    name = "bf16_decode_attention" if in_pairs else "decode_attention"
+    return _compiled(name, head_dim if head_dim in COMMON_DIMS else 0)
 
 
 @cache
@@ -139,5 +143,5 @@ def chunk_kernel(head_dim: int) -> Kernel:
 
 
 @cache
-def _compiled(head_dim: int) -> Kernel:
-    return Kernel("decode_attention", head_dim)
+def _compiled(name: str, number: int) -> Kernel:
+    return Kernel(name, number)

@@ -43,7 +43,7 @@ def _decode(
     and larger products are faster.
     """
     size, heads, head_dim = queries.shape
-    keys, values = _gather(kv_layer, blocks, size, longest)
+    keys, values = _gather(kv_layer, blocks, size, longest, queries.dtype)
     grouped = queries.view(size, keys.shape[1], -1, head_dim)
     attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
     return attended.reshape(size, heads, head_dim)
@@ -51,7 +51,7 @@ def _decode(
 
 def prefill(queries: Tensor, kv_layer: Tensor, chunk: PrefillChunk) -> Tensor:
     """Several queries of one sequence: [tokens, heads, head_dim] -> the same."""
-    keys, values = _gather(kv_layer, chunk.blocks, 1, chunk.length)
+    keys, values = _gather(kv_layer, chunk.blocks, 1, chunk.length, queries.dtype)
     attended = F.scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys,
@@ -63,11 +63,16 @@ def prefill(queries: Tensor, kv_layer: Tensor, chunk: PrefillChunk) -> Tensor:
     return attended.squeeze(0).transpose(0, 1)
 
 
-def _gather(kv_layer: Tensor, blocks: Tensor, size: int, longest: int) -> tuple[Tensor, Tensor]:
+def _gather(
+    kv_layer: Tensor, blocks: Tensor, size: int, longest: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Keys and values of `size` sequences, each [size, kv_heads, longest, head_dim]."""
     kv_heads, head_dim = kv_layer.shape[3:]
     dense = (
-        half.index_select(0, blocks).view(size, -1, kv_heads, head_dim)[:, :longest].transpose(1, 2)
+        half.index_select(0, blocks)
+        .to(dtype)
+        .view(size, -1, kv_heads, head_dim)[:, :longest]
+        .transpose(1, 2)
         for half in kv_layer.unbind(1)
     )
     keys, values = dense

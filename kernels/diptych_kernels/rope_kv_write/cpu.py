@@ -10,8 +10,6 @@ from torch import Tensor
 from diptych_kernels.native.kernel import Call, Kernel
 from diptych_kernels.native.layout import is_known
 
-FLOAT = 4
-"""Bytes."""
 CACHE, TOKENS = 2, 5
 """Which of a call's numbers are the address of the layer's keys and values, and the tokens."""
 MIN_TOKENS_TO_SHARE = 16
@@ -47,7 +45,8 @@ def call(
         kv_layer.shape[3],
         head_dim,
         kv_layer.shape[2],
-        kv_layer.stride(0) * FLOAT,
+        kv_layer.stride(0) * kv_layer.itemsize,
+        kv_layer.itemsize,
     )
     return kernel(), numbers
 

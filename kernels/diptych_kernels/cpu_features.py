@@ -1,4 +1,4 @@
-"""Whether this process may use the processor's matrix unit (AMX)."""
+"""What this process may use of the processor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
 
 @cache
+def has_bfloat16_dots() -> bool:
+    """Whether an instruction multiplies pairs of bfloat16 numbers (AVX512-BF16)."""
+    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+
+
+@cache
 def has_matrix_unit() -> bool:
-    """Whether the processor has one, and Linux lets this process use it."""
+    """Whether there is a matrix unit (AMX), and Linux lets this process use it."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     features = llvm.get_host_cpu_features()
