@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -80,6 +81,14 @@ class Kernel:
 
 Call = tuple[Kernel, tuple[int, ...]]
 """A kernel and its numbers. What these point to must stay while it runs."""
+
+
+@cache
+def bits_of(value: float) -> int:
+    """A float32 as a number of a call, of which the kernel's `float_of` makes it again."""
+    bits: int
+    [bits] = struct.unpack("i", struct.pack("f", value))
+    return bits
 
 
 def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Call, Kernel, openmp
+from diptych_kernels.native.kernel import Call, Kernel, bits_of, openmp
 
 FLOAT = 4
 """Bytes."""
@@ -34,9 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
     """What computes `out`, [rows, n] contiguous."""
     rows, size = x.shape
-    [eps_bits] = struct.unpack("i", struct.pack("f", eps))
     stride = x.stride(0) * FLOAT
-    numbers = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, size, eps_bits
+    numbers = x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), rows, size, bits_of(eps)
     return kernel(), numbers
 
 
