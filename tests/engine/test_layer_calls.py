@@ -37,6 +37,12 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True,
 )
 """Heads of a size that has kernels."""
+FAMILIES = {
+    "llama": CONFIG,
+    "qwen2": msgspec.structs.replace(CONFIG, attention_bias=True),
+    "qwen3": msgspec.structs.replace(CONFIG, qk_norm=True),
+}
+families = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor")
 
@@ -114,9 +120,15 @@ STEPS = {
 }
 
 
+@families
+def test_a_packed_model_has_a_table(config: ModelConfig) -> None:
+    assert packed_model(config)._may_have_calls
+
+
+@families
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_yields_the_same_bits(name: str) -> None:
-    assert_same(packed_model(), STEPS[name])
+def test_a_step_yields_the_same_bits(name: str, config: ModelConfig) -> None:
+    assert_same(packed_model(config), STEPS[name])
 
 
 def test_one_table_serves_steps_of_different_sizes() -> None:
@@ -145,9 +157,10 @@ def test_given_embeddings_go_in() -> None:
     )
 
 
-def test_weights_may_move_between_steps() -> None:
+@families
+def test_weights_may_move_between_steps(config: ModelConfig) -> None:
     """As when an engine has slept: the same tensors, at other addresses."""
-    model, inputs = packed_model(), STEPS["decodes"]
+    model, inputs = packed_model(config), STEPS["decodes"]
     before, _ = forward(model, inputs, as_table=True)
     kept = []
     for tensor in model.weight_memory:

@@ -79,11 +79,14 @@ def test_kv_write_touches_only_its_slots_of_its_layer() -> None:
     assert torch.equal(cache, expected)
 
 
-@pytest.mark.parametrize(
+kv_dtypes = pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2],
     ids=str,
 )
+
+
+@kv_dtypes
 def test_rope_kv_write_rotates_queries_and_stores_rotated_keys(
     dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
@@ -103,3 +106,48 @@ def test_rope_kv_write_rotates_queries_and_stores_rotated_keys(
     # Whether a product and a sum are rounded once or twice is each kernel's own affair.
     torch.testing.assert_close(heads[:, :query_heads], expected[:, :query_heads])
     torch.testing.assert_close(cache, expected_cache)
+
+
+@kv_dtypes
+@pytest.mark.parametrize(
+    "names",
+    [("bias",), ("query_norm", "key_norm"), ("bias", "query_norm", "key_norm")],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_rope_kv_write_adds_the_bias_then_normalises_heads_then_rotates(
+    tokens: int, names: tuple[str, ...], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    query_heads, kv_heads, dim = 6, 2, 32
+    num_heads, rotated = query_heads + 2 * kv_heads, query_heads + kv_heads
+    sizes = {"bias": num_heads * dim, "query_norm": dim, "key_norm": dim}
+    weights = {name: torch.randn(sizes[name]).to(dtype) for name in names}
+    cache = torch.zeros(10, 3, 2, 4, kv_heads, dim, dtype=kv_dtype)
+    heads = torch.randn(tokens, num_heads, dim).to(dtype)
+    angles = torch.randn(tokens, 1, dim // 2)
+    rotations = torch.stack((angles.cos(), angles.sin()), -1)
+    blocks, offsets = torch.arange(tokens) // 4, torch.arange(tokens) % 4
+
+    expected, expected_cache = heads.double(), cache.clone()
+    if "bias" in weights:
+        expected += weights["bias"].double().view(num_heads, dim)
+    for name, own in (
+        ("query_norm", expected[:, :query_heads]),
+        ("key_norm", expected[:, query_heads:rotated]),
+    ):
+        if name in weights:
+            mean_square = own.square().mean(-1, keepdim=True)
+            own *= weights[name].double() / (mean_square + 1e-2).sqrt()
+    expected = expected.float()
+    rotate_(expected[:, :rotated], rotations)
+    keys_values = expected[:, query_heads:].view(tokens, 2, kv_heads, dim)
+    kv_write(keys_values, expected_cache[:, 1], blocks, offsets)
+
+    rope_kv_write(heads, rotations, cache[:, 1], blocks, offsets, **weights, eps=1e-2)
+    tolerance = {"atol": 2 * TOLERANCE[dtype], "rtol": 2 * TOLERANCE[dtype]}
+    torch.testing.assert_close(
+        heads[:, :query_heads].float(), expected[:, :query_heads], **tolerance
+    )
+    coarse = {"atol": 2 * TOLERANCE[kv_dtype], "rtol": 2 * TOLERANCE[kv_dtype]}
+    torch.testing.assert_close(cache, expected_cache, **coarse)

@@ -14,6 +14,7 @@ from diptych_frontend.model_config import ModelConfig
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.paged_attention import triton as paged_attention
 from diptych_kernels.rms_norm import triton as rms_norm
+from diptych_kernels.rope_kv_write import reference as rope_kv_write_reference
 from diptych_kernels.rope_kv_write import triton as rope_kv_write
 from diptych_kernels.silu_mul import triton as silu_mul
 
@@ -98,6 +99,7 @@ def test_a_model_computes_the_same_on_the_kernels(
             ("rope_kv_write", rope_kv_write),
         ):
             monkeypatch.setattr(llama, name, getattr(module, name))
+        monkeypatch.setattr(rope_kv_write_reference, "rms_norm", rms_norm.rms_norm)  # of heads
         monkeypatch.setattr(llama, "paged_attention", attend)
     actual = hidden_states(config(**options), device)
     # float32 sums in other orders, through two layers and the norm of the last.

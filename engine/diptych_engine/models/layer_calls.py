@@ -83,6 +83,12 @@ class LayerCalls:
         inputs = self._normed, self._attended.flatten(1), self._gated
         num_bytes = max(packed_product.workspace_bytes(*x.shape) for x in inputs)
         self._workspace = torch.empty(num_bytes, dtype=torch.int8)
+        self._head_weights = {
+            rope_kv_write.BIAS: [x.qkv_bias for x in layers if x.qkv_bias is not None],
+            rope_kv_write.QUERY_NORM: [x.query_norm for x in layers if x.query_norm is not None],
+            rope_kv_write.KEY_NORM: [x.key_norm for x in layers if x.key_norm is not None],
+        }
+        """A number of a rotation -> the weights whose addresses it is: one a layer, or none."""
         self._tables: dict[tuple[bool, bool], LastingTable] = {}
         """For steps with rows that are summed up in integers, with others, with both."""
 
@@ -113,6 +119,9 @@ class LayerCalls:
         of_step = rows_of(self._of_step(tokens, rotations, inputs, kv_layers[0]))
         attention = np.repeat(of_step[None], len(self._layers), 0)
         attention[:, :, 1 + CACHE] = [[layer.data_ptr()] for layer in kv_layers]
+        for number, weights in self._head_weights.items():
+            if weights:
+                attention[:, 0, 1 + number] = [weight.data_ptr() for weight in weights]
         before, after = np.split(lasting, [1 + sum(kinds)], 1)
         self._hidden[:tokens] = hidden
         run_all(np.concatenate([before, attention, after], 1), self._threads)
@@ -159,11 +168,22 @@ class LayerCalls:
     def _of_step(
         self, tokens: int, rotations: Tensor, inputs: StepInputs, kv_layer: Tensor
     ) -> list[Call]:
-        """Rotation and attention: alike in all layers but for the cache's address."""
+        """Rotation and attention of the first layer: alike in all but for addresses."""
         heads, attended = self._heads[:tokens], self._attended[:tokens]
-        queries = heads[:, : self._config.num_attention_heads]
+        queries, first = heads[:, : self._config.num_attention_heads], self._layers[0]
+        rotation = rope_kv_write.call(
+            heads,
+            rotations,
+            kv_layer,
+            inputs.slot_blocks,
+            inputs.slot_offsets,
+            first.qkv_bias,
+            first.query_norm,
+            first.key_norm,
+            self._config.rms_norm_eps,
+        )
         return [
-            rope_kv_write.call(heads, rotations, kv_layer, inputs.slot_blocks, inputs.slot_offsets),
+            rotation,
             *paged_attention.calls(queries, kv_layer, inputs.attention, attended, may_round=True),
         ]
 

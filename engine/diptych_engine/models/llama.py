@@ -84,7 +84,6 @@ class LlamaModel:
             device.type == "cpu"
             and dtype is torch.float32
             and self._reduce is None
-            and not (config.attention_bias or config.qk_norm)
             and has_kernels(config.head_dim)
         )
         self._calls: LayerCalls | None = None
@@ -270,17 +269,20 @@ class LlamaModel:
         kv_layer: Tensor,
     ) -> Tensor:
         """Attention between its projections: [T, (H + 2 K) D] -> [T, H D]. Overwrites `qkv`."""
-        config = self.config
-        if layer.qkv_bias is not None:
-            qkv.add_(layer.qkv_bias)
-        num_query = config.num_attention_heads
-        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = heads[:, :num_query], heads[:, num_query : self._num_rotated_heads]
-            query.copy_(rms_norm(query, layer.query_norm, self._eps))
-            key.copy_(rms_norm(key, layer.key_norm, self._eps))
-        rope_kv_write(heads, rotations, kv_layer, inputs.slot_blocks, inputs.slot_offsets)
-        queries, may_round = heads[:, :num_query], layer.qkv.packed is not None
+        heads = qkv.view(qkv.shape[0], -1, self.config.head_dim)
+        rope_kv_write(
+            heads,
+            rotations,
+            kv_layer,
+            inputs.slot_blocks,
+            inputs.slot_offsets,
+            bias=layer.qkv_bias,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            eps=self._eps,
+        )
+        queries = heads[:, : self.config.num_attention_heads]
+        may_round = layer.qkv.packed is not None
         attended = paged_attention(queries, kv_layer, inputs.attention, may_round=may_round)
         return attended.flatten(1)
 

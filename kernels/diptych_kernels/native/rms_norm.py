@@ -27,11 +27,12 @@ def _rms_norm(numbers):
     x, stride, weight, out, rows, size, eps = numbers[:NUM_NUMBERS]
     thread, threads = thread_index(), num_threads()
     for row in range(rows * thread // threads, rows * (thread + 1) // threads):
-        _norm(x + row * stride, weight, out + row * size * FLOAT, size, float_of(eps))
+        norm(x + row * stride, weight, out + row * size * FLOAT, size, float_of(eps))
 
 
 @njit(fastmath=FAST, error_model="numpy")
-def _norm(source, weight, target, size, eps):
+def norm(source, weight, target, size, eps):
+    """One row; `target` may be where it stands."""
     x, factors, y = floats(source, size), floats(weight, size), floats(target, size)
     total = np.float32(0.0)
     for i in range(size):

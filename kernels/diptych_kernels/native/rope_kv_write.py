@@ -1,4 +1,5 @@
-"""Rotation and cache write for CPUs, as Numba compiles them; `rope_kv_write.cpu` calls it.
+"""Rotation and cache write for CPUs, and before them bias and norms, for models that have these,
+as Numba compiles them; `rope_kv_write.cpu` calls it.
 
 Every length is in elements, every stride in bytes.
 """
@@ -8,11 +9,12 @@ from __future__ import annotations
 from numba import carray, njit
 
 from diptych_kernels.native.cache_rows import write
-from diptych_kernels.native.primitives import floats, ints, num_threads, thread_index
+from diptych_kernels.native.primitives import float_of, floats, ints, num_threads, thread_index
+from diptych_kernels.native.rms_norm import norm
 
 FLOAT = 4
 """Bytes."""
-NUM_NUMBERS = 12
+NUM_NUMBERS = 16
 
 
 def entry(number):
@@ -26,23 +28,36 @@ def entry(number):
 
 @njit(error_model="numpy")
 def _rope_kv_write(numbers):
-    """What each thread does: some of the tokens."""
-    heads, rotations, cache, blocks, offsets = numbers[:5]
-    tokens, num_heads, kv_heads, dim, block_size, block_stride, item = numbers[5:NUM_NUMBERS]
+    """What each thread does: some of the tokens. A weight that the model has not is at 0."""
+    heads, rotations, cache, blocks, offsets, bias, query_norm, key_norm, eps = numbers[:9]
+    tokens, num_heads, kv_heads, dim, block_size, block_stride, item = numbers[9:NUM_NUMBERS]
     block_of, offset_of = ints(blocks, tokens), ints(offsets, tokens)
     head_size = dim * FLOAT
     thread, threads = thread_index(), num_threads()
     for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
         rotation = rotations + token * head_size
         source = heads + token * num_heads * head_size
-        for head in range(num_heads - kv_heads):
-            _rotate(source + head * head_size, rotation, dim)
         keys = source + (num_heads - 2 * kv_heads) * head_size
         values = keys + kv_heads * head_size
+        if bias != 0:
+            _add(source, bias, num_heads * dim)
+        for head in range(source, values, head_size):
+            weight = query_norm if head < keys else key_norm
+            if weight != 0:
+                norm(head, weight, head, dim, float_of(eps))
+            _rotate(head, rotation, dim)
         token_size = kv_heads * dim * item
         target = cache + block_of[token] * block_stride + offset_of[token] * token_size
         write(keys, target, kv_heads * dim, item)
         write(values, target + block_size * token_size, kv_heads * dim, item)
+
+
+@njit
+def _add(row, bias, size):
+    """row += bias."""
+    x, y = floats(row, size), floats(bias, size)
+    for i in range(size):
+        x[i] += y[i]
 
 
 @njit

@@ -1,4 +1,5 @@
-"""Rotary position embedding, and the cache write of the keys that it rotated."""
+"""Rotary position embedding, with what some models do before it, and the cache write of the keys
+that it rotated."""
 
 from __future__ import annotations
 
@@ -16,8 +17,15 @@ def rope_kv_write(
     blocks: Tensor,
     offsets: Tensor,
     kv_scale: float = 1.0,
+    bias: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Rotate the query heads in place; store the rotated keys and the values.
+
+    Before that, add `bias` [(query_heads + 2 kv_heads) * head_dim], then normalise each query head
+    and each key head as `rms_norm` does, with weights [head_dim], where these are given.
 
     heads: [tokens, query_heads + 2 kv_heads, head_dim], contiguous: the queries, then the keys,
         then the values. What the key heads hold afterwards is not defined.
@@ -27,9 +35,14 @@ def rope_kv_write(
     if heads.is_cuda:
         from diptych_kernels.rope_kv_write import triton
 
-        triton.rope_kv_write(heads, rotations, kv_layer, blocks, offsets, kv_scale)
-        return
-    if cpu.fits(heads, kv_layer):
-        cpu.rope_kv_write(heads, rotations, kv_layer, blocks, offsets)
+        triton.rope_kv_write(
+            heads, rotations, kv_layer, blocks, offsets, kv_scale, bias, query_norm, key_norm, eps
+        )
+    elif cpu.fits(heads, kv_layer):
+        cpu.rope_kv_write(
+            heads, rotations, kv_layer, blocks, offsets, bias, query_norm, key_norm, eps
+        )
     else:
-        reference.rope_kv_write(heads, rotations, kv_layer, blocks, offsets, kv_scale)
+        reference.rope_kv_write(
+            heads, rotations, kv_layer, blocks, offsets, kv_scale, bias, query_norm, key_norm, eps
+        )

@@ -1,4 +1,5 @@
-"""Rotation and cache write in one call: seven of torch's operators, each too small to pay."""
+"""Bias, norms of heads, rotation and cache write in one call: for torch they are seven operators
+and more, each too small to pay."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Call, Kernel
+from diptych_kernels.native.kernel import Call, Kernel, bits_of
 from diptych_kernels.native.layout import is_known
 
-CACHE, TOKENS = 2, 5
-"""Which of a call's numbers are the address of the layer's keys and values, and the tokens."""
+CACHE, BIAS, QUERY_NORM, KEY_NORM = 2, 5, 6, 7
+"""Which of a call's numbers are addresses of what each layer has for itself."""
+TOKENS = 9
 MIN_TOKENS_TO_SHARE = 16
 """Fewer are done before a second thread has begun."""
 
@@ -22,17 +24,35 @@ def fits(heads: Tensor, kv_layer: Tensor) -> bool:
 
 
 def rope_kv_write(
-    heads: Tensor, rotations: Tensor, kv_layer: Tensor, blocks: Tensor, offsets: Tensor
+    heads: Tensor,
+    rotations: Tensor,
+    kv_layer: Tensor,
+    blocks: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
 ) -> None:
     """As `diptych_kernels.rope_kv_write.rope_kv_write`, for what `fits`."""
-    own, numbers = call(heads, rotations, kv_layer, blocks, offsets)
+    own, numbers = call(
+        heads, rotations, kv_layer, blocks, offsets, bias, query_norm, key_norm, eps
+    )
     own.run(numbers, torch.get_num_threads() if numbers[TOKENS] >= MIN_TOKENS_TO_SHARE else 1)
 
 
 def call(
-    heads: Tensor, rotations: Tensor, kv_layer: Tensor, blocks: Tensor, offsets: Tensor
+    heads: Tensor,
+    rotations: Tensor,
+    kv_layer: Tensor,
+    blocks: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
 ) -> Call:
-    """What does it; for another layer, whose address then goes in place of number `CACHE`, too."""
+    """What does it; for another layer too, whose addresses then go in place of these."""
     tokens, num_heads, head_dim = heads.shape
     numbers = (
         heads.data_ptr(),
@@ -40,6 +60,10 @@ def call(
         kv_layer.data_ptr(),
         blocks.data_ptr(),
         offsets.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if query_norm is None else query_norm.data_ptr(),
+        0 if key_norm is None else key_norm.data_ptr(),
+        bits_of(eps),
         tokens,
         num_heads,
         kv_layer.shape[3],

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diptych_kernels.kv_write.triton import limit_of, stored
 from diptych_kernels.rope.triton import head_tile, load_rotation, rotated
+from diptych_kernels.rope_kv_write.reference import add_and_normalise_
 
 
 @triton.jit
@@ -46,10 +47,15 @@ def rope_kv_write(
     blocks: Tensor,
     offsets: Tensor,
     kv_scale: float = 1.0,
+    bias: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """As the reference."""
     num_tokens, num_heads, head_dim = heads.shape
     kv_heads = kv_layer.shape[3]
+    add_and_normalise_(heads, kv_heads, bias, query_norm, key_norm, eps)
     block_h, block_d = head_tile(num_heads, head_dim)
     rope_kv_write_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
         heads, rotations, kv_layer, blocks, offsets, kv_scale, *kv_layer.stride()[:4],
