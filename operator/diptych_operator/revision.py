@@ -11,7 +11,7 @@ import hashlib
 
 import msgspec
 
-from diptych_operator.api_types import InferenceService
+from diptych_operator.api_types import Engine, InferenceService
 from diptych_operator.names import ROTATE_ANNOTATION
 
 _LENGTH = 8
@@ -24,11 +24,18 @@ def revision(service: InferenceService) -> str:
     return _digest(
         {
             "model": [model.uri, model.revision, model.sha256],
-            "engine": spec.engine,
+            "engine": _decided(spec.engine),
             "transport": spec.transfer.transport,
             "keys": key_set(service),
         }
     )
+
+
+def _decided(engine: Engine) -> dict[str, object]:
+    """What the spec says of engines. A field that leaves the decision to them may be new to this
+    operator: that an upgrade knows of it must not roll out anything."""
+    fields = msgspec.structs.asdict(engine)
+    return {name: value for name, value in fields.items() if value not in ("auto", None)}
 
 
 def key_set(service: InferenceService) -> str:
