@@ -72,45 +72,53 @@ def block_product(num_a, num_b):
     a: for each 16 rows [steps] tiles, `a_bytes` from one to the next. b: alike, for each 16
     columns. out: float32, `stride` bytes from row to row; added to if `add`.
     """
-    blocks = [(i, j, SUMS + 2 * i + j) for i in range(num_a) for j in range(num_b)]
 
     @intrinsic
     def product(context, a, a_bytes, b, b_bytes, steps, out, stride, add):
         def generate(context, builder, signature, arguments):
-            a, a_bytes, b, b_bytes, steps, out, stride, add = arguments
-            factors = [
-                *((FACTORS_A + i, at(builder, a, INT64(i), a_bytes)) for i in range(num_a)),
-                *((FACTORS_B + j, at(builder, b, INT64(j), b_bytes)) for j in range(num_b)),
-            ]
-            sixteen_rows = builder.mul(stride, INT64(TILE_ROWS))
-            sums = [
-                (tile, at(builder, builder.add(out, INT64(j * ROW_BYTES)), INT64(i), sixteen_rows))
-                for i, j, tile in blocks
-            ]
-            with builder.if_else(builder.icmp_signed("!=", add, INT64(0))) as (adds, begins):
-                with adds:
-                    for tile, place in sums:
-                        _move(builder, "tileloadd64", tile, place, stride)
-                with begins:
-                    for tile, _ in sums:
-                        _do(builder, "tilezero", tile)
-
-            def add_step(index, values):
-                for tile, first in factors:
-                    place = at(builder, first, index, TILE_BYTES)
-                    _move(builder, "tileloadd64", tile, place, INT64(ROW_BYTES))
-                for i, j, tile in blocks:
-                    _do(builder, "tdpbf16ps", tile, FACTORS_A + i, FACTORS_B + j)
-                return values
-
-            repeat(builder, steps, [], add_step)
-            for tile, place in sums:
-                _move(builder, "tilestored64", tile, place, stride)
+            multiply_block(builder, num_a, num_b, arguments)
             return context.get_dummy_value()
 
         return types.void(*(types.int64,) * 8), generate
 
     return product
+
+
+def multiply_block(builder, num_a, num_b, arguments, beside=None):
+    """What a `block_product` does. `beside(step)` is done in each step: the matrix unit and those
+    for vectors work at the same time."""
+    a, a_bytes, b, b_bytes, steps, out, stride, add = arguments
+    blocks = [(i, j, SUMS + 2 * i + j) for i in range(num_a) for j in range(num_b)]
+    factors = [
+        *((FACTORS_A + i, at(builder, a, INT64(i), a_bytes)) for i in range(num_a)),
+        *((FACTORS_B + j, at(builder, b, INT64(j), b_bytes)) for j in range(num_b)),
+    ]
+    sixteen_rows = builder.mul(stride, INT64(TILE_ROWS))
+    sums = [
+        (tile, at(builder, builder.add(out, INT64(j * ROW_BYTES)), INT64(i), sixteen_rows))
+        for i, j, tile in blocks
+    ]
+    with builder.if_else(builder.icmp_signed("!=", add, INT64(0))) as (adds, begins):
+        with adds:
+            for tile, place in sums:
+                _move(builder, "tileloadd64", tile, place, stride)
+        with begins:
+            for tile, _ in sums:
+                _do(builder, "tilezero", tile)
+
+    def add_step(index, values):
+        for tile, first in factors:
+            place = at(builder, first, index, TILE_BYTES)
+            _move(builder, "tileloadd64", tile, place, INT64(ROW_BYTES))
+        for i, j, tile in blocks:
+            _do(builder, "tdpbf16ps", tile, FACTORS_A + i, FACTORS_B + j)
+        if beside is not None:
+            beside(index)
+        return values
+
+    repeat(builder, steps, [], add_step)
+    for tile, place in sums:
+        _move(builder, "tilestored64", tile, place, stride)
 
 
 def _do(builder, name, *tiles):

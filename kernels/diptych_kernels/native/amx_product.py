@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from numba import carray, njit
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 from diptych_kernels.native.amx import (
     CONFIGURATION_BYTES,
@@ -14,12 +15,13 @@ from diptych_kernels.native.amx import (
     TILE_ROWS,
     block_product,
     configure,
+    multiply_block,
     release,
 )
 from diptych_kernels.native.packed_tile import FLOAT, QUAD, QUADS, group_bytes
 from diptych_kernels.native.primitives import await_others, num_threads, thread_index
-from diptych_kernels.native.unpacked_tile import unpack_tile
-from diptych_kernels.native.vectors import round_32
+from diptych_kernels.native.unpacked_tile import unpack_half, unpack_tile
+from diptych_kernels.native.vectors import repeat, round_32
 
 GROUP = QUADS * QUAD
 NUM_NUMBERS = 12
@@ -30,57 +32,105 @@ def entry(bits):
     two_by_two, two_by_one, one_by_two, one_by_one = (
         block_product(num_a, num_b) for num_a, num_b in ((2, 2), (2, 1), (1, 2), (1, 1))
     )
-    unpack = unpack_tile(bits)
+    unpack, unpacking_product = unpack_tile(bits), _unpacking_product(bits)
     of_group = group_bytes(bits)
 
     @njit(error_model="numpy")
-    def columns_product(a, a_bytes, b, b_bytes, groups, rows, out, stride, add, two, configuration):
-        """16 columns, or 32, of all rows, 32 at a time."""
+    def columns_product(
+        inputs, weights, groups, rows, out, stride, add, two, following, num_following, target,
+        configuration,
+    ):  # fmt: skip
+        """16 columns, or 32, of all rows, 32 at a time; beside it, so many tiles from `following`
+        on are unpacked, to `target`."""
+        step_bytes = groups * TILE_BYTES
+        blocks = (
+            (rows + TILE_ROWS - 1) // (2 * TILE_ROWS) if two else 0
+        )  # that can unpack beside it
+        left = 2 * num_following  # halves of tiles
+        at_once = (left + blocks - 1) // max(blocks, 1)
         for row in range(0, rows, 2 * TILE_ROWS):
             count = min(rows - row, 2 * TILE_ROWS)
             if row == 0 or count < 2 * TILE_ROWS:
                 configure(configuration, min(count, TILE_ROWS), max(count - TILE_ROWS, 1))
-            own, target = a + row // TILE_ROWS * a_bytes, out + row * stride
-            if count > TILE_ROWS:
-                if two:
-                    two_by_two(own, a_bytes, b, b_bytes, groups, target, stride, add)
-                else:
-                    two_by_one(own, a_bytes, b, b_bytes, groups, target, stride, add)
+            a, own_out = inputs + row // TILE_ROWS * step_bytes, out + row * stride
+            if count > TILE_ROWS and two and left > 0:
+                unpacking_product(
+                    a, step_bytes, weights, step_bytes, groups, own_out, stride, add,
+                    following, target, (2 * num_following - left) * groups, at_once,
+                )  # fmt: skip
+                left -= at_once
+            elif count > TILE_ROWS and two:
+                two_by_two(a, step_bytes, weights, step_bytes, groups, own_out, stride, add)
+            elif count > TILE_ROWS:
+                two_by_one(a, step_bytes, weights, step_bytes, groups, own_out, stride, add)
             elif two:
-                one_by_two(own, a_bytes, b, b_bytes, groups, target, stride, add)
+                one_by_two(a, step_bytes, weights, step_bytes, groups, own_out, stride, add)
             else:
-                one_by_one(own, a_bytes, b, b_bytes, groups, target, stride, add)
+                one_by_one(a, step_bytes, weights, step_bytes, groups, own_out, stride, add)
+        if left > 0:
+            unpack(following, num_following * groups, target)
 
     @njit(error_model="numpy")
     def multiply(numbers):
-        """What each thread does: rounds some rows, then unpacks some pairs of tiles, one after the
-        other, and takes all rows through each."""
+        """What each thread does: rounds some rows, then takes all rows through some pairs of tiles,
+        one after the other. The next pair is unpacked while this one is multiplied."""
         x, x_stride, first, end, groups, tiles, num_tiles = numbers[:7]
         out, stride, add, inputs, memory = numbers[7:NUM_NUMBERS]
         thread, threads, rows = thread_index(), num_threads(), end - first
         for row in range(first + rows * thread // threads, first + rows * (thread + 1) // threads):
             _round_row(x + row * x_stride, inputs, row - first, groups)
         await_others()
-        step_bytes = groups * TILE_BYTES
-        configuration = memory + thread * (CONFIGURATION_BYTES + 2 * step_bytes)
+        pair_bytes = 2 * groups * TILE_BYTES
+        configuration = memory + thread * (CONFIGURATION_BYTES + 2 * pair_bytes)
         weights = configuration + CONFIGURATION_BYTES
+        following = weights + pair_bytes
         pairs = (num_tiles + 1) // 2
-        for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
-            tile, two = tiles + 2 * pair * groups * of_group, 2 * pair + 1 < num_tiles
-            unpack(tile, groups, weights)
-            if two:
-                unpack(tile + groups * of_group, groups, weights + step_bytes)
-            target = out + first * stride + 2 * pair * ROW_BYTES
+        first_pair, end_pair = pairs * thread // threads, pairs * (thread + 1) // threads
+        if first_pair < end_pair:
+            count = min(2, num_tiles - 2 * first_pair)
+            unpack(tiles + 2 * first_pair * groups * of_group, count * groups, weights)
+        for pair in range(first_pair, end_pair):
+            tile = 2 * pair + 2
             columns_product(
-                inputs, step_bytes, weights, step_bytes, groups, rows, target, stride, add, two,
-                configuration,
+                inputs, weights, groups, rows, out + first * stride + 2 * pair * ROW_BYTES, stride,
+                add, tile <= num_tiles, tiles + tile * groups * of_group,
+                min(tile + 2, 2 * end_pair, num_tiles) - tile, following, configuration,
             )  # fmt: skip
+            weights, following = following, weights
         release()
 
     def amx_product(numbers):
         multiply(carray(numbers, NUM_NUMBERS))
 
     return amx_product
+
+
+def _unpacking_product(bits):
+    """A product of 32 rows and 32 columns; in each step so many halves of groups of a tile are
+    unpacked, from one on."""
+
+    @intrinsic
+    def product(
+        context, a, a_bytes, b, b_bytes, steps, out, stride, add, tile, target, half, at_once
+    ):
+        def generate(context, builder, signature, arguments):
+            *factors, tile, target, half, at_once = arguments
+
+            def unpack_some(step):
+                first = builder.add(half, builder.mul(step, at_once))
+
+                def unpack_one(index, values):
+                    unpack_half(builder, bits, tile, builder.add(first, index), target)
+                    return values
+
+                repeat(builder, at_once, [], unpack_one)
+
+            multiply_block(builder, 2, 2, factors, unpack_some)
+            return context.get_dummy_value()
+
+        return types.void(*(types.int64,) * 12), generate
+
+    return product
 
 
 @njit

@@ -22,6 +22,7 @@ def compile_kernel(name: str, number: int) -> bytes:
 
     The function in it is called `kernel`.
     """
+    llvm.initialize_native_asmparser()  # an instruction is named as assembly does
     nowhere = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
     for function in (await_others, num_threads, thread_index):  # nothing is called here
         llvm.add_symbol(function.symbol, nowhere)

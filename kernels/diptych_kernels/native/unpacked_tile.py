@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -9,6 +11,7 @@ from numba.extending import intrinsic
 from diptych_kernels.native.packed_tile import HALF, HALVES, QUAD, QUADS, group_bytes
 from diptych_kernels.native.vectors import (
     FLOATS,
+    INT64,
     INTS,
     LANES,
     at,
@@ -23,8 +26,14 @@ VECTOR = 64
 """Bytes."""
 GROUP_BYTES = 2 * QUADS * VECTOR
 """Of a group of 16 columns in bfloat16."""
-POWER, PLACE = 256.0, 15
-"""A float32 of 256 has its ones at this bit: a level put there makes the sum of both."""
+QUAD_BYTES = GROUP_BYTES // QUADS
+PLACE, BYTE = 8, 8
+"""Bits: where in a lane a byte of levels is worked on, and how many it has."""
+MANTISSA = 23
+"""Bits of a float32. A level in it, below the ones of a power of two, is added to the power."""
+LARGER = 1 + math.log(2) / 256
+"""What factors are multiplied by, so that cutting off the lower halves of numbers leaves them as
+large as rounding does, on average: it takes 1 / 256 of a power of two, ln 2 / 256 of a number."""
 
 
 def unpack_tile(bits):
@@ -39,12 +48,11 @@ def unpack_tile(bits):
         def generate(context, builder, signature, arguments):
             tile, groups, target = arguments
 
-            def unpack_group(index, values):
-                source = at(builder, tile, index, group_bytes(bits))
-                _unpack_group(builder, bits, source, at(builder, target, index, GROUP_BYTES))
+            def unpack_some(index, values):
+                unpack_half(builder, bits, tile, index, target)
                 return values
 
-            repeat(builder, groups, [], unpack_group)
+            repeat(builder, builder.mul(groups, INT64(2)), [], unpack_some)
             return context.get_dummy_value()
 
         return types.void(*(types.int64,) * 3), generate
@@ -52,50 +60,72 @@ def unpack_tile(bits):
     return unpack
 
 
-def _unpack_group(builder, bits, source, target):
+def unpack_half(builder, bits, tile, index, target):
+    """Write half a group of a tile; `index` counts halves."""
+    group, half = builder.lshr(index, INT64(1)), builder.and_(index, INT64(1))
+    source = at(builder, tile, group, group_bytes(bits))
     scales, offsets = _factors(builder, bits, source)
     count = QUADS * bits // 8
-    for index in range(count):
-        levels = load(builder, source, INTS, index * VECTOR)
-        for half in range(8 // bits):
-            quad = index + half * count
+    levels_at = at(builder, source, half, count // 2 * VECTOR)
+    target = at(builder, target, group, GROUP_BYTES)
+    target = at(builder, target, half, count // 2 * QUAD_BYTES)
+    for number in range(count // 2):
+        levels = load(builder, levels_at, INTS, number * VECTOR)
+        of_bytes = [_at_place(builder, levels, byte) for byte in range(QUAD)]
+        for part in range(8 // bits):
             values = [
-                _value(builder, levels, 8 * byte + half * bits, bits, scales, offsets)
-                for byte in range(QUAD)
+                _value(builder, moved, part * bits, bits, scales, offsets[part])
+                for moved in of_bytes
             ]
             for pair in range(QUAD // 2):
                 both = _pair(builder, *values[2 * pair : 2 * pair + 2])
-                store(builder, both, target, (quad * QUAD // 2 + pair) * VECTOR)
+                place = (number + part * count) * QUAD_BYTES + pair * VECTOR
+                store(builder, both, target, place)
 
 
 def _factors(builder, bits, source):
-    """Scales, and offsets that take the power away again."""
+    """Scales; and offsets that take away the power of a level in each part of a byte."""
     first = group_bytes(bits) - 2 * LANES * HALF
+    larger = _everywhere(LARGER)
     scales, offsets = (
-        builder.fpext(load(builder, source, HALVES, first + index * LANES * HALF), FLOATS)
+        builder.fmul(
+            builder.fpext(load(builder, source, HALVES, first + index * LANES * HALF), FLOATS),
+            larger,
+        )
         for index in range(2)
     )
-    power = ir.Constant(FLOATS, [ir.FloatType()(-POWER)] * LANES)
-    return scales, multiply_add(builder, power, scales, offsets)
+    return scales, [
+        multiply_add(builder, _everywhere(-_power(bit)), scales, offsets)
+        for bit in range(0, BYTE, bits)
+    ]
 
 
-def _value(builder, levels, bit, bits, scales, offsets):
-    """level * scale + offset, of the levels that begin at a bit of each lane."""
-    shift = builder.shl if bit < PLACE else builder.lshr
-    level = shift(levels, constant(abs(PLACE - bit)))
-    level = builder.and_(level, constant(((1 << bits) - 1) << PLACE))
-    level = builder.or_(level, builder.bitcast(_power(), INTS))
+def _at_place(builder, levels, byte):
+    """A byte of each lane at `PLACE`, among others."""
+    bits = constant(abs(PLACE - BYTE * byte))
+    if BYTE * byte == PLACE:
+        return levels
+    return (builder.shl if BYTE * byte < PLACE else builder.lshr)(levels, bits)
+
+
+def _value(builder, moved, bit, bits, scales, offsets):
+    """level * scale + offset, of the levels that begin at a bit of the byte at `PLACE`."""
+    level = builder.and_(moved, constant(((1 << bits) - 1) << (PLACE + bit)))
+    level = builder.or_(level, builder.bitcast(_everywhere(_power(bit)), INTS))
     return multiply_add(builder, builder.bitcast(level, FLOATS), scales, offsets)
 
 
 def _pair(builder, low, high):
-    """Two numbers in each lane, rounded to the upper halves of their bits."""
-    low, high = (
-        builder.add(builder.bitcast(value, INTS), constant(0x8000)) for value in (low, high)
-    )
+    """The upper halves of two numbers in each lane."""
+    low, high = (builder.bitcast(value, INTS) for value in (low, high))
     high = builder.and_(high, constant(-0x10000))
     return builder.or_(high, builder.lshr(low, constant(16)))
 
 
-def _power():
-    return ir.Constant(FLOATS, [ir.FloatType()(POWER)] * LANES)
+def _power(bit):
+    """A float32 in which the bit of the byte at `PLACE` counts one."""
+    return float(1 << (MANTISSA - PLACE - bit))
+
+
+def _everywhere(number):
+    return ir.Constant(FLOATS, [ir.FloatType()(number)] * LANES)

@@ -24,11 +24,12 @@ def repeat(builder, count, values, body):
     current = [builder.phi(value.type) for value in values]
     after = body(index, current)
     following = builder.add(index, INT64(1))
+    last = builder.block  # the body may have loops of its own
     for phi, first, next_one in zip(
         [index, *current], [INT64(0), *values], [following, *after], strict=True
     ):
         phi.add_incoming(first, before)
-        phi.add_incoming(next_one, loop)
+        phi.add_incoming(next_one, last)
     builder.cbranch(builder.icmp_signed("<", following, count), loop, end)
     builder.position_at_end(end)
     return after
@@ -147,21 +148,16 @@ def widen_16(context, source, target):
 
 @intrinsic
 def round_32(context, source, target):
-    """32 float32 numbers as the nearest bfloat16 ones, the even one between two; NaN stays one."""
+    """32 float32 numbers as the nearest bfloat16 ones, the even one between two; NaN stays one.
+    For processors with AVX512-BF16, whose instruction takes numbers below 2^-126 for zero."""
 
     def generate(context, builder, signature, arguments):
         source, target = arguments
-
-        for half in range(2):
-            values = load(builder, source, FLOATS, half * LANES * 4)
-            bits = builder.bitcast(values, INTS)
-            odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-            nearest = builder.add(builder.add(bits, odd), constant(0x7FFF))
-            is_nan = builder.fcmp_unordered("uno", values, values)
-            bits = builder.select(is_nan, constant(0x7FC00000), nearest)
-            upper = builder.lshr(bits, constant(16))
-            halves = builder.trunc(upper, ir.VectorType(INT16, LANES))
-            store(builder, halves, target, half * LANES * 2)
+        low, high = (load(builder, source, FLOATS, half * LANES * 4) for half in range(2))
+        kind = ir.FunctionType(INTS, [FLOATS] * 2)
+        # LLVM's own name for it has a type that llvmlite does not know.
+        halves = ir.InlineAsm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v")
+        store(builder, builder.call(halves, [low, high]), target)
         return context.get_dummy_value()
 
     return types.void(source, target), generate

@@ -56,7 +56,7 @@ def packed_product(
 def workspace_bytes(rows: int, columns: int) -> int:
     """What either call needs for so many rows."""
     factors = rows * (columns // PART + columns // GROUP) * FLOAT
-    unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 2 * TILE_ROWS * columns * BFLOAT)
+    unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
     return max(rows * columns + factors, _rounded_bytes(rows, columns) + unpacked)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -11,6 +12,8 @@ from diptych_kernels.packed_product.tiles import PART, values_of
 
 LEVELS: Final = 127
 """On either side of zero."""
+LARGER: Final = 1 + math.log(2) / 256
+"""Makes up for what is cut off, as `native.unpacked_tile` does."""
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
@@ -20,9 +23,14 @@ def packed_product(
     """As `diptych_kernels.packed_product.packed_product` with a matrix unit."""
     matrix = values_of(tiles).t()
     decodes = rounded(x[:num_decodes]).mm(matrix)
-    chunks = x[num_decodes:].bfloat16().float().mm(matrix.bfloat16().float())
+    chunks = x[num_decodes:].bfloat16().float().mm(cut_off(matrix))
     product = torch.cat([decodes, chunks])
     out.copy_(out + product if add else product)
+
+
+def cut_off(matrix: Tensor) -> Tensor:
+    """float32 -> the same in bfloat16: what is cut off is added before, on average."""
+    return ((matrix * LARGER).view(torch.int32) & -0x10000).view(torch.float32)
 
 
 def rounded(x: Tensor) -> Tensor:
