@@ -51,7 +51,7 @@ def _compile(
     if device.type == "cpu" and dtype is torch.float32:
         from diptych_kernels import call_table
         from diptych_kernels.cpu_features import has_matrix_unit
-        from diptych_kernels.native.kernel import openmp
+        from diptych_kernels.native.kernel import load, openmp
         from diptych_kernels.packed_product import cpu as packed_product
         from diptych_kernels.paged_attention import cpu as paged_attention
         from diptych_kernels.rms_norm import cpu as rms_norm
@@ -59,16 +59,16 @@ def _compile(
         from diptych_kernels.silu_mul import cpu as silu_mul
 
         if openmp() is not None:
-            paged_attention.decode_kernel(head_dim, kv_dtype)
-            if head_dim % paged_attention.WIDTH == 0:
-                paged_attention.prefill_kernel(head_dim)
-            for small in (rms_norm, rope_kv_write, silu_mul):
-                small.kernel()
+            kernels = [small.kernel() for small in (rms_norm, rope_kv_write, silu_mul)]
+            kernels.append(paged_attention.decode_kernel(head_dim, kv_dtype))
+            has_chunks = paged_attention.has_kernels(head_dim)
+            if has_chunks:
+                kernels.append(paged_attention.prefill_kernel(head_dim))
             if packed:
-                call_table.run_calls()
-                for bits in (4, 8):
-                    packed_product.decode_kernel(bits)
-                    if has_matrix_unit():
-                        packed_product.chunk_kernel(bits)
-                if has_matrix_unit() and head_dim % paged_attention.WIDTH == 0:
-                    paged_attention.chunk_kernel(head_dim)
+                kernels.append(call_table.run_calls())
+                kernels += [packed_product.decode_kernel(bits) for bits in (4, 8)]
+            if packed and has_matrix_unit():
+                kernels += [packed_product.chunk_kernel(bits) for bits in (4, 8)]
+                if has_chunks:
+                    kernels.append(paged_attention.chunk_kernel(head_dim))
+            load(kernels)

@@ -40,5 +40,5 @@ def run_all(table: NDArray[np.int64], threads: int) -> None:
 
 @cache
 def run_calls() -> Kernel:
-    """Compiled when it is asked for the first time."""
+    """Loaded when it is first needed."""
     return Kernel("run_calls", WIDTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -13,42 +14,82 @@ import pytest
 import torch
 
 from diptych_kernels.call_table import rows_of, run_all
-from diptych_kernels.native import kernel
-from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.native import object_files
+from diptych_kernels.native.kernel import Kernel, load
 from diptych_kernels.rms_norm import cpu as rms_norm
 
-NAME = "decode_attention"
+LOAD = """
+import sys
+from pathlib import Path
+from diptych_kernels.native import object_files
+folder, *names = sys.argv[1:]
+object_files._places = lambda names: {name: [Path(folder) / name] for name in names}
+print(*map(len, object_files.object_files(names)))
+"""
 
 
-def test_what_was_compiled_once_is_loaded_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    Kernel(NAME, 0)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    Kernel(NAME, 0)
+@pytest.fixture
+def compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """What each compiler that is started compiles. Nothing has been compiled before."""
+    started: list[list[str]] = []
+    compile_now = object_files._compile
+
+    def compile_and_note(names: list[str]) -> dict[str, bytes]:
+        started.append(names)
+        return compile_now(names)
+
+    def places(names: list[str]) -> dict[str, list[Path]]:
+        return {name: [tmp_path / name] for name in names}
+
+    monkeypatch.setattr(object_files, "_compile", compile_and_note)
+    monkeypatch.setattr(object_files, "_places", places)
+    return started
+
+
+def test_what_is_missing_is_compiled_together_and_once(compilers: list[list[str]]) -> None:
+    numbers = 3, 4, 5
+    load([Kernel("run_calls", 3)])
+    kernels = [Kernel("run_calls", number) for number in numbers]
+    load(kernels)
+    assert compilers == [["run_calls-3"], ["run_calls-4", "run_calls-5"]]
+    before = [kernel.address for kernel in kernels]
+    load(kernels)  # where the code is may stand in tables by now
+    assert [kernel.address for kernel in kernels] == before
+    assert all(Kernel("run_calls", number).address for number in numbers)
+    assert len(compilers) == 2
+
+
+def test_processes_that_start_at_once_have_the_same_kernels(tmp_path: Path) -> None:
+    names = ["run_calls-3", "run_calls-4"]
+    command = [sys.executable, "-c", LOAD, str(tmp_path), *names]
+    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    lengths = [start.communicate(timeout=300)[0].split() for start in starts]
+    assert [start.returncode for start in starts] == [0, 0]
+    assert lengths == [[str((tmp_path / name).stat().st_size) for name in names]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_another_source_has_another_fingerprint(tmp_path: Path) -> None:
     source = tmp_path / "kernel.py"
     source.write_text("STEP = 4")
-    before = kernel._fingerprint(tmp_path)
-    assert kernel._fingerprint(tmp_path) == before
+    before = object_files._fingerprint(tmp_path)
+    assert object_files._fingerprint(tmp_path) == before
     source.write_text("STEP = 8")
-    assert kernel._fingerprint(tmp_path) != before
+    assert object_files._fingerprint(tmp_path) != before
 
 
 def test_a_file_is_left_whole_or_not_at_all(tmp_path: Path) -> None:
     place = tmp_path / "new" / "a.o"
-    kernel._leave(b"compiled", place)
+    object_files._leave(b"compiled", place)
     assert [path.name for path in place.parent.iterdir()] == ["a.o"]
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        kernel._leave(b"compiled", tmp_path / "file" / "a.o")
+        object_files._leave(b"compiled", tmp_path / "file" / "a.o")
 
 
-def test_what_does_not_compile_says_why() -> None:
-    with pytest.raises(RuntimeError, match="no_such_module does not compile"):
-        kernel._compile("no_such_module", 0)
+def test_what_does_not_compile_says_which_and_why() -> None:
+    with pytest.raises(RuntimeError, match=r"no_such-0 does not compile: [^$]*ModuleNotFoundError"):
+        object_files._compile(["run_calls-3", "no_such-0", "run_calls-4"])
 
 
 def _seconds_of_processor(num_calls: int, seconds: list[float]) -> None:

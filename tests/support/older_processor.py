@@ -25,7 +25,7 @@ from diptych_kernels.packed_product import packed_product, reference, to_tiles  
 
 bits = int(sys.argv[1])
 compiled = compile_kernel("packed_product", bits)
-kernel.object_file = lambda *_: compiled  # it is not to be kept
+kernel.object_files = lambda _: [compiled]  # it is not to be kept
 generator = torch.Generator().manual_seed(0)
 levels = torch.randint(0, 1 << bits, (32, 96), generator=generator).to(torch.uint8)
 scale, offset = torch.randn(2, 32, 3, generator=generator)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from diptych_kernels.call_table import WIDTH
 from diptych_kernels.cpu_features import has_bfloat16_dots, has_matrix_unit
-from diptych_kernels.native.kernel import object_file
+from diptych_kernels.native.object_files import object_files
 from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
 DIMS, BITS = sorted(COMMON_DIMS), (4, 8)
@@ -28,5 +28,7 @@ if has_bfloat16_dots():
 if has_matrix_unit():
     kernels += [("amx_attention", head_dim) for head_dim in DIMS]
     kernels += [("amx_product", bits) for bits in BITS]
-with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is compiled by a process of its own
-    list(pool.map(lambda kernel: object_file(*kernel), kernels))
+names = [f"{module}-{number}" for module, number in kernels]
+processes = os.cpu_count() or 1
+with ThreadPoolExecutor(processes) as pool:
+    list(pool.map(object_files, [names[first::processes] for first in range(processes)]))

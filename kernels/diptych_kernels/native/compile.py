@@ -1,4 +1,4 @@
-"""`python -m diptych_kernels.native.compile NAME NUMBER`: a kernel as an object file, on stdout.
+"""`python -m diptych_kernels.native.compile FOLDER NAME-NUMBER ...`: kernels as object files there.
 
 A process of its own, so that no engine needs to import Numba: that and what Numba does before it
 loads anything it compiled earlier take half a second.
@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import re
 import sys
+from pathlib import Path
 
 import llvmlite.binding as llvm
 from numba import cfunc, types
@@ -43,4 +44,7 @@ def compile_kernel(name: str, number: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(compile_kernel(sys.argv[1], int(sys.argv[2])))
+    folder, *names = sys.argv[1:]
+    for name in names:
+        module_name, number = name.rsplit("-", 1)
+        (Path(folder) / name).write_bytes(compile_kernel(module_name, int(number)))

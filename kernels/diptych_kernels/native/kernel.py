@@ -7,27 +7,19 @@ brings along and uses itself.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
-import logging
-import os
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import version
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import llvmlite.binding as llvm
 import torch
 
 from diptych_kernels.native.barrier import barrier
-
-log = logging.getLogger(__name__)
+from diptych_kernels.native.object_files import object_files
 
 OF_OPENMP = ("omp_get_num_threads", "omp_get_thread_num")
 NEVER_CALLED = (
@@ -36,7 +28,6 @@ NEVER_CALLED = (
 )  # fmt: skip
 """Numba's compiler adds paths for exceptions and for memory that a function owns; a kernel raises
 nothing and owns none. If it did, the process would be aborted."""
-COMPILE_TIMEOUT_S = 300.0
 RUNNING = threading.Lock()
 """Held by the kernel that runs: all of them wait at the same barrier."""
 
@@ -59,24 +50,41 @@ class Kernel:
     """A compiled function of one argument, the address of int64 numbers."""
 
     def __init__(self, name: str, number: int) -> None:
-        """`entry(number)` of a module beside this one, as an earlier process left it or compiled
-        now.
+        """`entry(number)` of a module beside this one, which is loaded when it is first needed.
 
-        Raises `RuntimeError` if torch brings no OpenMP library of GNU's, or if the compiler fails.
+        Raises `RuntimeError` if torch brings no OpenMP library of GNU's.
         """
         library = openmp()
         if library is None:
             raise RuntimeError("torch has no libgomp beside it: there are no threads to run on")
+        self.file = f"{name}-{number}"
+        self.library = library
+        self.linker: Any = None
+        """Holds the code when it is loaded."""
         self._run = library.GOMP_parallel
-        self._engine = _linker(library)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(object_file(name, number)))
-        self._engine.finalize_object()
-        self.address: int = self._engine.get_function_address("kernel")
+
+    @cached_property
+    def address(self) -> int:
+        """Where the function is. Raises as `load`, which is called if it was not."""
+        load([self])
+        address: int = self.linker.get_function_address("kernel")
+        return address
 
     def run(self, numbers: Sequence[int], threads: int) -> None:
         """Have so many threads call the function together; returns when all have."""
         with RUNNING:
             self._run(self.address, (ctypes.c_int64 * len(numbers))(*numbers), threads, 0)
+
+
+def load(kernels: Sequence[Kernel]) -> None:
+    """Have kernels ready; those that no earlier process left are compiled together.
+
+    Raises `RuntimeError` if the compiler fails.
+    """
+    waiting = [kernel for kernel in kernels if kernel.linker is None]
+    files = object_files([kernel.file for kernel in waiting])
+    for kernel, compiled in zip(waiting, files, strict=True):
+        kernel.linker = _linker(kernel.library, compiled)
 
 
 Call = tuple[Kernel, tuple[int, ...]]
@@ -91,7 +99,7 @@ def bits_of(value: float) -> int:
     return bits
 
 
-def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:
+def _linker(library: ctypes.CDLL, compiled: bytes) -> llvm.ExecutionEngine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     for name in OF_OPENMP:
@@ -100,54 +108,7 @@ def _linker(library: ctypes.CDLL) -> llvm.ExecutionEngine:
     for name in NEVER_CALLED:
         llvm.add_symbol(name, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-
-
-def object_file(name: str, number: int) -> bytes:
-    """Beside the sources, or in the user's cache directory, or compiled and left there."""
-    sources = Path(__file__).parent
-    file = f"{name}-{number}-{_fingerprint(sources)}.o"
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    places = [sources / "__pycache__" / file, user_cache / "diptych" / "kernels" / file]
-    for place in places:
-        with contextlib.suppress(OSError):
-            return place.read_bytes()
-    compiled = _compile(name, number)
-    for place in places:
-        with contextlib.suppress(OSError):
-            _leave(compiled, place)
-            return compiled
-    log.warning("%s is compiled by every process: neither of %s can be written", name, places)
-    return compiled
-
-
-def _compile(name: str, number: int) -> bytes:
-    log.info("compiling %s for %s", name, llvm.get_host_cpu_name())
-    command = [sys.executable, "-m", "diptych_kernels.native.compile", name, str(number)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{name} does not compile: {done.stderr.decode(errors='replace')}")
-    return done.stdout
-
-
-def _leave(compiled: bytes, place: Path) -> None:
-    """Write a file whole or not at all: other processes may look for it."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=place.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, 0o644)  # an image is built by one user and used by another
-        file.write(compiled)
-    Path(temporary).rename(place)
-
-
-def _fingerprint(sources: Path) -> str:
-    """Of all that a compiled kernel depends on: the sources, the compiler, the processor."""
-    digest = hashlib.sha256()
-    for path in sorted(sources.glob("*.py")):
-        digest.update(path.read_bytes())
-    features = llvm.get_host_cpu_features().flatten()
-    digest.update(f"{version('numba')} {llvm.get_host_cpu_name()} {features}".encode())
-    return digest.hexdigest()[:16]
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
+    engine.finalize_object()
+    return engine

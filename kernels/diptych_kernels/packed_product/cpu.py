@@ -110,7 +110,7 @@ def _rounded_bytes(rows: int, columns: int) -> int:
 
 @cache
 def decode_kernel(bits: int) -> Kernel:
-    """For levels of so many bits; compiled when it is asked for the first time."""
+    """For levels of so many bits; loaded when it is first needed."""
     return Kernel("packed_product", bits)
 
 

@@ -124,7 +124,7 @@ def _chunk_numbers(
 
 
 def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
-    """Compiled when it is asked for the first time."""
+    """Loaded when it is first needed."""
     in_pairs = kv_dtype is torch.bfloat16 and head_dim % WIDTH == 0 and has_bfloat16_dots()
     name = "bf16_decode_attention" if in_pairs else "decode_attention"
     return _compiled(name, head_dim if head_dim in COMMON_DIMS else 0)

@@ -40,5 +40,5 @@ def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
 
 @cache
 def kernel() -> Kernel:
-    """Compiled when it is asked for the first time."""
+    """Loaded when it is first needed."""
     return Kernel("rms_norm", 0)

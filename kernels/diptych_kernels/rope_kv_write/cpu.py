@@ -77,5 +77,5 @@ def call(
 
 @cache
 def kernel() -> Kernel:
-    """Compiled when it is asked for the first time."""
+    """Loaded when it is first needed."""
     return Kernel("rope_kv_write", 0)

@@ -36,5 +36,5 @@ def call(gate_up: Tensor, out: Tensor) -> Call:
 
 @cache
 def kernel() -> Kernel:
-    """Compiled when it is asked for the first time."""
+    """Loaded when it is first needed."""
     return Kernel("silu_mul", 0)
