@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +35,11 @@ class Rank(NamedTuple):
     at_barrier: bool = False
 
 
+PROTOCOL = ("wave", "running", "paused", "pausing", "steps", "turns")
+"""What a rank and its `WaveMember` have in common."""
+protocol_of = attrgetter(*PROTOCOL)
+
+
 class State(NamedTuple):
     ranks: tuple[Rank, ...]
     coordinator: tuple[int, bool]
@@ -58,10 +64,10 @@ class World:
         self.from_rank = [list(channel) for channel in self.state.from_rank]
 
     def member(self, index: int) -> WaveMember:
-        return WaveMember(index, len(self.ranks), BETWEEN_SUMS, *self.ranks[index][:6])
+        return WaveMember(index, len(self.ranks), BETWEEN_SUMS, *protocol_of(self.ranks[index]))
 
     def keep(self, index: int, member: WaveMember, **changes: Any) -> None:
-        protocol = dict(zip(Rank._fields, astuple(member)[3:], strict=False))
+        protocol = dict(zip(PROTOCOL, protocol_of(member), strict=True))
         self.ranks[index] = self.ranks[index]._replace(**protocol, **changes)
 
     def tell_all(self, start: tuple[int, int] | None) -> None:
@@ -73,13 +79,13 @@ class World:
             self.from_rank[index].append((BEGUN, wave))
 
     def result(self, **changes: Any) -> State:
-        made = self.state._replace(
+        return self.state._replace(
             ranks=tuple(self.ranks),
             coordinator=(self.coordinator.wave, self.coordinator.running),
             to_rank=tuple(map(tuple, self.to_rank)),
             from_rank=tuple(map(tuple, self.from_rank)),
+            **changes,
         )
-        return made._replace(**changes)
 
 
 def initial(size: int, requests: tuple[int, ...], controls: tuple[str, ...]) -> State:
@@ -186,8 +192,8 @@ def explore(start: State) -> dict[State, list[State]]:
     while todo:
         state = todo.pop()
         if state not in reached:
-            reached[state] = list(moves(state))
-            todo += reached[state]
+            reached[state] = following = list(moves(state))
+            todo += following
     return reached
 
 
