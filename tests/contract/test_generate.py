@@ -14,7 +14,6 @@ import jsonschema
 import openai
 import pytest
 import pytest_asyncio
-from core_kit import EXACT
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app
@@ -58,7 +57,6 @@ async def engine(smollm2: str) -> AsyncIterator[AsyncLLM]:
         num_blocks=256,
         num_threads=1,
         max_model_len=512,
-        weight_packing=EXACT,
     )
     engine = await AsyncLLM.start(config)
     try:

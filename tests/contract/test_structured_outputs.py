@@ -56,7 +56,7 @@ EVERY_FORM: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def core(smollm2: str) -> EngineCore:
-    return make_core(smollm2, max_model_len=512, max_num_batched_tokens=64)
+    return make_core(smollm2, max_model_len=512, max_num_batched_tokens=64, weight_packing="auto")
 
 
 @pytest.fixture(scope="module")
