@@ -43,10 +43,10 @@ def entry(bits):
         """16 columns, or 32, of all rows, 32 at a time; beside it, so many tiles from `following`
         on are unpacked, to `target`."""
         step_bytes = groups * TILE_BYTES
-        blocks = (
-            (rows + TILE_ROWS - 1) // (2 * TILE_ROWS) if two else 0
-        )  # that can unpack beside it
-        left = 2 * num_following  # halves of tiles
+        # So many blocks of rows are large enough to unpack something beside them; each takes as
+        # many halves of tiles.
+        blocks = (rows + TILE_ROWS - 1) // (2 * TILE_ROWS) if two else 0
+        left = 2 * num_following
         at_once = (left + blocks - 1) // max(blocks, 1)
         for row in range(0, rows, 2 * TILE_ROWS):
             count = min(rows - row, 2 * TILE_ROWS)
@@ -106,8 +106,8 @@ def entry(bits):
 
 
 def _unpacking_product(bits):
-    """A product of 32 rows and 32 columns; in each step so many halves of groups of a tile are
-    unpacked, from one on."""
+    """A product of 32 rows and 32 columns. In each of its steps `at_once` halves of groups are
+    unpacked, those of the first step from `half` on."""
 
     @intrinsic
     def product(
