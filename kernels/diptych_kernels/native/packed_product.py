@@ -9,7 +9,9 @@ import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.packed_tile import (
+    FACTOR_BYTES,
     FLOAT,
+    GROUP_BYTES,
     PARTS,
     QUAD,
     QUADS,
@@ -29,6 +31,8 @@ from diptych_kernels.native.vectors import LANES
 GROUP = QUADS * QUAD
 PART = GROUP // PARTS
 NUM_NUMBERS = 11
+LARGEST_BLOCK = 8
+"""Rows that are computed together, a power of two; the last ones in smaller and smaller blocks."""
 LEVELS = np.float32(127.0)
 """Of a rounded input, on either side of zero."""
 ZERO, HALF = np.float32(0.0), np.float32(0.5)
@@ -47,8 +51,11 @@ def entry(bits):
         thread, threads = thread_index(), num_threads()
         count = rows * groups
         for index in range(count * thread // threads, count * (thread + 1) // threads):
-            source = x + index // groups * x_stride + index % groups * GROUP * FLOAT
-            _round(source, inputs + index * GROUP, factors + index * (PARTS + 1) * FLOAT)
+            row, group = index // groups, index % groups
+            first, size = _block_of(row, rows)
+            place = first * groups + group * size + row - first
+            source = x + row * x_stride + group * GROUP * FLOAT
+            _round(source, inputs + place * GROUP_BYTES, factors + place * FACTOR_BYTES)
         await_others()
         for index in range(num_tiles * thread // threads, num_tiles * (thread + 1) // threads):
             tile, target = tiles + index * groups * of_group, out + index * LANES * FLOAT
@@ -69,6 +76,16 @@ def entry(bits):
         multiply(carray(numbers, NUM_NUMBERS))
 
     return packed_product
+
+
+@njit
+def _block_of(row, rows):
+    """The first of the rows that a row is computed with, and how many they are."""
+    first, size = 0, LARGEST_BLOCK
+    while row >= first + ((rows - first) & -size):  # of the rows from `first` on, those in blocks
+        first += (rows - first) & -size
+        size //= 2
+    return first + ((row - first) & -size), size
 
 
 @njit(error_model="numpy")

@@ -34,6 +34,8 @@ PARTS = 2
 """Of a group of inputs, each with a scale of its own: one large value spoils fewer others."""
 FLOAT, QUAD, HALF = 4, 4, 2
 """Bytes."""
+GROUP_BYTES, FACTOR_BYTES = QUADS * QUAD, (PARTS + 1) * FLOAT
+"""Of a group of one row's inputs."""
 
 INT8 = ir.IntType(8)
 LEVELS = ir.VectorType(INT8, QUAD * LANES)
@@ -48,8 +50,9 @@ def group_bytes(bits):
 def tile_product(num_rows, bits):
     """A function that computes the rows from `row` to `row + num_rows` of a tile.
 
-    tile: levels of `bits` bits and their factors, group after group. inputs: [rows, 32 groups]
-    int8. factors: [rows, groups, PARTS + 1] float32: scales of a group's parts, its scaled sum.
+    tile: levels of `bits` bits and their factors, group after group. inputs: of these rows, behind
+    those of the rows before, [groups, num_rows, 32] int8: all are near one address. factors:
+    alike [groups, num_rows, PARTS + 1] float32: scales of a group's parts, its scaled sum.
     out: [rows, 16] float32, `stride` bytes from row to row; added to if `add`.
     """
 
@@ -57,8 +60,11 @@ def tile_product(num_rows, bits):
     def product(context, tile, groups, inputs, factors, out, stride, add, row):
         def generate(context, builder, signature, arguments):
             tile, groups, inputs, factors, out, stride, add, row = arguments
+            before = builder.mul(row, groups)  # groups of other rows
+            inputs = at(builder, inputs, before, GROUP_BYTES)
+            factors = at(builder, factors, before, FACTOR_BYTES)
+            sums = _sum_groups(builder, bits, tile, groups, inputs, factors, num_rows)
             rows = [builder.add(row, INT64(index)) for index in range(num_rows)]
-            sums = _sum_groups(builder, bits, tile, groups, inputs, factors, rows)
             _put(builder, sums, out, stride, add, rows)
             return context.get_dummy_value()
 
@@ -67,43 +73,43 @@ def tile_product(num_rows, bits):
     return product
 
 
-def _sum_groups(builder, bits, tile, groups, inputs, factors, rows):
+def _sum_groups(builder, bits, tile, groups, inputs, factors, num_rows):
     """A loop over groups; returns the sums of each row."""
 
     def add_group(group, sums):
         weights = at(builder, tile, group, group_bytes(bits))
-        places = [at(builder, group, row, groups) for row in rows]  # of inputs' groups
-        return _add_group(builder, bits, weights, inputs, factors, places, sums)
+        own_inputs = at(builder, inputs, group, num_rows * GROUP_BYTES)
+        own_factors = at(builder, factors, group, num_rows * FACTOR_BYTES)
+        return _add_group(builder, bits, weights, own_inputs, own_factors, sums)
 
-    return repeat(builder, groups, [zeros(FLOATS)] * len(rows), add_group)
+    return repeat(builder, groups, [zeros(FLOATS)] * num_rows, add_group)
 
 
-def _add_group(builder, bits, weights, inputs, factors, places, sums):
+def _add_group(builder, bits, weights, inputs, factors, sums):
     """Quads outside, rows inside: sums of different rows do not wait for each other."""
-    own_inputs = [at(builder, inputs, place, QUADS * QUAD) for place in places]
-    own_factors = [at(builder, factors, place, (PARTS + 1) * FLOAT) for place in places]
     levels = _levels(builder, weights, bits)
     scaled = [zeros(FLOATS)] * len(sums)
     for part in range(PARTS):
         dots = [zeros(INTS)] * len(sums)
         for index in range(part * QUADS // PARTS, (part + 1) * QUADS // PARTS):
-            for row, own in enumerate(own_inputs):
-                quad = everywhere(builder, load(builder, own, INT32, index * QUAD))
+            for row in range(len(sums)):
+                quad = load(builder, inputs, INT32, row * GROUP_BYTES + index * QUAD)
+                quad = everywhere(builder, quad)
                 dots[row] = _add_dots(builder, dots[row], levels[index], quad, bits)
-        for row, own in enumerate(own_factors):
-            scale = everywhere(builder, load(builder, own, FLOAT32, part * FLOAT))
+        for row in range(len(sums)):
+            scale = load(builder, factors, FLOAT32, row * FACTOR_BYTES + part * FLOAT)
             dot = builder.sitofp(dots[row], FLOATS)
-            scaled[row] = multiply_add(builder, dot, scale, scaled[row])
+            scaled[row] = multiply_add(builder, dot, everywhere(builder, scale), scaled[row])
     first = group_bytes(bits) - 2 * LANES * HALF
     scales, offsets = (
         builder.fpext(load(builder, weights, HALVES, first + index * LANES * HALF), FLOATS)
         for index in range(2)
     )
     added = []
-    for own, product, total in zip(own_factors, scaled, sums, strict=True):
-        scaled_sum = everywhere(builder, load(builder, own, FLOAT32, PARTS * FLOAT))
+    for row, (product, total) in enumerate(zip(scaled, sums, strict=True)):
+        scaled_sum = load(builder, factors, FLOAT32, row * FACTOR_BYTES + PARTS * FLOAT)
         total = multiply_add(builder, product, scales, total)
-        added.append(multiply_add(builder, scaled_sum, offsets, total))
+        added.append(multiply_add(builder, everywhere(builder, scaled_sum), offsets, total))
     return added
 
 
