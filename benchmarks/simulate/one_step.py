@@ -45,7 +45,7 @@ class Stepper:
         decodes = [ScheduledRequest(row, work.context, 1, samples=True) for row in rows]
         gone: list[str] = []
         if decodes:
-            self._core.runner.execute(StepPlan(decodes, len(decodes), gone))
+            self._core.runner.launch(StepPlan(decodes, len(decodes), gone))()
         times: list[float] = []
         while len(times) < REPEATS and sum(times) < LONG_S:
             shares, tokens = list(decodes), len(decodes) + work.chunk
@@ -53,12 +53,12 @@ class Stepper:
                 prompt = self._request(work.before + work.chunk, 0, blocks)
                 shares.append(ScheduledRequest(prompt, work.before, work.chunk, samples=True))
             started = time.perf_counter()
-            self._core.runner.execute(StepPlan(shares, tokens, gone))
+            self._core.runner.launch(StepPlan(shares, tokens, gone))()
             times.append(time.perf_counter() - started)
             gone = [share.request.request_id for share in shares[len(decodes) :]]
             blocks = itertools.count(sum(len(row.block_ids) for row in rows))
         gone += [row.request_id for row in rows]
-        self._core.runner.execute(StepPlan([], 0, gone))
+        self._core.runner.launch(StepPlan([], 0, gone))()
         return statistics.median(times)
 
     def _request(self, prompt: int, generated: int, blocks: Iterator[int]) -> Request:

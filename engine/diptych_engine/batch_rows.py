@@ -13,6 +13,7 @@ class BatchRows:
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.block_tables: Final = np.zeros((num_rows, max_blocks), np.int64)
         """[rows, max_blocks]; entries from `num_blocks[row]` on are old, but ids of real blocks."""
+        self.size: Final = num_rows
         self.num_blocks: Final = [0] * num_rows
         self.row_of: Final[dict[str, int]] = {}
         self._free = list(range(num_rows))

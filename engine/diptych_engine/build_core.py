@@ -95,7 +95,9 @@ def build_core(config: EngineConfig) -> EngineCore:
         )
         description.kv_transfer_host = connector.host
         description.kv_transfer_port = connector.port
-    core = EngineCore(description, scheduler, runner, connector, grammars)
+    core = EngineCore(
+        description, scheduler, runner, connector, grammars, runs_ahead=runner.runs_ahead
+    )
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.running)

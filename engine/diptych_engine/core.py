@@ -20,7 +20,8 @@ from diptych_engine.control.utilities import Convert, call_utility
 from diptych_engine.grammar_compiler import GrammarCompiler
 from diptych_engine.hand_off import HandOffs
 from diptych_engine.lora.table import AdapterTable
-from diptych_engine.request import Request, StepPlan, StepResult
+from diptych_engine.request import Pending, Request, StepPlan, no_result
+from diptych_engine.run_ahead import plan_ahead
 from diptych_engine.scheduler import Scheduler
 from diptych_engine.scheduler_stats import drain_report
 from diptych_engine.sessions import go_on
@@ -53,7 +54,11 @@ AT_WORK: Posture = (False, False, 0)
 class Runner(Protocol):
     """What executes a step: the model runner, or several that share the model's tensors."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> Pending:
+        """Have a step computed, after those before it; a GPU computes while the host goes on."""
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step after a launched one needs none of its results on the host."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,7 +79,10 @@ class EngineCore:
         runner: Runner,
         connector: KVConnector | None,
         grammars: GrammarCompiler,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: launch steps before the results of those before them are known."""
         self.description = description
         self.scheduler = scheduler
         self.runner = runner
@@ -86,7 +94,10 @@ class EngineCore:
         self.watched: dict[int, Callable[[], None]] = {}
         """Descriptors that wake the core, and what to do then; whoever builds the core adds to
         it. What raises ends the core."""
-        self.rest_conditions: list[Callable[[], bool]] = [lambda: self.scheduler.quiet]
+        self.rest_conditions: list[Callable[[], bool]] = [
+            lambda: self.scheduler.quiet,
+            lambda: self._ahead is None,
+        ]
         """A pause is complete when all of them hold; whoever drives the core adds to them."""
         self.draining = False
         """This engine is about to leave; every client is to know."""
@@ -110,6 +121,9 @@ class EngineCore:
         }
         """What a client may name in a utility call; whoever builds the core adds to it."""
         self._outputs: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
+        self._runs_ahead = runs_ahead
+        self._ahead: tuple[StepPlan, Pending] | None = None
+        """The step that was launched before its turn."""
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -215,15 +229,26 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.grammars.has_finished
+        return self.scheduler.has_work or self.grammars.has_finished or self._ahead is not None
 
     @property
     def posture(self) -> Posture:
         """What all clients are to know without asking."""
         return self.draining, self.scheduler.gate.paused, self.residency.level
 
-    def start_step(self) -> tuple[StepPlan, StepResult]:
-        """Plan a step and run the model."""
+    def start_step(self) -> tuple[StepPlan, Pending]:
+        """Have the model run a step, and the one after it, if that can be known already."""
+        plan, pending = self._ahead or self._launch_next()
+        self._ahead = None
+        if self._runs_ahead and self.runner.can_run_ahead(plan):
+            ahead = plan_ahead(self.scheduler, plan)
+            if ahead is not None:
+                self._ahead = ahead, self.runner.launch(ahead)
+        return plan, pending
+
+    def _launch_next(self) -> tuple[StepPlan, Pending]:
+        """Plan a step from what is known. None is under way: blocks that are free are free on the
+        device too."""
         if self.grammars.has_finished:
             self.take_grammars()
         plan = self.scheduler.schedule()
@@ -236,13 +261,14 @@ class EngineCore:
                 self._fail(request.request_id, request.client, error)
             plan = plan.without_finished()
         if not plan.scheduled and not plan.removed:
-            return plan, StepResult([], None, None)
-        return plan, self.runner.execute(plan)
+            return plan, no_result
+        return plan, self.runner.launch(plan)
 
-    def finish_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Turn a step's results into outputs. Requests aborted since it started get none."""
+    def finish_step(self, plan: StepPlan, pending: Pending) -> None:
+        """Wait for a step's results and turn them into outputs. Requests aborted since it started
+        get none."""
         outputs = self._outputs
-        for made in self.scheduler.update(plan, result):
+        for made in self.scheduler.update(plan, pending()):
             request = made.request
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason, made.output)
@@ -288,7 +314,14 @@ class EngineCore:
             raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
         if self.leaving and method not in LAST_CALLS:
             raise DiptychError(SHUTTING_DOWN)
+        self._await_device()
         return call_utility(utility, args, convert)
+
+    def _await_device(self) -> None:
+        """Calls may touch weights, and blocks that were freed while a step still writes to them."""
+        if self._ahead is not None:
+            _, pending = self._ahead
+            pending()
 
     def describe(self) -> Any:
         return msgspec.to_builtins(self.description)

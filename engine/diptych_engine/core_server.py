@@ -24,7 +24,7 @@ import zmq
 
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
-from diptych_engine.request import StepPlan, StepResult
+from diptych_engine.request import Pending, StepPlan
 from diptych_frontend.curve import CurveGate
 from diptych_frontend.zmq_frames import receive_frames
 from diptych_protocol import (
@@ -149,9 +149,9 @@ class CoreServer:
         core = self._core
         self._receive(0 if self._has_work() else self._idle_wait_ms())
         if self._has_work():
-            plan, result = self._start_step()
+            plan, pending = self._start_step()
             self._receive(0)
-            core.finish_step(plan, result)
+            core.finish_step(plan, pending)
             if not plan.scheduled:
                 # Everything waits for blocks that only the hinge or an abort can free.
                 self._receive(self._idle_wait_ms())
@@ -164,7 +164,7 @@ class CoreServer:
     def _has_work(self) -> bool:
         return self._core.has_work
 
-    def _start_step(self) -> tuple[StepPlan, StepResult]:
+    def _start_step(self) -> tuple[StepPlan, Pending]:
         return self._core.start_step()
 
     def _idle_wait_ms(self) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.request import Request
-from diptych_engine.sampling_math import to_tensor
+from diptych_kernels.host_arrays import to_device
 
 
 class GrammarError(Exception):
@@ -76,7 +76,7 @@ def constrain(
             mask[:] = True
         else:
             mask[:] = np.unpackbits(bits, count=len(mask), bitorder="little")
-    forbidden = ~to_tensor(masks, logits)
+    forbidden = ~to_device(masks, logits.device)
     index = torch.tensor(rows, device=logits.device)
     constrained = logits[index].masked_fill_(forbidden, -torch.inf)
     nothing_left = constrained.amax(-1, keepdim=True) == -torch.inf

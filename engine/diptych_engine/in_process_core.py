@@ -121,8 +121,8 @@ class InProcessCore:
         core = self.core
         self._hear(0.0 if core.has_work else wait_s)
         if core.has_work:
-            plan, result = core.start_step()
-            core.finish_step(plan, result)
+            plan, pending = core.start_step()
+            core.finish_step(plan, pending)
             if not plan.scheduled:
                 # Everything waits for blocks that only the hinge or an abort can free.
                 self._hear(wait_s)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.request import Request
-from diptych_engine.sampling_math import penalize, to_tensor
+from diptych_engine.sampling_math import penalize
+from diptych_kernels.host_arrays import to_device
 from diptych_protocol import SamplingParams
 
 
@@ -71,13 +72,13 @@ def apply_penalties(
     lengths = [len(token_ids) for _, _, token_ids, _ in pieces]
 
     def spread(values: list[float]) -> Tensor:
-        return to_tensor(np.repeat(np.array(values, np.float32), lengths), logits)
+        return to_device(np.repeat(np.array(values, np.float32), lengths), logits.device)
 
     penalize(
         logits,
-        rows=to_tensor(np.repeat(np.array([row for row, *_ in pieces]), lengths), logits),
-        token_ids=to_tensor(np.concatenate([ids for _, _, ids, _ in pieces]), logits),
-        counts=to_tensor(np.concatenate([counts for *_, counts in pieces]), logits),
+        rows=to_device(np.repeat(np.array([row for row, *_ in pieces]), lengths), logits.device),
+        token_ids=to_device(np.concatenate([ids for _, _, ids, _ in pieces]), logits.device),
+        counts=to_device(np.concatenate([counts for *_, counts in pieces]), logits.device),
         presence=spread([penalties.presence for _, penalties, *_ in pieces]),
         frequency=spread([penalties.frequency for _, penalties, *_ in pieces]),
         repetition=spread([penalties.repetition for _, penalties, *_ in pieces]),

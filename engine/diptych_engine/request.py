@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -193,6 +193,8 @@ class StepPlan:
     removed: list[str]
     """Requests that lost their rows since the last plan (finished, aborted or preempted);
     one that comes back does so with a new block table."""
+    ahead: bool = False
+    """Its tokens are those that the step before it samples, which only the runner has."""
 
     def without_finished(self) -> StepPlan:
         """The plan without requests that have ended since it was made."""
@@ -219,6 +221,15 @@ class StepResult:
     nobody pools."""
     failed: dict[str, str] = field(default_factory=dict)
     """Reasons why requests, by their ids, cannot go on; their tokens mean nothing."""
+
+
+Pending = Callable[[], StepResult]
+"""Waits for what a step found; may be called again."""
+
+
+def no_result() -> StepResult:
+    """Of a step that samples nothing."""
+    return StepResult([], None, None)
 
 
 @dataclass(slots=True, frozen=True)

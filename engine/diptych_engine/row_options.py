@@ -13,7 +13,7 @@ from torch import Tensor
 from diptych_engine.grammar_state import GrammarState, constrain
 from diptych_engine.penalties import Penalties, apply_penalties
 from diptych_engine.request import Request
-from diptych_engine.sampling_math import to_tensor
+from diptych_kernels.host_arrays import to_device
 
 
 @dataclass(slots=True)
@@ -92,8 +92,8 @@ def change_logits(
     """
     for row, options in special:
         if options.bias is not None:
-            logits[row, to_tensor(options.bias.token_ids, logits)] += to_tensor(
-                options.bias.values, logits
+            logits[row, to_device(options.bias.token_ids, logits.device)] += to_device(
+                options.bias.values, logits.device
             )
     penalized = [(row, o.penalties) for row, o in special if o.penalties is not None]
     if penalized:
@@ -104,7 +104,7 @@ def change_logits(
     pairs = [(row, token) for row, o in special for token in o.forbidden(requests[row])]
     if pairs:
         where: NDArray[np.int64] = np.array(pairs, np.int64).T
-        logits[tuple(to_tensor(where, logits))] = -torch.inf
+        logits[tuple(to_device(where, logits.device))] = -torch.inf
     if unchanged is None:
         return {}
     return constrain(logits, unchanged, rows, [state for _, state in constrained], requests)

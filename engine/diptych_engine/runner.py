@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,26 +19,41 @@ from diptych_engine.control.worker_memory import WorkerMemory
 from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
 from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
+from diptych_engine.placement import (
+    block_bytes,
+    block_shape,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+)
 from diptych_engine.pooling import Pooler
 from diptych_engine.processor import compile_kernels, give_freed_memory_back, keep_freed_memory
 from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
-from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
+from diptych_engine.request import (
+    Pending,
+    Request,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    no_result,
+)
 from diptych_engine.sampler import Sampler
 from diptych_engine.step_order import order_of
 from diptych_engine.weights.receiver import WeightReceiver
 from diptych_engine.worker_extension import extension_methods
-from diptych_frontend.model_source import ModelConfig, ModelSource
+from diptych_frontend.model_source import ModelSource
 from diptych_frontend.processors import usable_processors
+from diptych_kernels.host_arrays import to_device
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
 from diptych_protocol.threads import model_threads
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WARM_UP_TOKENS = 8
 
 
@@ -103,8 +117,12 @@ class ModelRunner:
         self.kv_cache = memory.tensor.view(-1, *block_shape(local, config.block_size))
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
+        self._graphs: DecodeGraphs | None = None
+        if self._device.type == "cuda" and shard.size == 1:
+            self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
-        self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size)
+        self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size, self._device)
+        self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
         self._embeds = PromptEmbeds(self._dtype, self._device)
@@ -146,20 +164,24 @@ class ModelRunner:
         """Each rank's own memory as bytes, [num_blocks, block_bytes]; on a CPU only."""
         return [self.kv_cache.flatten(1).view(torch.uint8).numpy()]
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample where it says so.
 
         Appends nothing to the requests.
         """
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """As `execute`; on a GPU without waiting for it."""
         for request_id in plan.removed:
             self._free(request_id)
         if not plan.scheduled:
-            return StepResult([], None, None)
+            return no_result
         fresh_blocks = self._place(plan.scheduled)
         shares, num_decodes = order_of(plan.scheduled)
         rows = [self._rows.row_of[share.request.request_id] for share in shares]
-        inputs = self._inputs(shares, rows, num_decodes)
+        inputs = self._inputs(shares, rows, num_decodes, ahead=plan.ahead)
         with self._profiler.span("execute_model"):
             return self._compute(plan, shares, rows, inputs, fresh_blocks)
 
@@ -170,20 +192,25 @@ class ModelRunner:
         rows: list[int],
         inputs: StepInputs,
         fresh_blocks: list[int],
-    ) -> StepResult:
+    ) -> Pending:
         """The model's work, and what follows from it."""
         query_starts = inputs.attention.query_starts
         if self._embeds:
             inputs = replace(inputs, given=self._embeds.among(shares, query_starts))
         hidden = self.forward(inputs, fresh_blocks)
         of_prompts = self._prompt_logprobs.gather(shares, query_starts, hidden, self.model.logits)
-        result = self._sample(plan, shares, rows, inputs, hidden)
-        if of_prompts is not None:
-            result = replace(result, prompt_logprobs=of_prompts)
+        pending = self._sample(plan, shares, rows, inputs, hidden)
+        pooled = None
         if self._pooler:
             pooled = self._pooler.pool(shares, query_starts, hidden, self.model.normed)
-            result = replace(result, pooled=pooled)
-        return result
+        if of_prompts is None and pooled is None:
+            return pending
+        return lambda: replace(pending(), prompt_logprobs=of_prompts, pooled=pooled)
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step after a launched one needs none of its results on the host."""
+        rows = (self._rows.row_of[share.request.request_id] for share in plan.scheduled)
+        return not (self._pooler or any(map(self._sampler.needs_host, rows)))
 
     def forward(self, inputs: StepInputs, fresh_blocks: list[int]) -> Tensor:
         """Run the model: hidden states [tokens, hidden] of the step's tokens.
@@ -193,6 +220,8 @@ class ModelRunner:
         """
         for block in fresh_blocks:  # one by one: torch takes a hundred times as long for a list
             self.kv_cache[block].zero_()
+        if self._graphs is not None and self._graphs.fit(inputs):
+            return self._graphs.forward(inputs)
         return self.model.forward(inputs, self._kv_layers)
 
     @torch.inference_mode()
@@ -229,6 +258,8 @@ class ModelRunner:
         if call is None:
             known = ", ".join(sorted(self.worker_methods))
             raise InvalidRequestError(f"no worker method {method!r}; there are {known}")
+        if self._graphs is not None:
+            self._graphs.forget()
         return [call(*args, **(kwargs or {}))]
 
     def _place(self, planned: Sequence[ScheduledRequest]) -> list[int]:
@@ -259,7 +290,12 @@ class ModelRunner:
             self._embeds.admit(request.request_id, request.prompt_embeds)
 
     def _inputs(
-        self, shares: Sequence[ScheduledRequest], rows: list[int], num_decodes: int
+        self,
+        shares: Sequence[ScheduledRequest],
+        rows: list[int],
+        num_decodes: int,
+        *,
+        ahead: bool,
     ) -> StepInputs:
         """The step's tokens and what the model must know of them."""
         own_rows = _to_array(rows)
@@ -267,19 +303,23 @@ class ModelRunner:
         ends = [share.start + share.num_tokens for share in shares]
         context_lens = _to_array(ends)
         if num_decodes == len(shares):
-            token_ids = _to_array([share.request.token_ids[share.start] for share in shares])
+            token_ids = [] if ahead else [s.request.token_ids[s.start] for s in shares]
             query_starts = np.arange(len(shares) + 1)
             positions, row_of_token = starts, own_rows
         else:
             counts = context_lens - starts
-            token_ids = _to_array([token for share in shares for token in _new_tokens(share)])
+            token_ids = [token for share in shares for token in _new_tokens(share)]
             query_starts = np.concatenate(([0], counts.cumsum()))
             positions = np.arange(len(token_ids)) + np.repeat(starts - query_starts[:-1], counts)
             row_of_token = np.repeat(own_rows, counts)
         blocks = self._rows.block_tables
         longest = -(-max(ends) // self._block_size)
         return StepInputs(
-            token_ids=self._tensor(token_ids),
+            token_ids=(
+                self._sampler.sampled[self._tensor(own_rows)]
+                if ahead
+                else self._tensor(_to_array(token_ids))
+            ),
             positions=self._tensor(positions),
             slot_blocks=self._tensor(blocks[row_of_token, positions // self._block_size]),
             slot_offsets=self._tensor(positions % self._block_size),
@@ -302,21 +342,23 @@ class ModelRunner:
         rows: list[int],
         inputs: StepInputs,
         hidden: Tensor,
-    ) -> StepResult:
+    ) -> Pending:
         """Tokens for the sampling requests, in the plan's order."""
         requests = [share.request for share in shares if share.samples]
         if not requests:
-            return StepResult([], None, None)
+            return no_result
+        places = inputs.attention.context_lens
         if len(requests) < hidden.shape[0] or shares is not plan.scheduled:
             # Each sampling share's last token, in the order in which the plan names the requests.
             place = {share.request.request_id: i for i, share in enumerate(shares) if share.samples}
             requests = [share.request for share in plan.scheduled if share.samples]
             order = [place[request.request_id] for request in requests]
             rows = [rows[i] for i in order]
+            places = places[order]
             last_tokens = inputs.attention.query_starts[1:][order] - 1
             hidden = hidden.index_select(0, self._tensor(last_tokens))
         logits = self.model.logits(hidden)
-        return self._sampler.sample(logits, rows, requests)
+        return self._sampler.sample(logits, rows, requests, places, keep=self.runs_ahead)
 
     def _free(self, request_id: str) -> None:
         row = self._rows.release(request_id)
@@ -327,14 +369,30 @@ class ModelRunner:
             self._embeds.release(request_id)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)
 
     def warm_up(self) -> None:
-        """Run a prefill and a decode, so that the first request does not pay for first calls."""
+        """Run a prefill and decodes, so that no request pays for first calls: on a GPU as many
+        decodes as there are graphs for."""
         room = min(self._max_tokens, self.num_blocks * self._block_size)
         num_prompt = min(WARM_UP_TOKENS, room - 1)
-        request = Request(
-            request_id="warm-up",
+        most = self._rows.size if self._graphs is not None else 1
+        requests = [self._warm_up_request(index, num_prompt) for index in range(most)]
+        names = [request.request_id for request in requests]
+        self.execute(
+            StepPlan([ScheduledRequest(requests[0], 0, num_prompt, samples=False)], num_prompt, [])
+        )
+        decodes = [ScheduledRequest(each, num_prompt, 1, samples=True) for each in requests]
+        for power in range((most - 1).bit_length() + 1):
+            some = decodes[: 1 << power]
+            self.execute(StepPlan(some, len(some), removed=[]))
+        self.execute(StepPlan([], 0, removed=names))
+        self.kv_cache[requests[0].block_ids] = 0
+
+    def _warm_up_request(self, index: int, num_prompt: int) -> Request:
+        """All write to the same blocks; nobody looks at what comes of it."""
+        return Request(
+            request_id=f"warm-up {index}",
             client=b"",
             params=SamplingParams(temperature=1.0),
             token_ids=[0] * (num_prompt + 1),
@@ -344,63 +402,6 @@ class ModelRunner:
             seed=0,
             block_ids=list(range(num_prompt // self._block_size + 1)),
         )
-        prefill = ScheduledRequest(request, 0, num_prompt, samples=False)
-        decode = ScheduledRequest(request, num_prompt, 1, samples=True)
-        self.execute(StepPlan([prefill], num_prompt, removed=[]))
-        self.execute(StepPlan([decode], 1, removed=[]))
-        self.execute(StepPlan([], 0, removed=[request.request_id]))
-        self.kv_cache[request.block_ids] = 0
-
-
-def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """The CPU, or the GPU of a rank.
-
-    Raises `InvalidRequestError` if the configuration asks for a GPU that is not there.
-    """
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise InvalidRequestError("device is cuda, but torch finds no GPU", param="device")
-    if not available or config.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", rank)
-
-
-def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Of weights and activations."""
-    if config.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[config.dtype]
-
-
-def choose_kv_dtype(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, *, packed: bool
-) -> torch.dtype:
-    """Of keys and values in the cache, for a model of such a dtype with or without packed weights.
-
-    Raises `InvalidRequestError` for what no attention kernel reads.
-    """
-    if config.kv_cache_dtype == "auto":
-        return torch.bfloat16 if packed else dtype
-    wanted = DTYPES[config.kv_cache_dtype]
-    halved = device.type == "cpu" and (dtype, wanted) == (torch.float32, torch.bfloat16)
-    if wanted is not dtype and not halved:
-        raise InvalidRequestError(
-            f"a model in {dtype} on {device.type} keeps its KV in that: leave kv_cache_dtype auto",
-            param="kv_cache_dtype",
-        )
-    return wanted
-
-
-def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int, int]:
-    """[num_layers, 2, block_size, kv_heads, head_dim]: what one KV block holds."""
-    return (
-        model.num_hidden_layers, 2, block_size, model.num_key_value_heads, model.head_dim,
-    )  # fmt: skip
-
-
-def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block, all layers."""
-    return math.prod(block_shape(model, block_size)) * dtype.itemsize
 
 
 def _to_array(numbers: list[int]) -> NDArray[np.int64]:

@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.request import Request, StepResult
+from diptych_engine.readback import Readback
+from diptych_engine.request import Pending, Request, StepResult
 from diptych_engine.row_options import RowOptions, change_logits
-from diptych_engine.sampling_math import describe, find_largest, to_tensor, uniforms
+from diptych_engine.sampling_math import describe, find_largest, uniforms
+from diptych_kernels.host_arrays import to_device
 from diptych_kernels.sampling import Filters, sample
 
 LogprobsRow = tuple[list[int], list[float], int]
@@ -28,8 +31,11 @@ class Sampler:
     Reported log-probabilities are those of the unchanged logits.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
+        self._device = device
+        self.sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """The token that each row got last; kept if the sampler is told to."""
         self._temperature = np.zeros(num_rows, np.float32)
         self._top_k = np.zeros(num_rows, np.int64)
         self._top_p = np.ones(num_rows, np.float64)
@@ -60,72 +66,101 @@ class Sampler:
         """Forget a row's options."""
         self._special.pop(row, None)
 
+    def needs_host(self, row: int) -> bool:
+        """Whether a row's next token depends on more than its logits, its seed and its place."""
+        return row in self._special
+
     def sample(
-        self, logits: Tensor, rows: Sequence[int], requests: Sequence[Request]
-    ) -> StepResult:
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        places: NDArray[np.int64],
+        *,
+        keep: bool,
+    ) -> Pending:
         """Choose a token for each request from its logits.
 
         logits: [requests, vocabulary]; may be changed.
         rows: the row that each request was admitted to.
+        places: [requests], the place that each token will have in its sequence.
+        keep: the tokens in `sampled`, too.
         """
         logits = logits.float()
-        if all(map(self._plain.__getitem__, rows)):
-            tokens, largest = find_largest(logits)
-            return StepResult(tokens.tolist(), None, _count_nans(logits, largest))
-        special = [(i, self._special[row]) for i, row in enumerate(rows) if row in self._special]
+        plain = all(map(self._plain.__getitem__, rows))
+        special = []
+        if not plain:
+            special = [
+                (i, self._special[row]) for i, row in enumerate(rows) if row in self._special
+            ]
         reported = [(i, options.num_logprobs) for i, options in special if options.logprobs]
         unchanged = logits[[i for i, _ in reported]].log_softmax(-1) if reported else None
-        failed = change_logits(logits, special, requests)
+        failed = change_logits(logits, special, requests) if special else {}
         tokens, largest = find_largest(logits)
         nans = _count_nans(logits, largest)
-        usable = np.isfinite(largest)
-        self._draw_random_rows(logits, np.asarray(rows), requests, usable, tokens)
-        token_ids: list[int] = tokens.tolist()
-        if unchanged is None:
-            return StepResult(token_ids, None, nans, failed=failed)
-        described = describe(
-            unchanged, [token_ids[i] for i, _ in reported], [count for _, count in reported]
-        )
-        logprobs: list[LogprobsRow | None] = [None] * len(rows)
-        for (i, _), row_logprobs in zip(reported, described, strict=True):
-            logprobs[i] = row_logprobs
-        return StepResult(token_ids, logprobs, nans, failed=failed)
+        if not plain:
+            self._draw_random_rows(logits, np.asarray(rows), places, largest, tokens)
+        if keep:
+            self.sampled[to_device(np.asarray(rows), self._device)] = tokens
+        chosen = Readback(tokens) if nans is None else Readback(tokens, nans)
+        logprobs: list[LogprobsRow | None] | None = None
+        if unchanged is not None:
+            logprobs = [None] * len(rows)
+            token_ids = tokens.tolist()
+            described = describe(
+                unchanged, [token_ids[i] for i, _ in reported], [count for _, count in reported]
+            )
+            for (i, _), row_logprobs in zip(reported, described, strict=True):
+                logprobs[i] = row_logprobs
+        return lambda: _read(chosen, logprobs, failed)
 
     def _draw_random_rows(
         self,
         logits: Tensor,
         rows: NDArray[np.int64],
-        requests: Sequence[Request],
-        usable: NDArray[np.bool_],
-        tokens: NDArray[np.int64],
+        places: NDArray[np.int64],
+        largest: Tensor,
+        tokens: Tensor,
     ) -> None:
-        """Replace the tokens of rows with a temperature, where `usable`: elsewhere no distribution
-        exists."""
-        chosen = np.flatnonzero((self._temperature[rows] > 0.0) & usable)
-        if not len(chosen):
+        """Replace the tokens of rows with a temperature, but where no distribution exists."""
+        random = np.flatnonzero(self._temperature[rows] > 0.0)
+        if not len(random):
             return
-        rows = rows[chosen]
-        positions = np.array([len(request.token_ids) for request in requests], np.uint64)[chosen]
-        subset = logits if len(chosen) == len(logits) else logits[to_tensor(chosen, logits)]
+        rows, positions = rows[random], places[random].astype(np.uint64)
+        chosen: Tensor | slice = slice(None)
+        if len(random) < len(logits):
+            chosen = to_device(random, self._device)
+            logits, largest = logits[chosen], largest[chosen]
+        hopeless = ~largest.isfinite()
+        if logits.is_cuda or hopeless.any():  # the host would have to wait to know
+            logits = logits.masked_fill(hopeless.unsqueeze(1), 0.0)
         drawn = sample(
-            subset,
-            to_tensor(self._temperature[rows], logits),
-            to_tensor(uniforms(self._seed[rows], positions), logits),
-            self._filters(rows, logits),
+            logits,
+            to_device(self._temperature[rows], self._device),
+            to_device(uniforms(self._seed[rows], positions), self._device),
+            self._filters(rows),
         )
-        tokens[chosen] = drawn.cpu().numpy()
+        tokens[chosen] = torch.where(hopeless, tokens[chosen], drawn)
 
-    def _filters(self, rows: NDArray[np.int64], like: Tensor) -> Filters | None:
-        """Top-k, top-p and min-p of the rows, where `like` is."""
+    def _filters(self, rows: NDArray[np.int64]) -> Filters | None:
+        """Top-k, top-p and min-p of the rows."""
         if not self._filtered[rows].any():
             return None
         options = (self._top_k[rows], self._top_p[rows], self._min_p[rows])
-        return Filters(*[to_tensor(option, like) for option in options])
+        return Filters(*[to_device(option, self._device) for option in options])
 
 
-def _count_nans(logits: Tensor, largest: NDArray[np.float32]) -> list[int] | None:
-    """NaNs per row; costs next to nothing while each row's largest logit is finite."""
-    if math.isfinite(sum(largest.tolist())):
+def _count_nans(logits: Tensor, largest: Tensor) -> Tensor | None:
+    """NaNs per row; None if a glance at the largest logits shows that there are none. A GPU counts
+    them unasked, because the host does not wait to have that glance."""
+    if logits.device.type == "cpu" and math.isfinite(sum(largest.tolist())):
         return None
-    counts: list[int] = logits.isnan().sum(-1).tolist()
-    return counts if any(counts) else None
+    return logits.isnan().sum(-1)
+
+
+def _read(
+    chosen: Readback, logprobs: list[LogprobsRow | None] | None, failed: dict[str, str]
+) -> StepResult:
+    tokens, *counts = chosen.read()
+    nans: list[int] = counts[0].tolist() if counts else []
+    return StepResult(tokens.tolist(), logprobs, nans if any(nans) else None, failed=failed)

@@ -20,22 +20,18 @@ _UNIFORM_BITS: Final = 40
 """Few enough that a uniform times a float64 sum stays below the sum after rounding."""
 
 
-def to_tensor(values: NDArray[np.generic], like: Tensor) -> Tensor:
-    """An array as a tensor, on the device where `like` is."""
-    return torch.from_numpy(values).to(like.device)
-
-
-def find_largest(logits: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def find_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The token of the first largest logit of each row, a NaN counting as the largest, and that
-    logit: [rows, vocabulary] float32 -> [rows], [rows]."""
+    logit: [rows, vocabulary] float32 -> [rows] int64, [rows] float32."""
     if logits.device.type == "cpu":
         # NumPy's is vectorised, unlike torch's on a CPU: 10 times as fast.
         on_cpu = logits.numpy()
         tokens = on_cpu.argmax(-1)
-        return tokens, on_cpu[np.arange(len(tokens)), tokens]
+        largest = on_cpu[np.arange(len(tokens)), tokens]
+        return torch.from_numpy(tokens), torch.from_numpy(largest)
     indices = logits.argmax(-1, keepdim=True)
     largest = logits.gather(1, indices)
-    return indices.squeeze(1).numpy(force=True), largest.squeeze(1).numpy(force=True)
+    return indices.squeeze(1), largest.squeeze(1)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:

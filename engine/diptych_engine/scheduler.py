@@ -366,6 +366,14 @@ class Scheduler:
         request.block_ids.extend(self.pool.allocate(short))
         return preempted
 
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request the blocks that so many tokens need; False if too few are free."""
+        short = self._blocks_for(num_tokens) - len(request.block_ids)
+        if short > self.pool.num_free:
+            return False
+        request.block_ids.extend(self.pool.allocate(max(0, short)))
+        return True
+
     def _preempt(self, victim: Request) -> Request:
         self.running.remove(victim)
         self._removed.append(victim.request_id)

@@ -63,6 +63,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Most requests in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step; longer prompts are prefilled in chunks."""
+    async_scheduling: bool | None = None
+    """Launch decodes before the results of the step before are known. None: on a GPU, where the
+    device would wait for the host between steps, unless several ranks compute a step together."""
     max_num_waiting: int = 1024
     """More waiting requests than this are refused as overload."""
     max_waiting_tokens: int | None = None
@@ -169,11 +172,27 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             raise InvalidRequestError(
                 f"lora_modules: {self.name!r} is the model's own name", param="lora_modules"
             )
+        if self.async_scheduling and self.steps_together:
+            raise InvalidRequestError(
+                "async_scheduling must be false where several ranks compute a step together",
+                param="async_scheduling",
+            )
         if self.kv_transfer is not None and self.data_parallel_size > 1:
             raise InvalidRequestError(
                 "data_parallel_size must be 1 in an engine that takes part in hand-offs",
                 param="data_parallel_size",
             )
+
+    @property
+    def steps_together(self) -> bool:
+        """Several ranks compute a step."""
+        return self.tensor_parallel_size > 1 or self.data_parallel_lockstep
+
+    def runs_ahead(self, *, on_gpu: bool) -> bool:
+        """Whether decodes are launched before the results of the step before are known."""
+        if self.async_scheduling is None:
+            return on_gpu and not self.steps_together
+        return self.async_scheduling
 
     @property
     def follows_requests(self) -> bool:

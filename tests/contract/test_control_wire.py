@@ -19,7 +19,7 @@ from wire_kit import ABORT, ADD, TIMEOUT_MS, UTILITY, Client, request, start
 
 from diptych_engine.core import EngineCore
 from diptych_engine.core_server import CoreServer
-from diptych_engine.request import StepPlan, StepResult
+from diptych_engine.request import Pending, StepPlan
 from diptych_protocol import FinishReason, UtilityCall, wire
 
 ENDLESS = {"max_tokens": 900, "ignore_eos": True}
@@ -89,15 +89,15 @@ class Blocking:
     """Stops the core's runner in the middle of a step, once, until there is mail for the core."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._execute = core.runner.execute
-        core.runner.execute = self.execute  # type: ignore[method-assign]
+        self._launch = core.runner.launch
+        core.runner.launch = self.launch  # type: ignore[method-assign]
         self.mailbox: zmq.Socket[bytes] | None = None
         """The core's socket; set it to block the next step."""
         self.inside = threading.Event()
         self.done_before = 0
         """Steps that were done when the blocked one began."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Pending:
         if self.inside.is_set() or not plan.scheduled:
             pass
         elif self.mailbox is None:
@@ -105,7 +105,7 @@ class Blocking:
         else:
             self.inside.set()
             assert self.mailbox.poll(20_000)  # this is the thread that owns it
-        return self._execute(plan)
+        return self._launch(plan)
 
 
 def test_contract_B07_an_abort_while_a_step_is_blocked_silences_the_request(tmp_path: Path) -> None:
@@ -250,10 +250,10 @@ def test_contract_B17_a_core_whose_runner_raises_says_that_it_is_dead(tmp_path: 
         except RuntimeError as exc:
             raised.append(exc)
 
-    def execute(plan: StepPlan) -> StepResult:
+    def launch(plan: StepPlan) -> Pending:
         raise RuntimeError("the device fell off the bus")
 
-    core.runner.execute = execute  # type: ignore[method-assign]
+    core.runner.launch = launch  # type: ignore[method-assign]
     thread = threading.Thread(target=run)
     thread.start()
     watcher, caller = Caller(endpoint), Caller(endpoint)

@@ -118,6 +118,7 @@ def test_contract_C15_a_disturbed_request_is_answered_as_if_it_were_alone(
         max_num_seqs=rng.choice([2, 4, 8]),
         max_num_batched_tokens=rng.choice([8, 16, 64]),
         scheduling_policy=rng.choice(["fcfs", "priority"]),
+        async_scheduling=rng.choice([False, True]),
         **OPTIONS,
     )
     to_come = rng.sample(requests, len(requests))

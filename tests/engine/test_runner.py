@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych_engine.placement import block_bytes
 from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
-from diptych_engine.runner import ModelRunner, block_bytes
+from diptych_engine.runner import ModelRunner
 from diptych_frontend.model_source import resolve_model
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams

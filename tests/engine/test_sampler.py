@@ -33,11 +33,22 @@ def request(
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> StepResult:
     """One step of a fresh sampler, the requests in rows that are not their places."""
-    sampler = Sampler(len(requests) + 3, logits.shape[1])
+    sampler = make_sampler(len(requests) + 3, logits.shape[1])
     rows = [len(requests) + 2 - index for index in range(len(requests))]
     for row, one in zip(rows, requests, strict=True):
         sampler.admit(row, one)
-    return sampler.sample(logits.clone(), rows, requests)
+    return choose(sampler, logits.clone(), rows, requests)
+
+
+def make_sampler(rows: int, vocabulary: int) -> Sampler:
+    return Sampler(rows, vocabulary, torch.device("cpu"))
+
+
+def choose(
+    sampler: Sampler, logits: torch.Tensor, rows: list[int], requests: list[Request]
+) -> StepResult:
+    places = np.array([one.num_tokens for one in requests])
+    return sampler.sample(logits, rows, requests, places, keep=False)()
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
@@ -214,15 +225,15 @@ def test_penalties_equal_a_plain_loop(
         prompt=prompt, temperature=0.0, presence_penalty=presence,
         frequency_penalty=frequency, repetition_penalty=repetition,
     )  # fmt: skip
-    sampler = Sampler(2, 10)
+    sampler = make_sampler(2, 10)
     sampler.admit(0, growing)
     sampler.admit(1, request(**GREEDY))
     both = [growing, request(**GREEDY)]
     for token in output:  # seen one by one, as in a real generation
-        sampler.sample(logits.clone(), [0, 1], both)
+        choose(sampler, logits.clone(), [0, 1], both)
         growing.token_ids.append(token)
     changed = logits.clone()
-    sampler.sample(changed, [0, 1], both)
+    choose(sampler, changed, [0, 1], both)
     torch.testing.assert_close(changed[0], torch.tensor(expected))
     assert torch.equal(changed[1], logits[1])
 
@@ -244,12 +255,12 @@ def test_min_tokens(options: dict[str, Any], output: list[int], expected: int) -
 
 
 def test_a_row_forgets_its_previous_owner() -> None:
-    sampler = Sampler(1, 10)
+    sampler = make_sampler(1, 10)
     sampler.admit(0, request(logprobs=3, repetition_penalty=2.0))
     sampler.release(0)
     later = request()
     sampler.admit(0, later)
-    assert sampler.sample(random_logits(1, 10), [0], [later]).logprobs is None
+    assert choose(sampler, random_logits(1, 10), [0], [later]).logprobs is None
 
 
 # --- reports --------------------------------------------------------------------------------------

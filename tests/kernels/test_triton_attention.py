@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from diptych_kernels.kv_write.float8 import FLOAT8
 from diptych_kernels.paged_attention.gpu_schedule import (
+    HEADER,
     MIN_SPLIT,
     PROGRAMS_PER_PROCESSOR,
     Geometry,
     cut_tiles,
     keys_per_split,
+    most_splits,
     schedule,
 )
 from diptych_kernels.paged_attention.triton import paged_attention
@@ -141,7 +143,7 @@ def test_a_window_bounds_what_a_decode_is_split_into() -> None:
     tables = np.zeros((2, 4), np.int64)
     whole = schedule(starts, contexts, tables, 2, None, Geometry(8, 8, 132))
     windowed = schedule(starts, contexts, tables, 2, MIN_SPLIT, Geometry(8, 8, 132))
-    assert whole.num_splits == -(-100_000 // whole.keys_per_split) > 1
+    assert whole.num_splits == -(-100_000 // whole.numbers[0]) > 1
     assert windowed.num_splits == 1
 
 
@@ -156,10 +158,32 @@ def test_the_packed_numbers_are_where_the_schedule_says(
     tables = np.arange(len(new) * 7, dtype=np.int64).reshape(-1, 7)
     plan = schedule(starts, contexts, tables, len(decodes), None, Geometry(12, 4, 10))
     numbers, sequences = plan.numbers, len(new)
-    assert numbers[: sequences + 1].tolist() == starts.tolist()
+    assert numbers[1] == 7
+    assert numbers[HEADER : HEADER + sequences + 1].tolist() == starts.tolist()
     at = plan.context_lens_at
     assert numbers[at : at + sequences].tolist() == contexts.tolist()
     num_tiles = plan.num_decodes + plan.num_chunk_tiles
     assert plan.tiles_at + 2 * num_tiles == plan.tables_at
     assert numbers[plan.tables_at :].tolist() == tables.reshape(-1).tolist()
-    assert plan.table_width == 7
+
+
+@given(
+    visible=st.lists(st.integers(1, 200_000), min_size=1, max_size=64),
+    kv_heads=st.sampled_from([1, 3, 8, 32]),
+    processors=st.integers(1, 200),
+)
+def test_a_fixed_number_of_splits_reaches_every_key(
+    visible: list[int], kv_heads: int, processors: int
+) -> None:
+    count, geometry = len(visible), Geometry(kv_heads, kv_heads, processors)
+    num_splits = most_splits(count, 200_000, geometry)
+    tables = np.zeros((count, 1), np.int64)
+    plan = schedule(
+        np.arange(count + 1), np.array(visible), tables, count, None, geometry, num_splits
+    )
+    split = plan.numbers[0]
+    assert plan.num_splits == num_splits
+    assert split % MIN_SPLIT == 0
+    assert num_splits * split >= max(visible)
+    assert split == MIN_SPLIT or num_splits * (split - MIN_SPLIT) < max(visible)
+    assert num_splits == 1 or count * kv_heads * num_splits <= processors * PROGRAMS_PER_PROCESSOR

@@ -23,7 +23,7 @@ from sim_tally import UTILITY_REFUSALS, named, refused_by_engine
 from diptych_engine.control.controls import Controls
 from diptych_engine.core import EngineCore
 from diptych_engine.grammar_compiler import GrammarCompiler
-from diptych_engine.request import StepPlan, StepResult
+from diptych_engine.request import Pending, StepPlan
 from diptych_engine.scheduler import Scheduler
 from diptych_kv_transfer.connector import KVConnector, make_hinge
 from diptych_kv_transfer.messages import VERSION, Hello
@@ -68,6 +68,7 @@ class Shape:
     lease_seconds: float
     load_timeout_s: float
     prefix_caching: bool = True
+    runs_ahead: bool = False
     model: str = "m"
     version: int = VERSION
     """Of the protocol between hinges."""
@@ -119,7 +120,9 @@ class SimEngine:
         )
         grammars = cast(GrammarCompiler, NoGrammars())
         self.runner = HashingRunner(self.memory)
-        self.core = EngineCore(description, scheduler, self.runner, connector, grammars)
+        self.core = EngineCore(
+            description, scheduler, self.runner, connector, grammars, runs_ahead=shape.runs_ahead
+        )
         self.core.utilities.update(Controls(self.core).utilities())
         self.alive = True
         self.stalled = False
@@ -248,19 +251,19 @@ class SimEngine:
             self._settle()
             return
         self._computing = True
-        plan, result = self.core.start_step()
+        plan, pending = self.core.start_step()
         seconds = STEP_S * (0.2 + self.random.random())
         if self.random.random() < SLOW_STEP:
             seconds *= 100
-        self.clock.after(seconds, self._finish, plan, result)
+        self.clock.after(seconds, self._finish, plan, pending)
         self.saw(self)
 
-    def _finish(self, plan: StepPlan, result: StepResult) -> None:
-        if not self._running(self._finish, plan, result):
+    def _finish(self, plan: StepPlan, pending: Pending) -> None:
+        if not self._running(self._finish, plan, pending):
             return
         self._receive()
         self._computing = False
-        self.core.finish_step(plan, result)
+        self.core.finish_step(plan, pending)
         if not plan.scheduled:
             self._blocked = True
             self.clock.after(IDLE_WAIT_S, self._retry)

@@ -7,13 +7,14 @@ all of them. A stale, foreign, torn or lost value anywhere therefore changes eve
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from diptych_engine.block_pool import BlockPool, extend_block_hashes
-from diptych_engine.request import Request, StepPlan, StepResult
+from diptych_engine.request import Pending, ScheduledRequest, StepPlan, StepResult
 
 VOCABULARY = 1 << 20
 """So large that a wrong context does not give the right token by chance."""
@@ -72,29 +73,58 @@ class PoisoningPool(BlockPool):
         return self._block_of
 
 
+class Share(NamedTuple):
+    """A request's part of a step, as it was when the step was launched."""
+
+    request_id: str
+    slots: list[int]
+    start: int
+    tokens: list[int]
+    """Empty: the one that the step before sampled."""
+    samples: bool
+    root: int
+
+
 class HashingRunner:
-    """Computes the values of a plan's positions, and samples."""
+    """Computes the values of a plan's positions, and samples: steps in their order, each as late as
+    a device may, when somebody waits for it."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.steps = 0
+        self._last: dict[str, int] = {}
+        """What each request sampled last."""
+        self._queue: deque[tuple[list[Share], list[int]]] = deque()
+        """Steps that are not computed yet, and where their samples go."""
+        self.steps = self.steps_ahead = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        values = self._memory.values
-        sampled = []
+    def launch(self, plan: StepPlan) -> Pending:
         self.steps += 1
-        for share in plan.scheduled:
-            request = share.request
-            slots = _slots(request, share.start + share.num_tokens)
-            root = root_of(request.cache_salt)
-            context = [values[slot] for slot in slots[: share.start]]
-            for position in range(share.start, share.start + share.num_tokens):
-                value = value_of(root, request.token_ids[position], context)
-                values[slots[position]] = value
-                context.append(value)
+        self.steps_ahead += plan.ahead
+        step = [_share(share, ahead=plan.ahead) for share in plan.scheduled], list[int]()
+        self._queue.append(step)
+
+        def pending() -> StepResult:
+            while any(step is other for other in self._queue):
+                self._compute(*self._queue.popleft())
+            return StepResult(step[1], None, None)
+
+        return pending
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """Nothing here asks the host."""
+        return True
+
+    def _compute(self, shares: list[Share], sampled: list[int]) -> None:
+        values = self._memory.values
+        for share in shares:
+            context = [values[slot] for slot in share.slots[: share.start]]
+            tokens = share.tokens or [self._last[share.request_id]]
+            for slot, token in zip(share.slots[share.start :], tokens, strict=True):
+                values[slot] = value_of(share.root, token, context)
+                context.append(values[slot])
             if share.samples:
-                sampled.append(sample(context))
-        return StepResult(sampled, None, None)
+                self._last[share.request_id] = sample(context)
+                sampled.append(self._last[share.request_id])
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -108,9 +138,12 @@ class HashingRunner:
         """Nothing was started."""
 
 
-def _slots(request: Request, end: int) -> list[int]:
-    blocks = request.block_ids
-    return [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)]
+def _share(share: ScheduledRequest, *, ahead: bool) -> Share:
+    request, start, end = share.request, share.start, share.start + share.num_tokens
+    blocks, tokens = request.block_ids, [] if ahead else request.token_ids[start:end]
+    slots = [blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)]
+    root = root_of(request.cache_salt)
+    return Share(request.request_id, slots, start, tokens, share.samples, root)
 
 
 def root_of(cache_salt: str | None) -> int:

@@ -96,6 +96,7 @@ class World:
                         load_timeout_s=load_timeout_s,
                         prefix_caching=random.random() < 0.9,
                         model=random.choice(models),
+                        runs_ahead=random.random() < 0.4,
                     )
                 )
         for number in range(1 + (random.random() < 0.3)):

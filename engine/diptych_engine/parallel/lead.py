@@ -37,8 +37,9 @@ from diptych_engine.parallel.steps import (
     endpoint,
     frames_of,
 )
-from diptych_engine.request import StepPlan, StepResult
-from diptych_engine.runner import ModelRunner, choose_device
+from diptych_engine.placement import choose_device
+from diptych_engine.request import Pending, StepPlan
+from diptych_engine.runner import ModelRunner
 from diptych_frontend.model_source import ModelSource
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError, UtilityError
 from diptych_protocol.arrays import Frame
@@ -96,10 +97,10 @@ class LeadRunner(ModelRunner):
         """As a lone runner's, for every rank: the hinge of this process serves them all."""
         return [*super().kv_memory(), *(w.kv_memory(self.num_blocks) for w in self._workers)]
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Pending:
         """As a lone runner does. Raises `EngineDeadError` when the group is broken."""
         try:
-            return super().execute(plan)
+            return super().launch(plan)
         except RuntimeError as exc:
             raise self._cause(exc) from exc
 

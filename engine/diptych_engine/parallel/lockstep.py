@@ -16,7 +16,7 @@ from diptych_engine.core import EngineCore
 from diptych_engine.core_server import CoreServer
 from diptych_engine.parallel.group import SumGroup
 from diptych_engine.parallel.waves import WaveMember
-from diptych_engine.request import StepPlan, StepResult
+from diptych_engine.request import Pending, StepPlan
 from diptych_protocol import (
     CurveKeys,
     EngineCoreOutputs,
@@ -56,15 +56,15 @@ class LockstepServer(CoreServer):
         waves = self._waves
         return waves.running or (super()._has_work() and not waves.paused)
 
-    def _start_step(self) -> tuple[StepPlan, StepResult]:
+    def _start_step(self) -> tuple[StepPlan, Pending]:
         if super()._has_work():
             self._announce(self._waves.on_work())
-        plan, result = super()._start_step()
+        plan, pending = super()._start_step()
         if not plan.scheduled:
             self._core.runner.collective_rpc("execute_dummy_batch")
             self._core.scheduler.stats.dummy_steps += 1
         self._waves.on_step()
-        return plan, result
+        return plan, pending
 
     def _idle_wait_ms(self) -> int:
         return 0 if self._waves.running else super()._idle_wait_ms()

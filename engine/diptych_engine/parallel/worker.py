@@ -32,7 +32,8 @@ from diptych_engine.parallel.steps import (
     endpoint,
     step_decoder,
 )
-from diptych_engine.runner import ModelRunner, choose_device
+from diptych_engine.placement import choose_device
+from diptych_engine.runner import ModelRunner
 from diptych_frontend.logs import setup_logging
 from diptych_frontend.model_source import resolve_model
 from diptych_protocol import EngineConfig, InvalidRequestError

@@ -21,6 +21,8 @@ MIN_ROWS: Final = 16
 MIN_SPLIT: Final = 256
 """Keys of a split, at least: to write and read its partial result costs 1/32 of reading them (bf16,
 four query heads a key head)."""
+HEADER: Final = 2
+"""Numbers before the others: keys of a split, and the width of a block table."""
 PROGRAMS_PER_PROCESSOR: Final = 4
 """Splits are as large as they can be while this many programs run on each multiprocessor."""
 
@@ -50,19 +52,17 @@ class Schedule:
     """The numbers of one step that all layers' kernels read, packed for one copy to the device."""
 
     numbers: NDArray[np.int32]
-    """[sequences + 1] query starts, [sequences] context lengths, [tiles, 2] tiles (a sequence, and
-    the tile's first new token), [sequences, table_width] block tables."""
+    """Keys of a decode's split, the width of a block table; [sequences + 1] query starts,
+    [sequences] context lengths, [tiles, 2] tiles (a sequence, and the tile's first new token),
+    [sequences, width] block tables."""
     context_lens_at: int
     tiles_at: int
     tables_at: int
-    table_width: int
     num_decodes: int
     """The first tiles are those of decodes."""
     num_chunk_tiles: int
-    keys_per_split: int
-    """Of the decodes."""
     num_splits: int
-    """Of the longest decode."""
+    """That programs are started for; at least those of the longest decode."""
 
 
 def schedule(
@@ -72,25 +72,33 @@ def schedule(
     num_decodes: int,
     window: int | None,
     geometry: Geometry,
+    num_splits: int | None = None,
 ) -> Schedule:
-    """Cut a step; its arguments are those of `AttentionMetadata`."""
+    """Cut a step; its arguments are those of `AttentionMetadata`.
+
+    num_splits: as many as there must be; None: what fills the device.
+    """
     tiles = cut_tiles(query_starts, num_decodes, geometry.tile_tokens)
     visible = context_lens[:num_decodes]
     if window is not None:
         visible = np.minimum(visible, window)
-    split = keys_per_split(visible, geometry)
-    parts = (query_starts, context_lens, tiles.reshape(-1), block_tables.reshape(-1))
+    longest = int(visible.max(initial=0))
+    if num_splits is None:
+        split = keys_per_split(visible, geometry)
+        num_splits = -(-longest // split)
+    else:
+        split = MIN_SPLIT * max(1, -(-longest // (num_splits * MIN_SPLIT)))
+    header = np.array([split, block_tables.shape[1]])
+    parts = (header, query_starts, context_lens, tiles.reshape(-1), block_tables.reshape(-1))
     ends = np.cumsum([len(part) for part in parts]).tolist()
     return Schedule(
         numbers=np.concatenate(parts, dtype=np.int32, casting="same_kind"),
-        context_lens_at=ends[0],
-        tiles_at=ends[1],
-        tables_at=ends[2],
-        table_width=block_tables.shape[1],
+        context_lens_at=ends[1],
+        tiles_at=ends[2],
+        tables_at=ends[3],
         num_decodes=num_decodes,
         num_chunk_tiles=len(tiles) - num_decodes,
-        keys_per_split=split,
-        num_splits=-(-int(visible.max(initial=0)) // split),
+        num_splits=num_splits,
     )
 
 
@@ -115,3 +123,10 @@ def keys_per_split(visible: NDArray[np.int64], geometry: Geometry) -> int:
     programs = geometry.processors * PROGRAMS_PER_PROCESSOR
     share = int(visible.sum()) * geometry.kv_heads // programs
     return max(MIN_SPLIT, 1 << max(share, 1).bit_length() - 1)
+
+
+def most_splits(num_decodes: int, longest: int, geometry: Geometry) -> int:
+    """As many as fill the device with so many decodes, whatever their lengths up to `longest`."""
+    programs = geometry.processors * PROGRAMS_PER_PROCESSOR
+    wanted = programs // (num_decodes * geometry.kv_heads)
+    return max(1, min(wanted, -(-longest // MIN_SPLIT)))

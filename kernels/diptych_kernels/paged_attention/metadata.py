@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_kernels.host_arrays import to_device
 from diptych_kernels.native.decode_batch import DecodeBatch
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, schedule
@@ -107,11 +108,7 @@ class AttentionMetadata:
                 self.window,
                 geometry,
             )
-            numbers = torch.from_numpy(plan.numbers)
-            if self.device.type == "cuda":
-                # Only from pinned memory does a copy let the host go on.
-                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-            known = self._schedules[geometry] = plan, numbers
+            known = self._schedules[geometry] = plan, to_device(plan.numbers, self.device)
         return known
 
     @cached_property
@@ -158,7 +155,7 @@ class AttentionMetadata:
         )
 
     def _tensor(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,16 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych_kernels.paged_attention.gpu_schedule import MIN_ROWS, Geometry, Schedule
+from diptych_kernels.paged_attention.gpu_schedule import HEADER, MIN_ROWS, Geometry, Schedule
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
 MERGED_AT_ONCE = 16
 """Splits that the merging kernel loads together."""
 
 VARIES = (
-    "context_lens_at", "tiles_at", "tables_at", "table_width", "first_tile", "tile_tokens",
-    "window", "keys_per_split", "num_splits",
-)  # fmt: skip
+    "context_lens_at",
+    "tiles_at",
+    "tables_at",
+    "first_tile",
+    "tile_tokens",
+    "window",
+    "num_splits",
+)
 """Numbers that change from step to step: a kernel compiled for each of their alignments would stop
 the service again and again."""
 
@@ -35,10 +40,10 @@ the service again and again."""
 @triton.jit(do_not_specialize=VARIES)
 def attention_kernel(
     queries_ptr, kv_ptr, out_ptr, lse_ptr, numbers_ptr,
-    context_lens_at, tiles_at, tables_at, table_width, first_tile, tile_tokens,
+    context_lens_at, tiles_at, tables_at, first_tile, tile_tokens,
     queries_token_stride, queries_head_stride,
     kv_block_stride, kv_half_stride, kv_slot_stride, kv_head_stride,
-    score_scale, value_scale, window, keys_per_split, num_splits,
+    score_scale, value_scale, window, num_splits, HEADER: tl.constexpr,
     SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr,
     WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -52,10 +57,12 @@ def attention_kernel(
     tile = first_tile + tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    keys_per_split = tl.load(numbers_ptr)
+    table_width = tl.load(numbers_ptr + 1)
     sequence = tl.load(numbers_ptr + tiles_at + 2 * tile)
     tile_start = tl.load(numbers_ptr + tiles_at + 2 * tile + 1)
-    batch_start = tl.load(numbers_ptr + sequence)
-    num_new = tl.load(numbers_ptr + sequence + 1) - batch_start
+    batch_start = tl.load(numbers_ptr + HEADER + sequence)
+    num_new = tl.load(numbers_ptr + HEADER + sequence + 1) - batch_start
     first_position = tl.load(numbers_ptr + context_lens_at + sequence) - num_new
 
     tile_end = tl.minimum(tile_start + tile_tokens, num_new)
@@ -131,7 +138,7 @@ def attention_kernel(
 @triton.jit(do_not_specialize=VARIES)
 def merge_kernel(
     partial_ptr, lse_ptr, out_ptr, numbers_ptr,
-    context_lens_at, window, keys_per_split, num_splits,
+    context_lens_at, window, num_splits, HEADER: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +148,7 @@ def merge_kernel(
     visible = tl.load(numbers_ptr + context_lens_at + sequence)
     if WINDOWED:
         visible = tl.minimum(visible, window)
-    used = tl.cdiv(visible, keys_per_split)
+    used = tl.cdiv(visible, tl.load(numbers_ptr))
     row = sequence.to(tl.int64) * HEADS + head
     dims = tl.arange(0, BLOCK_D)
     in_dims = dims < HEAD_DIM
@@ -162,7 +169,7 @@ def merge_kernel(
         total = total * shrink + tl.sum(weights, 0)
         out = out * shrink + tl.sum(part * weights[:, None], 0)
         largest = new_largest
-    token = tl.load(numbers_ptr + sequence).to(tl.int64)
+    token = tl.load(numbers_ptr + HEADER + sequence).to(tl.int64)
     target = out_ptr + (token * HEADS + head) * HEAD_DIM + dims
     tl.store(target, (out / total).to(out_ptr.dtype.element_ty), mask=in_dims)
 
@@ -223,7 +230,7 @@ class _Launch:
         self._attend(partial, lse, 0, plan.num_decodes, 1, plan.num_splits)
         merge_kernel[(plan.num_decodes, self._heads)](
             partial, lse, out, self._numbers,
-            plan.context_lens_at, self._window or 0, plan.keys_per_split, plan.num_splits,
+            plan.context_lens_at, self._window or 0, plan.num_splits, HEADER=HEADER,
             HEADS=self._heads, HEAD_DIM=self._head_dim, WINDOWED=self._window is not None,
             BLOCK_S=MERGED_AT_ONCE, BLOCK_D=self._block_d, num_warps=4,
         )  # fmt: skip
@@ -248,12 +255,11 @@ class _Launch:
         block_n, num_warps, num_stages = loop_shape(block_m, self._block_d, self._queries.dtype)
         attention_kernel[(num_tiles, self._kv_heads, num_splits)](
             self._queries, self._kv_layer, out, lse, self._numbers,
-            plan.context_lens_at, plan.tiles_at, plan.tables_at, plan.table_width,
-            first_tile, tile_tokens,
+            plan.context_lens_at, plan.tiles_at, plan.tables_at, first_tile, tile_tokens,
             *self._queries.stride()[:2], *self._kv_layer.stride()[:4],
             # exp2 is what the hardware has.
             self._kv_scale * math.log2(math.e) / math.sqrt(self._head_dim), self._kv_scale,
-            self._window or 0, plan.keys_per_split, num_splits,
+            self._window or 0, num_splits, HEADER=HEADER,
             SHARING=sharing, HEADS=self._heads, HEAD_DIM=self._head_dim,
             SLOTS=self._kv_layer.shape[2], WINDOWED=self._window is not None,
             SPLIT=num_splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=self._block_d,
