@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -23,11 +24,17 @@ def keys_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def pair_options() -> dict[str, Any]:
+    """What a module's pair has that others have not."""
+    return {}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(smollm2: str, keys_dir: Path) -> AsyncIterator[Pair]:
+async def pair(smollm2: str, keys_dir: Path, pair_options: dict[str, Any]) -> AsyncIterator[Pair]:
     (prefill, at_p), (decode, at_d) = await asyncio.gather(
-        start_engine(engine_config("prefill-0", smollm2), keys_dir),
-        start_engine(engine_config("decode-0", smollm2), keys_dir),
+        start_engine(engine_config("prefill-0", smollm2, **pair_options), keys_dir),
+        start_engine(engine_config("decode-0", smollm2, **pair_options), keys_dir),
     )
     pools = make_pools(smollm2, at_p, at_d, read_keys(keys_dir))
     pools.start()

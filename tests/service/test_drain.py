@@ -378,7 +378,7 @@ async def cores(smollm2: str, keys_dir: Path) -> AsyncIterator[tuple[Core, Core]
 
     With packed weights: one request at a time runs in them, and none of it is computed twice.
     """
-    configs = [engine_config(f"decode-{i}", smollm2, weight_packing="auto") for i in range(2)]
+    configs = [engine_config(f"decode-{i}", smollm2) for i in range(2)]
     engines = await asyncio.gather(*(start_engine(config, keys_dir) for config in configs))
     first, second = (Core(endpoint, keys_dir) for _, endpoint in engines)
     try:

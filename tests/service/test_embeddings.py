@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 import torch.nn.functional as F
-from core_kit import make_core
+from core_kit import EXACT, make_core
 from pooling_kit import hidden_states, runner_of
 from service_kit import Pair, generate
 
@@ -42,6 +42,12 @@ TEXTS = ["The capital of France is Paris.", "A lighthouse by the sea", "1 2 3"]
 LONG = [7 + i % 900 for i in range(4000)]
 """Takes sixteen steps."""
 WIDTH = 576
+
+
+@pytest.fixture(scope="module")
+def pair_options() -> dict[str, Any]:
+    """Vectors are compared with those that torch computes."""
+    return {"weight_packing": EXACT}
 
 
 @pytest.fixture(params=["engine", "router"])

@@ -113,7 +113,10 @@ async def told(pair: Pair) -> bool:
 
 async def test_many_requests_at_once_finish_and_leave_no_block(pair: Pair, eventually: Any) -> None:
     outputs = await asyncio.gather(
-        *(generate(pair.pools, f"Story number {i}: " + "so " * i, max_tokens=12) for i in range(16))
+        *(
+            generate(pair.pools, f"Story number {i}: " + "so " * i, max_tokens=12, ignore_eos=True)
+            for i in range(16)
+        )
     )
     assert all(len(o.outputs[0].token_ids) == 12 for o in outputs)
     await eventually(pair.all_blocks_free)

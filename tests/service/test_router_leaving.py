@@ -21,7 +21,7 @@ PROMPTS = [
     f"Chapter {number}. The lighthouse keeper climbed the stairs every evening, and "
     for number in ("one", "two")
 ]
-LENGTH = 56
+LENGTH = 128
 
 
 @dataclass

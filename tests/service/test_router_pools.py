@@ -153,13 +153,13 @@ async def test_a_stream_goes_on_when_its_revision_may_serve_no_more(
     pools = [core.address for core in two_pools.values()]
     async with routing(smollm2, keys_dir, pools[:1], pools[1:], serving=serving) as client:
         await healthy(client, 60)
-        stream = Streaming(client, PROMPT, max_tokens=120)
+        stream = Streaming(client, PROMPT, max_tokens=400)
         await eventually(lambda: len(stream.token_ids) > 3)
         say(serving, revisions=["r2"])
         await eventually(lambda: client.pools.choose() is None)
-        assert len(stream.token_ids) < 120
+        assert len(stream.token_ids) < 400
         await stream.done()
-        assert len(stream.token_ids) == 120
+        assert len(stream.token_ids) == 400
 
 
 async def test_asleep_on_purpose_is_ready(smollm2: str, keys_dir: Path, tmp_path: Path) -> None:

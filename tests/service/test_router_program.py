@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from core_kit import EXACT
 from free_ports import free_port
 from service_kit import Core, cores, engine_config
 
@@ -48,9 +49,10 @@ class Router:
 
 @pytest.fixture(scope="module")
 def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
-    with cores(
-        keys_dir, engine_config("prefill-0", smollm2), engine_config("decode-0", smollm2)
-    ) as started:
+    """So slow that a stream lasts."""
+    names = "prefill-0", "decode-0"
+    configs = [engine_config(name, smollm2, weight_packing=EXACT) for name in names]
+    with cores(keys_dir, *configs) as started:
         yield started
 
 

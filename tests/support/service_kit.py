@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core_kit import EXACT
 from free_ports import free_port
 
 from diptych_frontend.async_llm import AsyncLLM
@@ -50,7 +49,6 @@ def engine_config(name: str, model: str, **changes: object) -> EngineConfig:
         **{  # type: ignore[arg-type]
             "num_blocks": NUM_BLOCKS,
             "max_num_batched_tokens": 256,
-            "weight_packing": EXACT,
             "kv_transfer": KVTransferConfig(lease_seconds=5.0),
             **changes,
         },
