@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.models import CausalLM, StepInputs, build_model
+from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
 from diptych_frontend.model_config import ModelConfig
 from diptych_kernels.paged_attention import AttentionMetadata
 
@@ -21,7 +22,7 @@ def step_cases(workload: Workload, sizes: Sizes) -> Iterator[Case]:
     longest = max(context for _, context in sizes.decode_steps)
     model = random_model(workload, max(longest, *sizes.prefill_steps))
     for sequences, context in sizes.decode_steps:
-        yield decode_step(workload, model, sequences, context)
+        yield from decode_steps(workload, model, sequences, context)
     for new in sizes.prefill_steps:
         yield prefill_step(workload, model, new)
 
@@ -41,17 +42,25 @@ def random_model(workload: Workload, max_tokens: int) -> CausalLM:
     return model
 
 
-def decode_step(workload: Workload, model: CausalLM, sequences: int, context: int) -> Case:
-    """One new token for each of some sequences, up to the logits."""
+def decode_steps(
+    workload: Workload, model: CausalLM, sequences: int, context: int
+) -> Iterator[Case]:
+    """One new token for each of some sequences, up to the logits; on a GPU as a graph, too."""
     layers, tables = paged_cache(workload, sequences, context)
     starts = np.arange(sequences + 1)
     positions = np.full(sequences, context - 1)
     inputs = step_inputs(workload, starts, positions, tables, sequences)
-    return Case(
-        "decode step", f"{sequences} x {context}",
+    size, cost = (
+        f"{sequences} x {context}",
         costs.decode_step(workload.model, [context] * sequences),
-        lambda: model.logits(model.forward(inputs, layers)), None,
-    )  # fmt: skip
+    )
+    yield Case("decode step", size, cost, lambda: model.logits(model.forward(inputs, layers)), None)
+    if workload.device.type == "cuda":
+        graphs = DecodeGraphs(model, layers, context, cuda_recorder())
+        yield Case(
+            "decode step as a graph", size, cost,
+            lambda: model.logits(graphs.forward(inputs)), None,
+        )  # fmt: skip
 
 
 def prefill_step(workload: Workload, model: CausalLM, new: int) -> Case:
