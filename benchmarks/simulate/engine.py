@@ -10,6 +10,7 @@ many of them need a block when are all that a step has to know.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,6 +27,7 @@ class Limits:
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    enough_prompt_tokens: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +198,8 @@ class EngineModel:
         return next(reversed(self.running))
 
     def _admit(self, budget: int) -> None:
-        while self.waiting and budget > 0:
+        prompts = sum(share for _, share in self._chunks if share > 1)
+        while self.waiting and budget > 0 and prompts < self.limits.enough_prompt_tokens:
             sequence = self.waiting[0]
             hit, idle = (0, 0) if sequence.blocks else self._hit(sequence)
             short = self._blocks_for(sequence.known) - hit - sequence.blocks
@@ -219,6 +222,7 @@ class EngineModel:
             self._grow(sequence, max(0, wanted - sequence.blocks))
             self.running[sequence] = None
             budget -= share
+            prompts += share
             if share == 1 and sequence.computed + 1 == sequence.known:
                 self._become_row(sequence)
                 self._newcomers.append(sequence)

@@ -33,7 +33,7 @@ class Stepper:
         self._block_size = config.block_size
         self.limits = Limits(
             self._core.description.num_blocks, config.block_size, config.max_num_seqs,
-            config.max_num_batched_tokens,
+            config.max_num_batched_tokens, self._core.scheduler.enough_prompt_tokens,
         )  # fmt: skip
         self._names = itertools.count()
 

@@ -79,6 +79,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         config.max_idle_sessions,
         journey=JourneyLog() if config.follows_requests else None,
         max_loras=config.max_loras,
+        enough_prompt_tokens=runner.enough_prompt_tokens,
     )
     connector = None
     if config.kv_transfer is not None:

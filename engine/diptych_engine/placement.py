@@ -9,6 +9,9 @@ import torch
 from diptych_frontend.model_source import ModelConfig
 from diptych_protocol import EngineConfig, InvalidRequestError
 
+ENOUGH_ON_A_CPU = 256
+"""Prompt tokens of a step. Each takes as long from some 64 on; with fewer prompts in a step, more
+steps have only some of the requests' decodes in them, and the weights to read for these."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -23,6 +26,13 @@ def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
     if not available or config.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", rank)
+
+
+def enough_prompt_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Of a step: with more, each takes as long."""
+    if config.enough_prompt_tokens is not None:
+        return config.enough_prompt_tokens
+    return ENOUGH_ON_A_CPU if device.type == "cpu" else config.max_num_batched_tokens
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -28,6 +28,7 @@ from diptych_engine.placement import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
+    enough_prompt_tokens,
 )
 from diptych_engine.pooling import Pooler
 from diptych_engine.processor import compile_kernels, give_freed_memory_back, keep_freed_memory
@@ -122,6 +123,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size, self._device)
+        self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
         self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
@@ -228,7 +230,7 @@ class ModelRunner:
     def execute_dummy_batch(self) -> None:
         """Run the model on a token of nobody's: ranks that share layers wait for each other."""
         zero = np.zeros(1, np.int64)
-        tokens = self._tensor(zero)
+        tokens = to_device(zero, self._device)
         attention = AttentionMetadata(
             query_starts=np.arange(2),
             context_lens=zero + 1,
@@ -316,13 +318,15 @@ class ModelRunner:
         longest = -(-max(ends) // self._block_size)
         return StepInputs(
             token_ids=(
-                self._sampler.sampled[self._tensor(own_rows)]
+                self._sampler.sampled[to_device(own_rows, self._device)]
                 if ahead
-                else self._tensor(_to_array(token_ids))
+                else to_device(_to_array(token_ids), self._device)
             ),
-            positions=self._tensor(positions),
-            slot_blocks=self._tensor(blocks[row_of_token, positions // self._block_size]),
-            slot_offsets=self._tensor(positions % self._block_size),
+            positions=to_device(positions, self._device),
+            slot_blocks=to_device(
+                blocks[row_of_token, positions // self._block_size], self._device
+            ),
+            slot_offsets=to_device(positions % self._block_size, self._device),
             attention=AttentionMetadata(
                 query_starts=query_starts,
                 context_lens=context_lens,
@@ -356,7 +360,7 @@ class ModelRunner:
             rows = [rows[i] for i in order]
             places = places[order]
             last_tokens = inputs.attention.query_starts[1:][order] - 1
-            hidden = hidden.index_select(0, self._tensor(last_tokens))
+            hidden = hidden.index_select(0, to_device(last_tokens, self._device))
         logits = self.model.logits(hidden)
         return self._sampler.sample(logits, rows, requests, places, keep=self.runs_ahead)
 
@@ -367,9 +371,6 @@ class ModelRunner:
             self._prompt_logprobs.release(request_id)
             self._pooler.release(request_id)
             self._embeds.release(request_id)
-
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
-        return to_device(array, self._device)
 
     def warm_up(self) -> None:
         """Run a prefill and decodes, so that no request pays for first calls: on a GPU as many

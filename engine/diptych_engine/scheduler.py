@@ -13,6 +13,7 @@ carries them out and reports back through `load_ended`.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -54,6 +55,8 @@ class Scheduler:
     max_loras: int = 0
     """Different adapters that running requests and pinned ones may need together."""
     pinned_adapters: set[int] = field(default_factory=set)
+    enough_prompt_tokens: float = math.inf
+    """A step that holds so many begins no further prompt."""
     journey: JourneyLog | None = None
     """Is told what happens to requests, if anybody wants to know."""
 
@@ -229,8 +232,15 @@ class Scheduler:
         return StepPlan(scheduled, allowed - budget, removed)
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Move waiting requests into the step while budget, rows and blocks last."""
-        while self.waiting and budget > 0:
+        """Move waiting requests into the step while budget, rows and blocks last.
+
+        Where more tokens at a time are no faster, a second prompt in a step would make the first
+        one wait for it, and gain nothing.
+        """
+        if not self.waiting:
+            return budget
+        prompts = sum(share.num_tokens for share in scheduled if share.num_tokens > 1)
+        while self.waiting and budget > 0 and prompts < self.enough_prompt_tokens:
             request = self.waiting.peek()
             early = self.early.pick_up(request)
             if early is not None:
@@ -271,6 +281,7 @@ class Scheduler:
             samples = start + count == known and request.pooling is None
             scheduled.append(ScheduledRequest(request, start, count, samples))
             budget -= count
+            prompts += count
         return budget
 
     def _has_room_for(self, request: Request) -> bool:

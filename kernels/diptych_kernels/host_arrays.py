@@ -10,11 +10,8 @@ from torch import Tensor
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """An array as a tensor on the device; on a CPU the same memory."""
-    return ready_to_go(array, device).to(device, non_blocking=True)
-
-
-def ready_to_go(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array as a tensor on the host, to be copied to the device without waiting for it: a GPU
-    does that only from pinned memory, which torch keeps until the copy is done."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    if device.type == "cpu":
+        return torch.from_numpy(array)
+    # Only from pinned memory, which torch keeps until it is read, does a GPU copy without making
+    # the host wait.
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

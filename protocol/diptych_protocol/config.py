@@ -63,6 +63,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Most requests in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step; longer prompts are prefilled in chunks."""
+    enough_prompt_tokens: int | None = None
+    """A step that holds so many prompt tokens begins no further prompt, which would only make those
+    in it wait for it. None: 256 on a CPU, on a GPU as many as a step may hold."""
     async_scheduling: bool | None = None
     """Launch decodes before the results of the step before are known. None: on a GPU, where the
     device would wait for the host between steps, unless several ranks compute a step together."""
@@ -143,6 +146,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("max_num_seqs", 1 <= self.max_num_seqs <= 4096, "between 1 and 4096"),
             ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs,
              "at least max_num_seqs"),
+            ("enough_prompt_tokens", self.enough_prompt_tokens is None
+             or self.enough_prompt_tokens >= 1, "at least 1"),
             ("max_num_waiting", self.max_num_waiting >= 1, "at least 1"),
             ("pooling", self.pooling in ("last", "mean"), "last or mean"),
             ("scheduling_policy", self.scheduling_policy in ("fcfs", "priority"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -44,6 +45,7 @@ def by_scheduler(asks: list[Ask], limits: Limits, *, caching: bool) -> Seen:
     scheduler = Scheduler(
         BlockPool(limits.num_blocks), limits.block_size, limits.max_num_seqs,
         limits.max_num_batched_tokens, 1000, caching,
+        enough_prompt_tokens=limits.enough_prompt_tokens,
     )  # fmt: skip
     seen, loads = Seen(), {}
     for step in range(2000):
@@ -129,6 +131,7 @@ limits = st.builds(
     block_size=st.just(BLOCK),
     max_num_seqs=st.integers(1, 6),
     max_num_batched_tokens=st.integers(6, 40),
+    enough_prompt_tokens=st.one_of(st.just(math.inf), st.integers(1, 30)),
 )
 
 

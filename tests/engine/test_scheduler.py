@@ -127,6 +127,23 @@ def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
     assert sizes == [[(0, 8, False)], [(8, 8, False)], [(16, 4, True)]]
 
 
+@pytest.mark.parametrize(
+    ("enough", "steps"),
+    [(1, [["a"], ["a", "b"], ["a", "b", "c"]]), (7, [["a", "b"], ["a", "b", "c"]])],
+)
+def test_a_step_with_enough_tokens_of_prompts_begins_no_other(
+    enough: int, steps: list[list[str]]
+) -> None:
+    scheduler, runner = make_scheduler(16, budget=30), ToyRunner()
+    scheduler.enough_prompt_tokens = enough
+    for name in "abc":
+        scheduler.add(make_request(name, [1, 2, 3, ord(name)], 9))
+    for names in steps:
+        plan = scheduler.schedule()
+        assert [share.request.request_id for share in plan.scheduled] == names
+        scheduler.update(plan, runner.execute(plan))
+
+
 def test_a_repeated_prompt_computes_only_its_last_block() -> None:
     scheduler, runner = make_scheduler(16), ToyRunner()
     prompt = list(range(12))

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_kernels.host_arrays import ready_to_go
+from diptych_kernels.host_arrays import to_device
 from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, most_splits, schedule
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
@@ -53,5 +53,4 @@ class FixedDecodes(AttentionMetadata):
         )
 
     def _write(self, plan: Schedule, numbers: Tensor) -> None:
-        source = ready_to_go(plan.numbers, self.device)
-        numbers[: len(plan.numbers)].copy_(source, non_blocking=True)
+        numbers[: len(plan.numbers)].copy_(to_device(plan.numbers, self.device), non_blocking=True)
