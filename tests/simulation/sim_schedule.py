@@ -40,7 +40,7 @@ def _count(world: World) -> None:
         role, scheduler = engine.shape.role, engine.core.scheduler
         world.seen[f"preempted on {role}"] += scheduler.stats.num_preemptions
         world.seen[f"prefix evicted on {role}"] += engine.pool.evictions
-        world.seen[f"launched ahead on {role}"] += engine.runner.steps_ahead
+        world.seen["step launched ahead"] += engine.runner.steps_ahead
         world.seen.update(engine.driver.reports)
     for stream in world.streams.values():
         world.seen[next((ENDS[x] for x in ENDS if stream.ended.startswith(x)), stream.ended)] += 1

@@ -105,7 +105,7 @@ SECTIONS: dict[str, list[str]] = {
         "router crashed", "router restarted", "restarted with another model",
         "restarted with another version",
     ],
-    "Steps": ["launched ahead on prefill", "launched ahead on decode"],
+    "Steps": ["step launched ahead"],
     "Memory": [
         "preempted on prefill", "preempted on decode", "prefix evicted on prefill",
         "prefix evicted on decode",
