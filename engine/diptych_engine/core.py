@@ -124,6 +124,8 @@ class EngineCore:
         self._runs_ahead = runs_ahead
         self._ahead: tuple[StepPlan, Pending] | None = None
         """The step that was launched before its turn."""
+        self._launched: Pending = no_result
+        """The last step that was; a device computes them in order."""
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -240,10 +242,12 @@ class EngineCore:
         """Have the model run a step, and the one after it, if that can be known already."""
         plan, pending = self._ahead or self._launch_next()
         self._ahead = None
+        self._launched = pending
         if self._runs_ahead and self.runner.can_run_ahead(plan):
             ahead = plan_ahead(self.scheduler, plan)
             if ahead is not None:
-                self._ahead = ahead, self.runner.launch(ahead)
+                self._launched = self.runner.launch(ahead)
+                self._ahead = ahead, self._launched
         return plan, pending
 
     def _launch_next(self) -> tuple[StepPlan, Pending]:
@@ -314,14 +318,8 @@ class EngineCore:
             raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
         if self.leaving and method not in LAST_CALLS:
             raise DiptychError(SHUTTING_DOWN)
-        self._await_device()
+        self._launched()  # it may touch weights, and blocks that a step under way still writes to
         return call_utility(utility, args, convert)
-
-    def _await_device(self) -> None:
-        """Calls may touch weights, and blocks that were freed while a step still writes to them."""
-        if self._ahead is not None:
-            _, pending = self._ahead
-            pending()
 
     def describe(self) -> Any:
         return msgspec.to_builtins(self.description)

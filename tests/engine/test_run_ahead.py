@@ -159,9 +159,12 @@ def test_the_next_step_is_launched_before_a_step_is_waited_for() -> None:
         core.finish_step(*started)
 
 
-def test_a_call_finds_the_device_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ahead", "launched"), [(False, 1), (True, 2)])
+def test_a_call_finds_the_device_at_rest(
+    monkeypatch: pytest.MonkeyPatch, *, ahead: bool, launched: int
+) -> None:
     """It may free blocks and have others write to them, which a step under way still does."""
-    core = make_core(async_scheduling=True)
+    core = make_core(async_scheduling=ahead)
     launch, under_way = core.runner.launch, list[StepPlan]()
 
     def slow(plan: StepPlan) -> Pending:
@@ -178,7 +181,7 @@ def test_a_call_finds_the_device_at_rest(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(core.runner, "launch", slow)
     core.add(REQUESTS[0], b"")
     started = core.start_step()
-    assert len(under_way) == 2
+    assert len(under_way) == launched
     core.call("stats", [])
     assert not under_way
     core.finish_step(*started)
