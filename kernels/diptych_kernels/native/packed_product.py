@@ -5,37 +5,25 @@ Every stride is in bytes.
 
 from __future__ import annotations
 
-import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.packed_tile import (
     FACTOR_BYTES,
     FLOAT,
     GROUP_BYTES,
-    PARTS,
     QUAD,
     QUADS,
     group_bytes,
     tile_product,
 )
-from diptych_kernels.native.primitives import (
-    FAST,
-    await_others,
-    floats,
-    num_threads,
-    small_ints,
-    thread_index,
-)
+from diptych_kernels.native.primitives import await_others, num_threads, thread_index
+from diptych_kernels.native.rounded_group import round_group
 from diptych_kernels.native.vectors import LANES
 
 GROUP = QUADS * QUAD
-PART = GROUP // PARTS
 NUM_NUMBERS = 11
 LARGEST_BLOCK = 8
 """Rows that are computed together, a power of two; the last ones in smaller and smaller blocks."""
-LEVELS = np.float32(127.0)
-"""Of a rounded input, on either side of zero."""
-ZERO, HALF = np.float32(0.0), np.float32(0.5)
 
 
 def entry(bits):
@@ -55,7 +43,7 @@ def entry(bits):
             first, size = _block_of(row, rows)
             place = first * groups + group * size + row - first
             source = x + row * x_stride + group * GROUP * FLOAT
-            _round(source, inputs + place * GROUP_BYTES, factors + place * FACTOR_BYTES)
+            round_group(source, inputs + place * GROUP_BYTES, factors + place * FACTOR_BYTES)
         await_others()
         for index in range(num_tiles * thread // threads, num_tiles * (thread + 1) // threads):
             tile, target = tiles + index * groups * of_group, out + index * LANES * FLOAT
@@ -86,40 +74,3 @@ def _block_of(row, rows):
         first += (rows - first) & -size
         size //= 2
     return first + ((row - first) & -size), size
-
-
-@njit(error_model="numpy")
-def _round(source, target, factors):
-    """A group of inputs as int8, the scales of its parts, and its scaled sum."""
-    z = floats(factors, PARTS + 1)
-    total = ZERO
-    for part in range(PARTS):
-        z[part], scaled_sum = _round_part(source + part * PART * FLOAT, target + part * PART)
-        total += scaled_sum
-    z[PARTS] = total
-
-
-@njit(fastmath=FAST, error_model="numpy")
-def _round_part(source, target):
-    """Returns the scale and the scaled sum; NaN and infinity make both NaN."""
-    x, y = floats(source, PART), small_ints(target, PART)
-    largest = _largest(source)
-    inverse = LEVELS / largest if largest > ZERO else ZERO
-    total, nothing = np.int32(0), ZERO
-    for i in range(PART):
-        level = np.int32(x[i] * inverse + (HALF if x[i] > ZERO else -HALF))
-        y[i] = np.int8(level)
-        total += level
-        nothing += x[i] * ZERO
-    scale = largest / LEVELS + nothing
-    return scale, scale * np.float32(total)
-
-
-@njit(fastmath=FAST | {"nnan"})
-def _largest(source):
-    """The largest absolute value; NaN may hide here."""
-    x = floats(source, PART)
-    largest = ZERO
-    for i in range(PART):
-        largest = max(largest, abs(x[i]))
-    return largest

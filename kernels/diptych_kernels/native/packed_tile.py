@@ -1,7 +1,7 @@
 """The inner loop of the packed product, in LLVM's terms: Numba has no vectors of integers.
 
-A vector has a lane for each of 16 columns of the result, and in each lane a quad: four of the
-values that are summed over, which processors multiply and add in one instruction.
+A vector has a lane for each of 16 columns of the result, and in each lane a pair: two of the values
+that are summed over, in 16 bits each, which processors multiply and add in one instruction.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from numba.extending import intrinsic
 
 from diptych_kernels.native.vectors import (
     FLOAT32,
-    FLOATS,
+    INT16,
     INT32,
     INT64,
-    INTS,
     LANES,
     at,
     everywhere,
@@ -29,17 +28,14 @@ from diptych_kernels.native.vectors import (
 )
 
 QUADS = 8
-"""Of a group of 32 values."""
-PARTS = 2
-"""Of a group of inputs, each with a scale of its own: one large value spoils fewer others."""
-FLOAT, QUAD, HALF = 4, 4, 2
+"""Of a group of 32 values: what a tile has of a column behind each other."""
+FLOAT, QUAD, HALF, WORD = 4, 4, 2, 2
 """Bytes."""
-GROUP_BYTES, FACTOR_BYTES = QUADS * QUAD, (PARTS + 1) * FLOAT
-"""Of a group of one row's inputs."""
-
-INT8 = ir.IntType(8)
-LEVELS = ir.VectorType(INT8, QUAD * LANES)
-HALVES = ir.VectorType(ir.HalfType(), LANES)
+GROUP_BYTES, FACTOR_BYTES = QUADS * QUAD * WORD, 2 * FLOAT
+"""Of a group of one row's inputs, and of its scale and its scaled sum."""
+ORDER = (0, 2, 1, 3)
+"""In which the four inputs of a quad lie: a word of a tile holds values 0 and 1 of a quad, or 2 and
+3, so a lane's two words, masked or shifted alike, hold values 0 and 2, or 1 and 3."""
 
 
 def group_bytes(bits):
@@ -47,12 +43,24 @@ def group_bytes(bits):
     return LANES * (QUADS * QUAD * bits // 8 + 2 * HALF)
 
 
+def has_word_dots():
+    """Whether one instruction adds products of pairs of words to sums (AVX-512 VNNI)."""
+    return bool(llvm.get_host_cpu_features().get("avx512vnni"))
+
+
+WIDTH = LANES if has_word_dots() else LANES // 2
+"""Columns of a vector: a register of 512 bits, or of AVX2's 256."""
+FEW_ROWS = 2
+INTS, FLOATS = ir.VectorType(INT32, WIDTH), ir.VectorType(FLOAT32, WIDTH)
+WORDS, HALVES = ir.VectorType(INT16, 2 * WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
+
+
 def tile_product(num_rows, bits):
     """A function that computes the rows from `row` to `row + num_rows` of a tile.
 
     tile: levels of `bits` bits and their factors, group after group. inputs: of these rows, behind
-    those of the rows before, [groups, num_rows, 32] int8: all are near one address. factors:
-    alike [groups, num_rows, PARTS + 1] float32: scales of a group's parts, its scaled sum.
+    those of the rows before, [groups, num_rows, 32] int16: all are near one address. factors:
+    alike [groups, num_rows, 2] float32: a group's scale, its scaled sum.
     out: [rows, 16] float32, `stride` bytes from row to row; added to if `add`.
     """
 
@@ -63,9 +71,11 @@ def tile_product(num_rows, bits):
             before = builder.mul(row, groups)  # groups of other rows
             inputs = at(builder, inputs, before, GROUP_BYTES)
             factors = at(builder, factors, before, FACTOR_BYTES)
-            sums = _sum_groups(builder, bits, tile, groups, inputs, factors, num_rows)
             rows = [builder.add(row, INT64(index)) for index in range(num_rows)]
-            _put(builder, sums, out, stride, add, rows)
+            for lanes in _passes(num_rows):
+                sums = _sum_groups(builder, bits, tile, lanes, groups, inputs, factors, num_rows)
+                for lane, own in zip(lanes, sums, strict=True):
+                    _put(builder, own, at(builder, out, INT64(lane), FLOAT), stride, add, rows)
             return context.get_dummy_value()
 
         return types.void(*(types.int64,) * 8), generate
@@ -73,96 +83,86 @@ def tile_product(num_rows, bits):
     return product
 
 
-def _sum_groups(builder, bits, tile, groups, inputs, factors, num_rows):
-    """A loop over groups; returns the sums of each row."""
+def _passes(num_rows):
+    """The first columns of the vectors of each pass over a tile: of few rows all columns, since
+    reading the tile takes longest; of many, as many as registers have room for."""
+    lanes = range(0, LANES, WIDTH)
+    return [lanes] if num_rows <= FEW_ROWS else [[lane] for lane in lanes]
+
+
+def _sum_groups(builder, bits, tile, lanes, groups, inputs, factors, num_rows):
+    """A loop over groups; returns the sums of each row, for each vector of columns."""
 
     def add_group(group, sums):
         weights = at(builder, tile, group, group_bytes(bits))
         own_inputs = at(builder, inputs, group, num_rows * GROUP_BYTES)
         own_factors = at(builder, factors, group, num_rows * FACTOR_BYTES)
-        return _add_group(builder, bits, weights, own_inputs, own_factors, sums)
+        added = []
+        for lane in lanes:
+            own, sums = sums[:num_rows], sums[num_rows:]
+            added += _add_group(builder, bits, weights, lane, own_inputs, own_factors, own)
+        return added
 
-    return repeat(builder, groups, [zeros(FLOATS)] * num_rows, add_group)
+    sums = repeat(builder, groups, [zeros(FLOATS)] * num_rows * len(lanes), add_group)
+    return [sums[first : first + num_rows] for first in range(0, len(sums), num_rows)]
 
 
-def _add_group(builder, bits, weights, inputs, factors, sums):
-    """Quads outside, rows inside: sums of different rows do not wait for each other."""
-    levels = _levels(builder, weights, bits)
-    scaled = [zeros(FLOATS)] * len(sums)
-    for part in range(PARTS):
-        dots = [zeros(INTS)] * len(sums)
-        for index in range(part * QUADS // PARTS, (part + 1) * QUADS // PARTS):
-            for row in range(len(sums)):
-                quad = load(builder, inputs, INT32, row * GROUP_BYTES + index * QUAD)
-                quad = everywhere(builder, quad)
-                dots[row] = _add_dots(builder, dots[row], levels[index], quad, bits)
+def _add_group(builder, bits, weights, lane, inputs, factors, sums):
+    """Pairs outside, rows inside: sums of different rows do not wait for each other."""
+    dots = [zeros(INTS)] * len(sums)
+    for place, levels in _pairs(builder, weights, lane, bits):
         for row in range(len(sums)):
-            scale = load(builder, factors, FLOAT32, row * FACTOR_BYTES + part * FLOAT)
-            dot = builder.sitofp(dots[row], FLOATS)
-            scaled[row] = multiply_add(builder, dot, everywhere(builder, scale), scaled[row])
-    first = group_bytes(bits) - 2 * LANES * HALF
+            pair = load(builder, inputs, INT32, row * GROUP_BYTES + place)
+            pair = everywhere(builder, pair, WIDTH)
+            dots[row] = _add_dots(builder, dots[row], levels, pair)
+    first = group_bytes(bits) - 2 * LANES * HALF + lane * HALF
     scales, offsets = (
         builder.fpext(load(builder, weights, HALVES, first + index * LANES * HALF), FLOATS)
         for index in range(2)
     )
     added = []
-    for row, (product, total) in enumerate(zip(scaled, sums, strict=True)):
-        scaled_sum = load(builder, factors, FLOAT32, row * FACTOR_BYTES + PARTS * FLOAT)
+    for row, (dot, total) in enumerate(zip(dots, sums, strict=True)):
+        scale, scaled_sum = (
+            everywhere(builder, load(builder, factors, FLOAT32, row * FACTOR_BYTES + place), WIDTH)
+            for place in (0, FLOAT)
+        )
+        product = builder.fmul(builder.sitofp(dot, FLOATS), scale)
         total = multiply_add(builder, product, scales, total)
-        added.append(multiply_add(builder, everywhere(builder, scaled_sum), offsets, total))
+        added.append(multiply_add(builder, scaled_sum, offsets, total))
     return added
 
 
-def _levels(builder, weights, bits):
-    """A group's quads; of 4 bits, two share their bytes."""
-    count = QUADS * bits // 8
-    loaded = [load(builder, weights, LEVELS, index * QUAD * LANES) for index in range(count)]
-    if bits == 8:
-        return loaded
-    low, high = zip(*[_halves(builder, levels) for levels in loaded], strict=True)
-    return low + high
+def _pairs(builder, weights, lane, bits):
+    """A group's levels as words: where the pair of inputs lies that each vector goes with, and it.
+
+    Two quads of 4 bits share their bytes: of a word, the lowest bits are value 0 or 2 of the first
+    quad, the next ones of the second, and the upper byte holds values 1 or 3.
+    """
+    of_byte = 8 // bits
+    for index in range(QUADS // of_byte):
+        words = load(builder, weights, WORDS, (index * LANES + lane) * QUAD)
+        for number in range(2 * of_byte):
+            odd, second = divmod(number, of_byte)
+            quad = index + second * QUADS // of_byte
+            place = (quad * QUAD + ORDER.index(odd)) * WORD
+            shifted = builder.lshr(words, _word(number * bits)) if number else words
+            is_last = number == 2 * of_byte - 1
+            yield place, shifted if is_last else builder.and_(shifted, _word((1 << bits) - 1))
 
 
-def _halves(builder, levels):
-    """The low and the high four bits of each byte."""
-    mask, four = (ir.Constant(LEVELS, [INT8(number)] * LEVELS.count) for number in (15, 4))
-    return builder.and_(levels, mask), builder.lshr(levels, four)
+def _word(number):
+    """In every word."""
+    return ir.Constant(WORDS, [INT16(number)] * WORDS.count)
 
 
-def _add_dots(builder, sums, levels, inputs, bits):
-    """Add the product of two quads, of unsigned and of signed bytes, in each lane."""
-    if llvm.get_host_cpu_features().get("avx512vnni"):
+def _add_dots(builder, sums, levels, inputs):
+    """Add the product of two pairs of words in each lane."""
+    if WIDTH == LANES:
         kind = ir.FunctionType(INTS, [INTS] * 3)
-        add_dots = function(builder, "llvm.x86.avx512.vpdpbusd.512", kind)
+        add_dots = function(builder, "llvm.x86.avx512.vpdpwssd.512", kind)
         return builder.call(add_dots, [sums, builder.bitcast(levels, INTS), inputs])
-    inputs = builder.bitcast(inputs, LEVELS)
-    if bits == 4:
-        return builder.add(sums, _dots_of_halves(builder, levels, inputs))
-    # Pairs of products of 8-bit levels do not fit 16 bits.
-    low, high = _halves(builder, levels)
-    high_dots = _dots_of_halves(builder, high, inputs)
-    sums = builder.add(sums, builder.shl(high_dots, ir.Constant(INTS, [INT32(4)] * LANES)))
-    return builder.add(sums, _dots_of_halves(builder, low, inputs))
-
-
-def _dots_of_halves(builder, levels, inputs):
-    """Products of levels below 16, by AVX2's instructions for vectors of half the size."""
-    bytes_, pairs, quads = (
-        ir.VectorType(ir.IntType(bits), 2 * LANES * 8 // bits) for bits in (8, 16, 32)
-    )
-    add_pairs = function(
-        builder, "llvm.x86.avx2.pmadd.ub.sw", ir.FunctionType(pairs, [bytes_, bytes_])
-    )
-    add_quads = function(builder, "llvm.x86.avx2.pmadd.wd", ir.FunctionType(quads, [pairs, pairs]))
-    ones = ir.Constant(pairs, [pairs.element(1)] * pairs.count)
-    halves = []
-    for first in (0, bytes_.count):
-        places = [INT32(first + index) for index in range(bytes_.count)]
-        own = ir.Constant(ir.VectorType(INT32, bytes_.count), places)
-        both = [builder.shuffle_vector(x, x, own) for x in (levels, inputs)]
-        halves.append(builder.call(add_quads, [builder.call(add_pairs, both), ones]))
-    lanes = ir.Constant(INTS, [INT32(lane) for lane in range(LANES)])
-    return builder.shuffle_vector(*halves, lanes)
+    multiply = function(builder, "llvm.x86.avx2.pmadd.wd", ir.FunctionType(INTS, [WORDS] * 2))
+    return builder.add(sums, builder.call(multiply, [levels, builder.bitcast(inputs, WORDS)]))
 
 
 def _put(builder, sums, out, stride, add, rows):

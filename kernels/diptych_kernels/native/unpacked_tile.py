@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.packed_tile import HALF, HALVES, QUAD, QUADS, group_bytes
+from diptych_kernels.native.packed_tile import HALF, QUAD, QUADS, group_bytes
 from diptych_kernels.native.vectors import (
     FLOATS,
     INT64,
@@ -24,6 +24,7 @@ from diptych_kernels.native.vectors import (
 
 VECTOR = 64
 """Bytes."""
+HALVES = ir.VectorType(ir.HalfType(), LANES)
 GROUP_BYTES = 2 * QUADS * VECTOR
 """Of a group of 16 columns in bfloat16."""
 QUAD_BYTES = GROUP_BYTES // QUADS

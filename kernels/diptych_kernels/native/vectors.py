@@ -45,15 +45,17 @@ def constant(number):
 
 
 def multiply_add(builder, x, y, z):
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    return builder.call(function(builder, "llvm.fmuladd.v16f32", kind), [x, y, z])
+    """Of vectors of any number of lanes."""
+    kind = ir.FunctionType(x.type, [x.type] * 3)
+    name = f"llvm.fmuladd.v{x.type.count}f32"
+    return builder.call(function(builder, name, kind), [x, y, z])
 
 
-def everywhere(builder, value):
+def everywhere(builder, value, lanes=LANES):
     """A number in every lane."""
-    kind = ir.VectorType(value.type, LANES)
+    kind = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, INT32(0))
-    return builder.shuffle_vector(first, first, zeros(INTS))
+    return builder.shuffle_vector(first, first, zeros(ir.VectorType(INT32, lanes)))
 
 
 def at(builder, address, index, num_bytes):

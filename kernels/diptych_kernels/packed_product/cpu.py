@@ -14,9 +14,9 @@ from torch import Tensor
 
 from diptych_kernels.cpu_features import has_matrix_unit
 from diptych_kernels.native.kernel import Call, Kernel, openmp
-from diptych_kernels.packed_product.tiles import GROUP, PART, TILE_ROWS, group_bytes
+from diptych_kernels.packed_product.tiles import GROUP, TILE_ROWS, group_bytes
 
-FLOAT, BFLOAT = 4, 2
+FLOAT, BFLOAT, WORD = 4, 2, 2
 """Bytes."""
 ROWS, DECODE_TILES = 2, 4
 """Which of a decode call's numbers they are."""
@@ -55,9 +55,9 @@ def packed_product(
 
 def workspace_bytes(rows: int, columns: int) -> int:
     """What either call needs for so many rows."""
-    factors = rows * (columns // PART + columns // GROUP) * FLOAT
+    integers = rows * columns * WORD + rows * (columns // GROUP) * 2 * FLOAT
     unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
-    return max(rows * columns + factors, _rounded_bytes(rows, columns) + unpacked)
+    return max(integers, _rounded_bytes(rows, columns) + unpacked)
 
 
 def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
@@ -75,7 +75,7 @@ def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add
         out.stride(0) * FLOAT,
         int(add),
         workspace.data_ptr(),
-        workspace.data_ptr() + rows * columns,
+        workspace.data_ptr() + rows * columns * WORD,
     )
     return decode_kernel(BITS_OF[num_bytes]), numbers
 

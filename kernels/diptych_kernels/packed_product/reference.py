@@ -8,9 +8,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_kernels.packed_product.tiles import PART, values_of
+from diptych_kernels.packed_product.tiles import GROUP, values_of
 
-LEVELS: Final = 127
+LEVELS: Final = 32767
 """On either side of zero."""
 LARGER: Final = 1 + math.log(2) / 256
 """Makes up for what is cut off, as `native.unpacked_tile` does."""
@@ -34,8 +34,8 @@ def cut_off(matrix: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """[rows, columns] -> the same with 8 bits for each value, and a scale for 16 of them."""
-    parts = x.reshape(len(x), x.shape[1] // PART, PART)
-    scale = parts.abs().amax(2, keepdim=True) / LEVELS
-    levels = (parts / scale.clamp(min=SMALLEST)).round()
+    """[rows, columns] -> the same with 16 bits for each value, and a scale for 32 of them."""
+    groups = x.reshape(len(x), x.shape[1] // GROUP, GROUP)
+    scale = groups.abs().amax(2, keepdim=True) / LEVELS
+    levels = (groups / scale.clamp(min=SMALLEST)).round()
     return (levels * scale).view(x.shape)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 TILE_ROWS: Final = 16
 GROUP: Final = 32
-PART: Final = 16
-"""Values of the other factor that share a scale."""
 QUAD: Final = 4
 QUADS: Final = GROUP // QUAD
 FACTOR_BYTES: Final = 2 * TILE_ROWS * 2
