@@ -20,7 +20,7 @@ from diptych_engine.core import EngineCore
 from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_engine.models.groups import Groups, read_groups
 from diptych_engine.models.interface import WeightSlot
-from diptych_engine.models.linear import Linear, largest, refine_
+from diptych_engine.models.linear import Linear
 from diptych_engine.models.loader import fill, share_of
 from diptych_engine.models.low_rank import AdapterRows
 from diptych_engine.models.packed import PackedMatrix
@@ -29,8 +29,8 @@ from diptych_frontend.model_source import resolve_model
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import InvalidRequestError, LoRARequest
 
-ROUNDING = 1e-2
-"""Of inputs to 8 bits, relative to the norm of the result."""
+ROUNDING = 1e-4
+"""Of inputs to 16 bits, relative to the norm of the result."""
 KINDS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda k: k.name)
 
 
@@ -104,20 +104,6 @@ def test_a_linear_adds_what_it_computes() -> None:
         added = sums.clone()
         linear.add_product_(added, x, 5)
         torch.testing.assert_close(added, sums + linear.product(x, 5))
-
-
-@pytest.mark.parametrize("vocabulary", [40, 1000, 4096])
-def test_the_largest_logits_are_computed_again(vocabulary: int) -> None:
-    generator = torch.Generator().manual_seed(8)
-    x, rows = (torch.randn(n, 32, generator=generator) for n in (5, vocabulary))
-    exact = x @ rows.t()
-    logits = exact.bfloat16().float()
-    best = largest(logits, 16)
-    expected = logits.topk(16).values
-    assert torch.equal(logits.gather(1, best).sort(descending=True).values, expected)
-    refine_(logits, x, rows)
-    torch.testing.assert_close(logits.gather(1, best), exact.gather(1, best))
-    assert torch.equal(logits.argmax(1), exact.argmax(1))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +261,7 @@ def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Pa
     without, tuned = hidden["packed"]
     assert torch.equal(without[[0, 2]], tuned[[0, 2]])
     change, expected = (b[1] - a[1] for a, b in hidden.values())
-    assert distance(change, expected) < 0.05
+    assert distance(change, expected) < 5e-3  # keys and values are bfloat16
     assert float(expected.norm()) > 0.1 * float(hidden["plain"][0][1].norm())
 
 

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor
 
 from diptych_engine.models.packed import PackedMatrix
-
-REFINED: Final = 16
-"""The most likely tokens of each row, whose logits are computed again."""
-
-
-SPAN: Final = 64
-"""Logits that are looked at together."""
 
 
 @dataclass(slots=True)
@@ -69,29 +61,3 @@ class Linear:
         else:
             self.packed.add_product_(sums, x, num_decodes)
 
-
-def refine_(logits: Tensor, x: Tensor, rows: Tensor) -> None:
-    """Compute the largest logits again in x's type.
-
-    The packed product rounds x to 8 bits: nearly equal logits would change places.
-
-    logits: [n, vocabulary]. x: [n, hidden]. rows: [vocabulary, hidden].
-    """
-    best = largest(logits, min(REFINED, logits.shape[1]))
-    logits.scatter_(1, best, rows[best].bmm(x[:, :, None]).squeeze(2))
-
-
-def largest(logits: Tensor, count: int) -> Tensor:
-    """[n, count] int64: the places of each row's largest logits, in any order.
-
-    `topk` alone takes a millisecond for a row of 49,152. The largest ones lie in the spans with the
-    largest maxima, which are quickly found.
-    """
-    rows, vocabulary = logits.shape
-    if vocabulary % SPAN or vocabulary < SPAN * count:
-        return logits.topk(count, sorted=False).indices
-    spans = logits.view(rows, -1, SPAN)
-    near = spans.amax(2).topk(count, sorted=False).indices
-    candidates = spans.gather(1, near[..., None].expand(-1, -1, SPAN)).view(rows, -1)
-    found = candidates.topk(count, sorted=False).indices
-    return near.gather(1, found // SPAN) * SPAN + found % SPAN

@@ -17,7 +17,7 @@ from torch import Tensor
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
 from diptych_engine.models.layer import LayerWeights
 from diptych_engine.models.layer_calls import LayerCalls, matrices_of
-from diptych_engine.models.linear import Linear, refine_
+from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
@@ -291,7 +291,4 @@ class LlamaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         normed = self.normed(hidden)
-        logits = self._head.product(normed, normed.shape[0])
-        if self._head.packed is not None:
-            refine_(logits, normed, self._published_head)
-        return logits
+        return self._head.product(normed, normed.shape[0])
