@@ -6,7 +6,6 @@ values that are summed over, which processors multiply and add in one instructio
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -25,6 +24,7 @@ from diptych_kernels.native.vectors import (
     multiply_add,
     repeat,
     store,
+    target_has,
     zeros,
 )
 
@@ -131,7 +131,7 @@ def _halves(builder, levels):
 
 def _add_dots(builder, sums, levels, inputs, bits):
     """Add the product of two quads, of unsigned and of signed bytes, in each lane."""
-    if llvm.get_host_cpu_features().get("avx512vnni"):
+    if target_has("avx512vnni"):
         kind = ir.FunctionType(INTS, [INTS] * 3)
         add_dots = function(builder, "llvm.x86.avx512.vpdpbusd.512", kind)
         return builder.call(add_dots, [sums, builder.bitcast(levels, INTS), inputs])
