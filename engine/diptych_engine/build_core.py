@@ -81,6 +81,7 @@ def build_core(config: EngineConfig) -> EngineCore:
         max_loras=config.max_loras,
         enough_prompt_tokens=runner.enough_prompt_tokens,
     )
+    scheduler.stats.cpu_level, scheduler.stats.cpu_kernels_set_aside = runner.cpu_facts
     connector = None
     if config.kv_transfer is not None:
         connector = open_connector(

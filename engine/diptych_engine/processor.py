@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
+import subprocess
+import time
 from threading import Thread
 
 import torch
+
+from diptych_kernels.call_table import WIDTH
+from diptych_kernels.cpu_level import (
+    CpuLevel,
+    CpuLevelError,
+    cpu_level,
+    machine_level,
+    use_level,
+)
+from diptych_kernels.native.kernel import kernel_of, load
+from diptych_kernels.paged_attention.cpu import fills_vectors, number_of
+from diptych_kernels.trust import is_there, is_trusted
+from diptych_protocol import EngineConfig, InvalidRequestError
+
+log = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
@@ -27,48 +46,54 @@ def give_freed_memory_back() -> None:
         trim(0)
 
 
-def compile_kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    head_dim: int,
-    *,
-    packed: bool,
-) -> Thread:
-    """Begin to compile, or to load, the kernels that a model will call; join before its first step.
-
-    What goes wrong in the thread goes wrong again in that step, and is told there.
-    """
-    args = device, dtype, kv_dtype, head_dim, packed
-    thread = Thread(target=_compile, args=args, name="kernels", daemon=True)
-    thread.start()
-    return thread
+def choose_level(config: EngineConfig) -> CpuLevel:
+    """Of all kernels of this process. Raises `InvalidRequestError` if the machine has it not."""
+    try:
+        return use_level(config.cpu_level)
+    except CpuLevelError as exc:
+        raise InvalidRequestError(str(exc), param="cpu_level") from exc
 
 
-def _compile(
-    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, packed: bool
-) -> None:
-    if device.type == "cpu" and dtype is torch.float32:
-        from diptych_kernels import call_table
-        from diptych_kernels.cpu_features import has_matrix_unit
-        from diptych_kernels.native.kernel import load, openmp
-        from diptych_kernels.packed_product import cpu as packed_product
-        from diptych_kernels.paged_attention import cpu as paged_attention
-        from diptych_kernels.rms_norm import cpu as rms_norm
-        from diptych_kernels.rope_kv_write import cpu as rope_kv_write
-        from diptych_kernels.silu_mul import cpu as silu_mul
+class CpuKernels:
+    """The kernels that a model on a CPU will call. They are loaded, or compiled, beside other work
+    until `try_all`."""
 
-        if openmp() is not None:
-            kernels = [small.kernel() for small in (rms_norm, rope_kv_write, silu_mul)]
-            kernels.append(paged_attention.decode_kernel(head_dim, kv_dtype))
-            has_chunks = paged_attention.has_kernels(head_dim)
-            if has_chunks:
-                kernels.append(paged_attention.prefill_kernel(head_dim))
-            if packed:
-                kernels.append(call_table.run_calls())
-                kernels += [packed_product.decode_kernel(bits) for bits in (4, 8)]
-            if packed and has_matrix_unit():
-                kernels += [packed_product.chunk_kernel(bits) for bits in (4, 8)]
-                if has_chunks:
-                    kernels.append(paged_attention.chunk_kernel(head_dim))
-            load(kernels)
+    def __init__(self, kv_dtype: torch.dtype, head_dim: int, *, packed: bool) -> None:
+        self._names = [each for each in _wanted(kv_dtype, head_dim, packed) if is_there(each[0])]
+        self._thread = Thread(target=self._load, name="kernels", daemon=True)
+        self._thread.start()
+
+    def try_all(self) -> None:
+        """Hold each beside its reference; those that differ are put aside. Says so in the log."""
+        self._thread.join()
+        started = time.monotonic()
+        trusted = [is_trusted(name, number) for name, number in self._names]
+        log.info(
+            "CPU level %s, which this machine has%s; %d of %d kernels tried are right, in %.0f ms",
+            cpu_level().word,
+            "" if cpu_level() is machine_level() else f" up to {machine_level().word}",
+            sum(trusted),
+            len(trusted),
+            (time.monotonic() - started) * 1e3,
+        )
+
+    def _load(self) -> None:
+        # What goes wrong here goes wrong again when they are tried, one by one, and is told there.
+        with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):
+            load([kernel_of(name, number) for name, number in self._names])
+
+
+def _wanted(kv_dtype: torch.dtype, head_dim: int, packed: bool) -> list[tuple[str, int]]:
+    """Names and numbers, whether or not the level in use has them."""
+    number = number_of(head_dim)
+    wanted = [("rms_norm", 0), ("rope_kv_write", 0), ("silu_mul", 0), ("decode_attention", number)]
+    if fills_vectors(head_dim):
+        wanted.append(("prefill_attention", head_dim))
+        if kv_dtype is torch.bfloat16:
+            wanted.append(("bf16_decode_attention", number))
+        if packed:
+            wanted.append(("amx_attention", head_dim))
+    if packed:
+        wanted.append(("run_calls", WIDTH))
+        wanted += [(name, bits) for name in ("packed_product", "amx_product") for bits in (4, 8)]
+    return wanted

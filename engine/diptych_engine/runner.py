@@ -31,7 +31,12 @@ from diptych_engine.placement import (
     enough_prompt_tokens,
 )
 from diptych_engine.pooling import Pooler
-from diptych_engine.processor import compile_kernels, give_freed_memory_back, keep_freed_memory
+from diptych_engine.processor import (
+    CpuKernels,
+    choose_level,
+    give_freed_memory_back,
+    keep_freed_memory,
+)
 from diptych_engine.prompt_embeds import PromptEmbeds
 from diptych_engine.prompt_logprobs import PromptLogprobs
 from diptych_engine.request import (
@@ -48,8 +53,10 @@ from diptych_engine.weights.receiver import WeightReceiver
 from diptych_engine.worker_extension import extension_methods
 from diptych_frontend.model_source import ModelSource
 from diptych_frontend.processors import usable_processors
+from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.host_arrays import to_device
 from diptych_kernels.paged_attention import AttentionMetadata
+from diptych_kernels.trust import set_aside
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
 from diptych_protocol.threads import model_threads
 
@@ -86,18 +93,20 @@ class ModelRunner:
         engines = shard.size * config.data_parallel_size
         torch.set_num_threads(config.num_threads or model_threads(usable_processors(), engines))
         keep_freed_memory()
-        self._packs = config.weight_packing == "auto" and (
-            self._device.type == "cpu" and self._dtype is torch.float32
-        )
+        level = choose_level(config)
+        has_kernels = self._device.type == "cpu" and self._dtype is torch.float32
+        self._packs = config.weight_packing == "auto" and has_kernels and level > CpuLevel.NONE
         likely = choose_kv_dtype(config, self._device, self._dtype, packed=self._packs)
-        kernels = compile_kernels(
-            self._device, self._dtype, likely, source.config.head_dim, packed=self._packs
-        )
+        kernels: CpuKernels | None = None
+        if has_kernels:
+            kernels = CpuKernels(likely, source.config.head_dim, packed=self._packs)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
         self._source, self._seed = source, config.seed
+        if kernels is not None:
+            kernels.try_all()  # what cannot be multiplied must not be packed
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
@@ -142,7 +151,6 @@ class ModelRunner:
             "rank": lambda: shard.rank,
         }
         """What `collective_rpc` may name; names with an underscore are not for clients."""
-        kernels.join()
 
     @torch.inference_mode()
     def _load(self) -> None:
@@ -156,6 +164,11 @@ class ModelRunner:
     def dtype_name(self) -> str:
         """`float32` or `bfloat16`."""
         return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def cpu_facts(self) -> tuple[str, int]:
+        """The level of instructions in use, empty on a GPU, and how many kernels are put aside."""
+        return (cpu_level().word, len(set_aside())) if self._device.type == "cpu" else ("", 0)
 
     @property
     def kv_dtype_name(self) -> str:

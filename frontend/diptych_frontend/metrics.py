@@ -195,6 +195,8 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _Engine], ...] = (
     ("engine_sleep_level",
      "1: without KV cache, weights put aside; 2: without weights; 0: awake, or only paused.",
      lambda s: s.sleep_level),
+    ("cpu_kernels_set_aside", "Kernels that gave wrong results at start; torch computes instead.",
+     lambda s: s.cpu_kernels_set_aside),
 )  # fmt: skip
 
 _ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (
@@ -288,6 +290,7 @@ class EngineStatsCollector(Collector):
             yield self._gauge(name, meaning, {e: read(s) for e, s in snapshots.items()})
         for name, meaning, read in _ENGINE_COUNTERS:
             yield self._counter(name, meaning, {e: read(s) for e, s in snapshots.items()})
+        yield self._cpu_levels(snapshots)
         if not transfers:
             return
         for name, meaning, of in _TRANSFER_GAUGES:
@@ -345,6 +348,17 @@ class EngineStatsCollector(Collector):
             counts = stats.hand_off_counts or [0] * len(bounds)
             buckets = list(zip(bounds, accumulate(counts), strict=False))
             family.add_metric((self._model_name, engine), buckets, stats.seconds_receiving)
+        return family
+
+    def _cpu_levels(self, snapshots: Mapping[str, SchedulerStats]) -> Metric:
+        family = GaugeMetricFamily(
+            f"{PREFIX}cpu_level_info",
+            "Which of the processor's instructions kernels use: none, avx2, vnni or amx.",
+            labels=("model_name", "engine", "level"),
+        )
+        for engine, stats in snapshots.items():
+            if stats.cpu_level:
+                family.add_metric((self._model_name, engine, stats.cpu_level), 1.0)
         return family
 
     def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Metric:

@@ -7,13 +7,13 @@ to call it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_kernels.native.kernel import Call, Kernel
+from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 
 MAX_NUMBERS: Final = 20
 WIDTH: Final = 1 + MAX_NUMBERS
@@ -38,7 +38,7 @@ def run_all(table: NDArray[np.int64], threads: int) -> None:
     run_calls().run((rows.ctypes.data, rows.size // WIDTH), threads)
 
 
-@cache
+@remembered
 def run_calls() -> Kernel:
     """Loaded when it is first needed."""
-    return Kernel("run_calls", WIDTH)
+    return kernel_of("run_calls", WIDTH)

@@ -53,6 +53,14 @@ class Engine(SpecPart, frozen=True):
             "they are, which is several times faster; none: everything in dtype."
         ),
     ] = "auto"
+    cpu_level: Annotated[
+        Literal["auto", "none", "avx2", "vnni", "amx"],
+        Meta(
+            description="Which of a CPU's instructions kernels use, at most those that it has; "
+            "auto: the highest level of each node, or what DIPTYCH_CPU_LEVEL in its environment "
+            "says. none: no compiled kernel at all."
+        ),
+    ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Meta(

@@ -11,6 +11,7 @@ from diptych_protocol.errors import InvalidRequestError
 MAX_RANKS = 64
 """Of either kind of parallelism."""
 RANKS = f"between 1 and {MAX_RANKS}"
+CPU_LEVELS = ("auto", "none", "avx2", "vnni", "amx")
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -49,6 +50,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     weight_packing: str = "auto"
     """`auto`: on a CPU in float32, the 4- and 8-bit weights of a GGUF file are multiplied as they
     are, with activations rounded to 8 bits. `none`: everything in `dtype`."""
+    cpu_level: str = "auto"
+    """Which of the processor's instructions kernels use: `avx2`, `vnni`, `amx`, or `none` for no
+    compiled kernel at all. `auto`: what `$DIPTYCH_CPU_LEVEL` says, or the highest that there is. It
+    is one for a whole process."""
     kv_cache_dtype: str = "auto"
     """`auto`: `dtype`, but bfloat16 where weights are packed, whose products are rounded further
     than that. `float32` or `bfloat16`; models in bfloat16 and those on CUDA keep KV in `dtype`."""
@@ -137,6 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ("device", self.device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
             ("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
             ("weight_packing", self.weight_packing in ("auto", "none"), "auto or none"),
+            ("cpu_level", self.cpu_level in CPU_LEVELS, "auto, none, avx2, vnni or amx"),
             ("kv_cache_dtype", self.kv_cache_dtype in ("auto", "float32", "bfloat16"),
              "auto, float32 or bfloat16"),
             ("block_size", power_of_two and self.block_size <= 1024, "a power of two up to 1024"),

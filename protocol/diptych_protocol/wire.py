@@ -239,6 +239,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Requests that wait for the next piece of their prompt; they may hold blocks."""
     dummy_steps: int = 0
     """Steps for nobody, in company of other cores."""
+    cpu_level: str = ""
+    """Which of the processor's instructions kernels use; empty: the model runs on a GPU."""
+    cpu_kernels_set_aside: int = 0
+    """Kernels that differed from their references, which compute in their place."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -17,6 +17,7 @@ from torch import Tensor
 from diptych_kernels.native.decode_batch import PARTITION
 from diptych_kernels.paged_attention import AttentionMetadata, cpu, paged_attention, reference
 
+pytestmark = pytest.mark.usefixtures("compiled_level")
 both_caches = pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -68,9 +69,6 @@ def test_equals_dense_attention(
     batch.check(paged_attention, atol=1e-5 if kv_dtype is torch.float32 else 3e-2)
     batch.check(rounding, atol=3e-2)
     batch.check(reference.paged_attention)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "has_bfloat16_dots", lambda: False)
-        batch.check(paged_attention)
 
 
 def rounding(*args: Any) -> Tensor:

@@ -14,17 +14,23 @@ import pytest
 import torch
 
 from diptych_kernels.call_table import rows_of, run_all
+from diptych_kernels.cpu_level import CpuLevel, machine_level
 from diptych_kernels.native import object_files
 from diptych_kernels.native.kernel import Kernel, load
+from diptych_kernels.native.targets import OF_LEVEL, target_of
 from diptych_kernels.rms_norm import cpu as rms_norm
 
+LEVEL = machine_level()
+TARGET = OF_LEVEL[CpuLevel.AVX2]
+pytestmark = pytest.mark.skipif(LEVEL is CpuLevel.NONE, reason="nothing is compiled here")
 LOAD = """
 import sys
 from pathlib import Path
+from diptych_kernels.cpu_level import machine_level
 from diptych_kernels.native import object_files
 folder, *names = sys.argv[1:]
-object_files._places = lambda names: {name: [Path(folder) / name] for name in names}
-print(*map(len, object_files.object_files(names)))
+object_files._places = lambda names, level: {name: [Path(folder) / name] for name in names}
+print(*map(len, object_files.object_files(names, machine_level())))
 """
 
 
@@ -34,11 +40,11 @@ def compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]
     started: list[list[str]] = []
     compile_now = object_files._compile
 
-    def compile_and_note(names: list[str]) -> dict[str, bytes]:
+    def compile_and_note(names: list[str], level: CpuLevel) -> dict[str, bytes]:
         started.append(names)
-        return compile_now(names)
+        return compile_now(names, level)
 
-    def places(names: list[str]) -> dict[str, list[Path]]:
+    def places(names: list[str], level: CpuLevel) -> dict[str, list[Path]]:
         return {name: [tmp_path / name] for name in names}
 
     monkeypatch.setattr(object_files, "_compile", compile_and_note)
@@ -48,14 +54,14 @@ def compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]
 
 def test_what_is_missing_is_compiled_together_and_once(compilers: list[list[str]]) -> None:
     numbers = 3, 4, 5
-    load([Kernel("run_calls", 3)])
-    kernels = [Kernel("run_calls", number) for number in numbers]
+    load([Kernel("run_calls", 3, LEVEL)])
+    kernels = [Kernel("run_calls", number, LEVEL) for number in numbers]
     load(kernels)
     assert compilers == [["run_calls-3"], ["run_calls-4", "run_calls-5"]]
     before = [kernel.address for kernel in kernels]
     load(kernels)  # where the code is may stand in tables by now
     assert [kernel.address for kernel in kernels] == before
-    assert all(Kernel("run_calls", number).address for number in numbers)
+    assert all(Kernel("run_calls", number, LEVEL).address for number in numbers)
     assert len(compilers) == 2
 
 
@@ -65,17 +71,30 @@ def test_processes_that_start_at_once_have_the_same_kernels(tmp_path: Path) -> N
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     lengths = [start.communicate(timeout=300)[0].split() for start in starts]
     assert [start.returncode for start in starts] == [0, 0]
-    assert lengths == [[str((tmp_path / name).stat().st_size) for name in names]] * 2
+    sizes = [(tmp_path / name).stat().st_size - object_files.DIGEST_BYTES for name in names]
+    assert lengths == [[str(size) for size in sizes]] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_another_source_has_another_fingerprint(tmp_path: Path) -> None:
     source = tmp_path / "kernel.py"
     source.write_text("STEP = 4")
-    before = object_files._fingerprint(tmp_path)
-    assert object_files._fingerprint(tmp_path) == before
+    before = object_files._fingerprint(tmp_path, TARGET)
+    assert object_files._fingerprint(tmp_path, TARGET) == before
     source.write_text("STEP = 8")
-    assert object_files._fingerprint(tmp_path) != before
+    assert object_files._fingerprint(tmp_path, TARGET) != before
+
+
+def test_a_kernel_is_kept_for_its_target_and_not_for_its_machine() -> None:
+    """So that an image holds what any machine needs, and none gets what it cannot run."""
+    names = ["rms_norm-0", "packed_product-4", "bf16_decode_attention-64"]
+    files = {level: object_files._places(names, level) for level in OF_LEVEL}
+    every = [place.name for places in files.values() for [place, _] in places.values()]
+    assert len(set(every)) == len(every)
+    assert target_of("bf16_decode_attention", CpuLevel.VNNI).features.endswith("+avx512bf16")
+    assert "avx512bf16" not in target_of("packed_product", CpuLevel.VNNI).features
+    # No name of a processor that somebody has: those of the levels.
+    assert {target.cpu for target in OF_LEVEL.values()} == {"x86-64-v3", "x86-64-v4"}
 
 
 def test_a_file_is_left_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -87,9 +106,20 @@ def test_a_file_is_left_whole_or_not_at_all(tmp_path: Path) -> None:
         object_files._leave(b"compiled", tmp_path / "file" / "a.o")
 
 
+@pytest.mark.parametrize("kept", [slice(0, 0), slice(0, -1), slice(1, None)], ids=str)
+def test_a_damaged_file_is_not_taken(tmp_path: Path, kept: slice) -> None:
+    damaged, other = tmp_path / "damaged.o", tmp_path / "other.o"
+    object_files._leave(b"compiled", damaged)
+    assert object_files._find([damaged, other]) == b"compiled"
+    damaged.write_bytes(damaged.read_bytes()[kept])
+    assert object_files._find([damaged, other]) == b""
+    object_files._leave(b"compiled", other)
+    assert object_files._find([damaged, other]) == b"compiled"
+
+
 def test_what_does_not_compile_says_which_and_why() -> None:
     with pytest.raises(RuntimeError, match=r"no_such-0 does not compile: [^$]*ModuleNotFoundError"):
-        object_files._compile(["run_calls-3", "no_such-0", "run_calls-4"])
+        object_files._compile(["run_calls-3", "no_such-0", "run_calls-4"], LEVEL)
 
 
 def _seconds_of_processor(num_calls: int, seconds: list[float]) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +9,7 @@ from torch import Tensor
 from diptych_kernels.packed_product import cpu, packed_product, reference, to_tiles
 from diptych_kernels.packed_product.tiles import values_of
 
-OLDER_PROCESSOR = Path(__file__).parents[1] / "support" / "older_processor.py"
+pytestmark = pytest.mark.usefixtures("compiled_level")
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
 
@@ -125,11 +120,3 @@ def test_what_is_not_finite_shows_in_its_own_row_alone(bad: float, num_decodes: 
     out = product(x, random_tiles(32, 64, 4), num_decodes)
     assert not out[1].isfinite().any()
     assert out[[0, 2]].isfinite().all()
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86-64")
-@BITS
-def test_older_processors_get_the_same(bits: int) -> None:
-    command = [sys.executable, str(OLDER_PROCESSOR), str(bits)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert float(done.stdout) < 1e-5

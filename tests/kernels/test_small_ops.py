@@ -12,6 +12,7 @@ from diptych_kernels.rope import rotate_
 from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
 
+pytestmark = pytest.mark.usefixtures("level")
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 

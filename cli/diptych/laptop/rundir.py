@@ -29,6 +29,8 @@ class PodState(msgspec.Struct, frozen=True):
     restarts: int
     ports: dict[str, int]
     log: str
+    cpu: str = ""
+    """Of an engine that answers: which instructions its kernels use, and how many are put aside."""
 
 
 class RunState(msgspec.Struct, frozen=True):

@@ -19,12 +19,14 @@ from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
 from diptych_frontend.model_source import ModelConfig
 from diptych_kernels.call_table import WIDTH, rows_of, run_all
+from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.kernel import Call
 from diptych_kernels.packed_product import cpu as packed_product
 from diptych_kernels.paged_attention import cpu as paged_attention
 from diptych_kernels.rms_norm import cpu as rms_norm
 from diptych_kernels.rope_kv_write import cpu as rope_kv_write
 from diptych_kernels.silu_mul import cpu as silu_mul
+from diptych_kernels.trust import is_trusted
 
 CACHE = 2
 """Which number of a rotation and of attention is the address of keys and values."""
@@ -186,6 +188,14 @@ class LayerCalls:
             rotation,
             *paged_attention.calls(queries, kv_layer, inputs.attention, attended, may_round=True),
         ]
+
+
+@remembered
+def have_kernels(head_dim: int) -> bool:
+    """Whether there is a kernel for every call of a layer, and one that runs tables of them."""
+    small = ("rms_norm", 0), ("rope_kv_write", 0), ("silu_mul", 0), ("run_calls", WIDTH)
+    attends = paged_attention.has_decodes(head_dim) and paged_attention.has_kernels(head_dim)
+    return attends and packed_product.is_available() and all(is_trusted(*each) for each in small)
 
 
 def _places(numbers: Iterable[int | None]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

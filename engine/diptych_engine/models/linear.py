@@ -60,4 +60,3 @@ class Linear:
             sums.addmm_(x, self.weight)
         else:
             self.packed.add_product_(sums, x, num_decodes)
-

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
 from diptych_engine.models.layer import LayerWeights
-from diptych_engine.models.layer_calls import LayerCalls, matrices_of
+from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.rotary import rotation_table
@@ -24,7 +24,7 @@ from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_source import ModelConfig
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
-from diptych_kernels.paged_attention.cpu import has_kernels
+from diptych_kernels.paged_attention.cpu import fills_vectors
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
@@ -84,7 +84,7 @@ class LlamaModel:
             device.type == "cpu"
             and dtype is torch.float32
             and self._reduce is None
-            and has_kernels(config.head_dim)
+            and fills_vectors(config.head_dim)
         )
         self._calls: LayerCalls | None = None
 
@@ -214,7 +214,7 @@ class LlamaModel:
             return None
         tokens = len(inputs.token_ids)
         if self._calls is None or not self._calls.fit(tokens):
-            if None in matrices_of(self._layers):
+            if None in matrices_of(self._layers) or not have_kernels(self.config.head_dim):
                 return None
             room = 1 << (tokens - 1).bit_length()
             self._calls = LayerCalls(self._layers, self.config, room)

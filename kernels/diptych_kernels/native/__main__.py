@@ -1,34 +1,58 @@
-"""`python -m diptych_kernels.native`: every kernel for this processor, beside its source.
+"""`python -m diptych_kernels.native [--levels all]`: every kernel, beside its source.
 
 For images and other installations that nobody can write to: there, an engine would compile what
 it needs, for some seconds, each time that it starts. And for tests, whose first engines would all
-compile at once.
+compile at once. Without `--levels all` only for the levels that this machine has.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
 
 from diptych_kernels.call_table import WIDTH
-from diptych_kernels.cpu_features import has_bfloat16_dots, has_matrix_unit
+from diptych_kernels.cpu_level import CpuLevel, is_x86_64, machine_level
 from diptych_kernels.native.object_files import object_files
+from diptych_kernels.native.targets import lowest_level, needs_bfloat16_dots
 from diptych_kernels.paged_attention.cpu import COMMON_DIMS
 
 DIMS, BITS = sorted(COMMON_DIMS), (4, 8)
-kernels = [
+KERNELS = [
     *(("decode_attention", head_dim) for head_dim in (0, *DIMS)),
     *(("prefill_attention", head_dim) for head_dim in DIMS),
     *((name, 0) for name in ("rms_norm", "rope_kv_write", "silu_mul")),
     ("run_calls", WIDTH),
     *(("packed_product", bits) for bits in BITS),
+    *(("bf16_decode_attention", head_dim) for head_dim in (0, *DIMS)),
+    *(("amx_attention", head_dim) for head_dim in DIMS),
+    *(("amx_product", bits) for bits in BITS),
 ]
-if has_bfloat16_dots():
-    kernels += [("bf16_decode_attention", head_dim) for head_dim in (0, *DIMS)]
-if has_matrix_unit():
-    kernels += [("amx_attention", head_dim) for head_dim in DIMS]
-    kernels += [("amx_product", bits) for bits in BITS]
-names = [f"{module}-{number}" for module, number in kernels]
-processes = os.cpu_count() or 1
-with ThreadPoolExecutor(processes) as pool:
-    list(pool.map(object_files, [names[first::processes] for first in range(processes)]))
+
+
+def compile_all(highest: CpuLevel) -> None:
+    """For every level up to one, as many compilers at a time as there are processors."""
+    processes = os.cpu_count() or 1
+    work: list[tuple[list[str], CpuLevel]] = []
+    for level in CpuLevel:
+        if CpuLevel.NONE < level <= highest:
+            there = [(name, number) for name, number in KERNELS if lowest_level(name) <= level]
+            # A compiler has one target.
+            for needs in (False, True):
+                own = [f"{n}-{i}" for n, i in there if needs_bfloat16_dots(n) is needs]
+                work += [(own[first::processes], level) for first in range(processes)]
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(object_files, *zip(*work, strict=True)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m diptych_kernels.native")
+    parser.add_argument(
+        "--levels",
+        choices=("own", "all"),
+        default="own",
+        help="own: those that this machine has; all: for machines of every level",
+    )
+    everything = parser.parse_args().levels == "all" and is_x86_64(platform.machine())
+    compile_all(CpuLevel.AMX if everything else machine_level())

@@ -9,22 +9,16 @@ whoever else wants the processor go first.
 from __future__ import annotations
 
 import ctypes
-import platform
 from functools import cache
 
 import llvmlite.binding as llvm
 
 SPINS = 1000
 """Of some ten nanoseconds each: what threads that really run wait for each other."""
-PAUSES = {
-    "x86_64": ("@llvm.x86.sse2.pause()", "@llvm.x86.sse2.pause()"),
-    "aarch64": ("@llvm.aarch64.hint(i32 1)", "@llvm.aarch64.hint(i32)"),
-}
-"""How a processor is told that its thread only waits: called, and declared."""
 TEXT = """
 declare i32 @omp_get_num_threads()
 declare i32 @sched_yield()
-declare void {declared_pause}
+declare void @llvm.x86.sse2.pause()
 
 @arrived = internal global i64 0, align 64
 @round = internal global i64 0, align 64
@@ -55,7 +49,7 @@ again:
     br i1 %is_long, label %yield, label %spin
 
 spin:
-    call void {pause}
+    call void @llvm.x86.sse2.pause()  ; tells the processor that its thread only waits
     %more = add i64 %spins, 1
     br label %wait
 
@@ -77,8 +71,7 @@ def barrier() -> llvm.ExecutionEngine:
     """
     sched_yield = ctypes.CDLL(None).sched_yield
     llvm.add_symbol("sched_yield", ctypes.cast(sched_yield, ctypes.c_void_p).value)
-    pause, declared_pause = PAUSES[platform.machine()]
-    text = TEXT.format(spins=SPINS, pause=pause, declared_pause=declared_pause)
+    text = TEXT.format(spins=SPINS)
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
     engine.finalize_object()

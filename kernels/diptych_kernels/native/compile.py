@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 
 import llvmlite.binding as llvm
-from numba import cfunc, types
+from numba import cfunc, config, types
 
 from diptych_kernels.native.primitives import await_others, num_threads, thread_index
 
 
 def compile_kernel(name: str, number: int) -> bytes:
-    """`entry(number)` of a module beside this one, as an object file for this processor.
+    """`entry(number)` of a module beside this one, as an object file for the target that Numba has
+    from its environment, `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`.
 
     The function in it is called `kernel`.
     """
@@ -33,8 +34,8 @@ def compile_kernel(name: str, number: int) -> bytes:
     own_name = re.escape(compiled._wrapper_name)
     text = re.sub(rf'@"?{own_name}"?(?=\()', "@kernel", compiled.inspect_llvm())
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(),
-        features=llvm.get_host_cpu_features().flatten(),
+        cpu=config.CPU_NAME,
+        features=config.CPU_FEATURES,
         opt=3,
         codemodel="jitdefault",
         jit=True,

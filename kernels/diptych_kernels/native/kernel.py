@@ -18,6 +18,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import torch
 
+from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.native.barrier import barrier
 from diptych_kernels.native.object_files import object_files
 
@@ -30,6 +31,8 @@ NEVER_CALLED = (
 nothing and owns none. If it did, the process would be aborted."""
 RUNNING = threading.Lock()
 """Held by the kernel that runs: all of them wait at the same barrier."""
+LOADING = threading.Lock()
+"""Held by who loads kernels: nobody compiles what another compiles already."""
 
 
 @cache
@@ -49,14 +52,16 @@ def openmp() -> ctypes.CDLL | None:
 class Kernel:
     """A compiled function of one argument, the address of int64 numbers."""
 
-    def __init__(self, name: str, number: int) -> None:
-        """`entry(number)` of a module beside this one, which is loaded when it is first needed.
+    def __init__(self, name: str, number: int, level: CpuLevel) -> None:
+        """`entry(number)` of a module beside this one, compiled for a level, which is loaded when
+        it is first needed.
 
         Raises `RuntimeError` if torch brings no OpenMP library of GNU's.
         """
         library = openmp()
         if library is None:
             raise RuntimeError("torch has no libgomp beside it: there are no threads to run on")
+        self.name, self.number, self.level = name, number, level
         self.file = f"{name}-{number}"
         self.library = library
         self.linker: Any = None
@@ -77,14 +82,27 @@ class Kernel:
 
 
 def load(kernels: Sequence[Kernel]) -> None:
-    """Have kernels ready; those that no earlier process left are compiled together.
+    """Have kernels of one level ready; those that no earlier process left are compiled together.
 
     Raises `RuntimeError` if the compiler fails.
     """
-    waiting = [kernel for kernel in kernels if kernel.linker is None]
-    files = object_files([kernel.file for kernel in waiting])
-    for kernel, compiled in zip(waiting, files, strict=True):
-        kernel.linker = _linker(kernel.library, compiled)
+    with LOADING:
+        waiting = [kernel for kernel in kernels if kernel.linker is None]
+        if waiting:
+            files = object_files([kernel.file for kernel in waiting], waiting[0].level)
+            for kernel, compiled in zip(waiting, files, strict=True):
+                kernel.linker = _linker(kernel.library, compiled)
+
+
+def kernel_of(name: str, number: int) -> Kernel:
+    """The only one of its name and number at the level in use; not loaded yet."""
+    return _kernel(name, number, cpu_level())
+
+
+@cache
+def _kernel(name: str, number: int, level: CpuLevel) -> Kernel:
+    """Kept for good: tables hold addresses of kernels, whichever level is in use by now."""
+    return Kernel(name, number, level)
 
 
 Call = tuple[Kernel, tuple[int, ...]]

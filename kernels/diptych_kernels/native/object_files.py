@@ -13,49 +13,75 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import llvmlite.binding as llvm
+from diptych_kernels.cpu_level import CpuLevel
+from diptych_kernels.native.targets import Target, target_of
 
 log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 600.0
 """Of all that one process compiles: some half a minute on the machines that we know."""
+DIGEST_BYTES = hashlib.sha256().digest_size
+"""Of what follows in a file."""
 
 
-def object_files(names: Sequence[str]) -> list[bytes]:
-    """Of the kernels "MODULE-NUMBER", as an earlier process left them beside the sources or in the
-    user's cache directory; one process compiles the others, and they are left there.
+def object_files(names: Sequence[str], level: CpuLevel) -> list[bytes]:
+    """Of the kernels "MODULE-NUMBER" for a level, as an earlier process left them beside the
+    sources or in the user's cache directory; what is missing is compiled, and left there.
 
     Raises `RuntimeError` if the compiler fails.
     """
-    found = {name: _find(places) for name, places in _places(names).items()}
+    found = {name: _find(places) for name, places in _places(names, level).items()}
     missing = [name for name, compiled in found.items() if not compiled]
     if missing:
-        new = _compile(missing)
-        for name, places in _places(missing).items():
+        new = _compile(missing, level)
+        for name, places in _places(missing, level).items():
             _leave_anywhere(new[name], places)
         found |= new
     return [found[name] for name in names]
 
 
-def _places(names: Sequence[str]) -> dict[str, list[Path]]:
+def _places(names: Sequence[str], level: CpuLevel) -> dict[str, list[Path]]:
     sources = Path(__file__).parent
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folders = sources / "__pycache__", user_cache / "diptych" / "kernels"
-    fingerprint = _fingerprint(sources)
-    return {name: [folder / f"{name}-{fingerprint}.o" for folder in folders] for name in names}
+    targets = {name: target_of(name, level) for name in names}
+    digests = {target: _fingerprint(sources, target) for target in set(targets.values())}
+    return {
+        name: [folder / f"{name}-{level.word}-{digests[target]}.o" for folder in folders]
+        for name, target in targets.items()
+    }
 
 
 def _find(places: Sequence[Path]) -> bytes:
+    """Whole, or nothing: LLVM ends the process that gives it a damaged file."""
     for place in places:
         with contextlib.suppress(OSError):
-            return place.read_bytes()
+            found = place.read_bytes()
+            digest, compiled = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
+            if hashlib.sha256(compiled).digest() == digest:
+                return compiled
+            log.warning("%s is damaged", place)
     return b""
 
 
-def _compile(names: Sequence[str]) -> dict[str, bytes]:
+def _compile(names: Sequence[str], level: CpuLevel) -> dict[str, bytes]:
+    """A process for each target, of which Numba knows one at a time."""
+    log.info("compiling %s for %s", ", ".join(names), level.word)
+    compiled: dict[str, bytes] = {}
+    for target in dict.fromkeys(target_of(name, level) for name in names):
+        own = [name for name in names if target_of(name, level) == target]
+        compiled |= _compile_for(target, own)
+    return compiled
+
+
+def _compile_for(target: Target, names: Sequence[str]) -> dict[str, bytes]:
     """Together: what they share, Numba above all, is loaded once."""
-    log.info("compiling %s for %s", ", ".join(names), llvm.get_host_cpu_name())
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "NUMBA_CPU_NAME": target.cpu,
+        "NUMBA_CPU_FEATURES": target.features,
+    }
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "diptych_kernels.native.compile", folder, *names]
         done = subprocess.run(
@@ -82,15 +108,14 @@ def _leave(compiled: bytes, place: Path) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=place.parent)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o644)  # an image is built by one user and used by another
-        file.write(compiled)
+        file.write(hashlib.sha256(compiled).digest() + compiled)
     Path(temporary).rename(place)
 
 
-def _fingerprint(sources: Path) -> str:
-    """Of all that a compiled kernel depends on: the sources, the compiler, the processor."""
+def _fingerprint(sources: Path, target: Target) -> str:
+    """Of all that a compiled kernel depends on: the sources, the compiler, what it compiles for."""
     digest = hashlib.sha256()
     for path in sorted(sources.glob("*.py")):
         digest.update(path.read_bytes())
-    features = llvm.get_host_cpu_features().flatten()
-    digest.update(f"{version('numba')} {llvm.get_host_cpu_name()} {features}".encode())
+    digest.update(f"{version('numba')} {version('llvmlite')} {target}".encode())
     return digest.hexdigest()[:16]

@@ -6,7 +6,6 @@ that are summed over, in 16 bits each, which processors multiply and add in one 
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -24,6 +23,7 @@ from diptych_kernels.native.vectors import (
     multiply_add,
     repeat,
     store,
+    target_has,
     zeros,
 )
 
@@ -43,12 +43,9 @@ def group_bytes(bits):
     return LANES * (QUADS * QUAD * bits // 8 + 2 * HALF)
 
 
-def has_word_dots():
-    """Whether one instruction adds products of pairs of words to sums (AVX-512 VNNI)."""
-    return bool(llvm.get_host_cpu_features().get("avx512vnni"))
-
-
-WIDTH = LANES if has_word_dots() else LANES // 2
+HAS_WORD_DOTS = target_has("avx512vnni")
+"""Whether one instruction adds products of pairs of words to sums."""
+WIDTH = LANES if HAS_WORD_DOTS else LANES // 2
 """Columns of a vector: a register of 512 bits, or of AVX2's 256."""
 FEW_ROWS = 2
 INTS, FLOATS = ir.VectorType(INT32, WIDTH), ir.VectorType(FLOAT32, WIDTH)
@@ -157,7 +154,7 @@ def _word(number):
 
 def _add_dots(builder, sums, levels, inputs):
     """Add the product of two pairs of words in each lane."""
-    if WIDTH == LANES:
+    if HAS_WORD_DOTS:
         kind = ir.FunctionType(INTS, [INTS] * 3)
         add_dots = function(builder, "llvm.x86.avx512.vpdpwssd.512", kind)
         return builder.call(add_dots, [sums, builder.bitcast(levels, INTS), inputs])

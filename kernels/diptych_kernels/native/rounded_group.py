@@ -41,9 +41,7 @@ def round_group(context, source, target, factors):
             store(builder, words, target, index * LANES * WORD)
         scale = builder.fmul(largest, FLOAT32(1 / LEVELS))
         scale = builder.fadd(scale, _nothing(builder, halves))
-        add_up = function(
-            builder, "llvm.vector.reduce.add.v16i32", ir.FunctionType(INT32, [INTS])
-        )
+        add_up = function(builder, "llvm.vector.reduce.add.v16i32", ir.FunctionType(INT32, [INTS]))
         total = builder.sitofp(builder.call(add_up, [builder.add(*levels)]), FLOAT32)
         store(builder, scale, factors)
         store(builder, builder.fmul(scale, total), factors, FLOAT)
@@ -57,9 +55,7 @@ def _largest(builder, halves):
     absolute = function(builder, "llvm.fabs.v16f32", ir.FunctionType(FLOATS, [FLOATS]))
     larger = function(builder, "llvm.maxnum.v16f32", ir.FunctionType(FLOATS, [FLOATS] * 2))
     both = builder.call(larger, [builder.call(absolute, [half]) for half in halves], ("nnan",))
-    reduce = function(
-        builder, "llvm.vector.reduce.fmax.v16f32", ir.FunctionType(FLOAT32, [FLOATS])
-    )
+    reduce = function(builder, "llvm.vector.reduce.fmax.v16f32", ir.FunctionType(FLOAT32, [FLOATS]))
     return builder.call(reduce, [both], fastmath=("nnan",))
 
 

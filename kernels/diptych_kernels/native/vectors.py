@@ -6,12 +6,17 @@ Numba has no such vectors, and decides by itself what to keep where.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.extending import intrinsic
 
 LANES = 16
 INT16, INT32, INT64, FLOAT32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT32, LANES)
+
+
+def target_has(feature):
+    """Whether the processor that is compiled for has it; by LLVM's name."""
+    return f"+{feature}" in config.CPU_FEATURES.split(",")
 
 
 def repeat(builder, count, values, body):

@@ -6,15 +6,13 @@ processor's matrix unit in bfloat16 if it has one: it does four times as much at
 
 from __future__ import annotations
 
-from functools import cache
-
-import llvmlite.binding as llvm
 import torch
 from torch import Tensor
 
-from diptych_kernels.cpu_features import has_matrix_unit
-from diptych_kernels.native.kernel import Call, Kernel, openmp
+from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.packed_product.tiles import GROUP, TILE_ROWS, group_bytes
+from diptych_kernels.trust import is_trusted
 
 FLOAT, BFLOAT, WORD = 4, 2, 2
 """Bytes."""
@@ -27,10 +25,16 @@ CONFIGURATION_BYTES = 64
 BITS_OF = {group_bytes(bits): bits for bits in (4, 8)}
 
 
-@cache
+@remembered
 def is_available() -> bool:
-    """It is written for x86-64 with AVX2 or AVX-512 VNNI."""
-    return openmp() is not None and bool(llvm.get_host_cpu_features().get("avx2"))
+    """Whether the level in use has it, and all that it consists of is right."""
+    return all(is_trusted("packed_product", bits) for bits in BITS_OF.values())
+
+
+@remembered
+def has_matrix_unit() -> bool:
+    """Whether chunks of prompts go through the matrix unit."""
+    return all(is_trusted("amx_product", bits) for bits in BITS_OF.values())
 
 
 def integer_rows(num_decodes: int, rows: int) -> int:
@@ -108,13 +112,13 @@ def _rounded_bytes(rows: int, columns: int) -> int:
     return -(-rows // TILE_ROWS) * TILE_ROWS * columns * BFLOAT
 
 
-@cache
+@remembered
 def decode_kernel(bits: int) -> Kernel:
     """For levels of so many bits; loaded when it is first needed."""
-    return Kernel("packed_product", bits)
+    return kernel_of("packed_product", bits)
 
 
-@cache
+@remembered
 def chunk_kernel(bits: int) -> Kernel:
     """As `decode_kernel`."""
-    return Kernel("amx_product", bits)
+    return kernel_of("amx_product", bits)

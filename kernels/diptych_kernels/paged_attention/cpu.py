@@ -14,17 +14,16 @@ bfloat16 for models that round their activations anyway.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from diptych_kernels.cpu_features import has_bfloat16_dots, has_matrix_unit
-from diptych_kernels.native.kernel import Call, Kernel
+from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
+from diptych_kernels.trust import is_trusted
 
 FLOAT = 4
 """Bytes."""
@@ -37,11 +36,12 @@ COMMON_DIMS = frozenset({64, 128})
 
 
 def fits(queries: Tensor, kv_layer: Tensor) -> bool:
-    """Whether the kernel knows these types and this layout."""
+    """Whether there is a kernel, which knows these types and this layout."""
     return (
         queries.dtype is torch.float32
         and queries.stride()[1:] == (queries.shape[2], 1)
         and is_known(kv_layer)
+        and has_decodes(queries.shape[2])
     )
 
 
@@ -63,9 +63,26 @@ def paged_attention(
     return attended
 
 
+@remembered
+def has_decodes(head_dim: int) -> bool:
+    """Whether decodes have a kernel, without which none is used."""
+    return is_trusted("decode_attention", number_of(head_dim))
+
+
+@remembered
 def has_kernels(head_dim: int) -> bool:
-    """Whether chunks of prompts have a kernel too: other sizes of heads fill no vectors."""
+    """Whether chunks of prompts have a kernel too."""
+    return fills_vectors(head_dim) and is_trusted("prefill_attention", head_dim)
+
+
+def fills_vectors(head_dim: int) -> bool:
+    """Whether heads have a size that all kernels but the first take."""
     return head_dim % WIDTH == 0
+
+
+def number_of(head_dim: int) -> int:
+    """Which of the kernels for decodes takes heads of this size; 0 takes any."""
+    return head_dim if head_dim in COMMON_DIMS else 0
 
 
 def calls(
@@ -83,19 +100,27 @@ def calls(
     found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
     if metadata.num_decodes < len(metadata.context_lens):
         head_dim = queries.shape[2]
-        in_tiles = may_round and has_matrix_unit()
+        in_tiles = may_round and is_trusted("amx_attention", head_dim)
         kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
         for own in metadata.chunk_numbers:
-            found.append((kernel, _chunk_numbers(queries, kv_layer, own, attended)))
+            found.append((kernel, chunk_numbers(queries, kv_layer, own, attended)))
     return found
 
 
 def _decode_call(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
 ) -> Call:
+    numbers = decode_numbers(queries, kv_layer, metadata, attended)
+    return decode_kernel(queries.shape[2], kv_layer.dtype), numbers
+
+
+def decode_numbers(
+    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+) -> tuple[int, ...]:
+    """Of a call of either kernel for all decodes of a step."""
     _, heads, head_dim = queries.shape
     threads = torch.get_num_threads()
-    numbers = (
+    return (
         queries.data_ptr(),
         queries.stride(0) * FLOAT,
         kv_layer.data_ptr(),
@@ -104,12 +129,12 @@ def _decode_call(
         kv_layer.itemsize,
         *metadata.decode_batch.numbers(heads, kv_layer.shape[3], head_dim, threads),
     )
-    return decode_kernel(head_dim, kv_layer.dtype), numbers
 
 
-def _chunk_numbers(
+def chunk_numbers(
     queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
 ) -> tuple[int, ...]:
+    """Of a call of either kernel for chunks."""
     _, heads, head_dim = queries.shape
     threads, first = torch.get_num_threads(), own.rows.start
     return (
@@ -123,25 +148,22 @@ def _chunk_numbers(
     )
 
 
+@remembered
 def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
     """Loaded when it is first needed."""
-    in_pairs = kv_dtype is torch.bfloat16 and head_dim % WIDTH == 0 and has_bfloat16_dots()
-    name = "bf16_decode_attention" if in_pairs else "decode_attention"
-    return _compiled(name, head_dim if head_dim in COMMON_DIMS else 0)
+    number = number_of(head_dim)
+    may_pair = kv_dtype is torch.bfloat16 and fills_vectors(head_dim)
+    in_pairs = may_pair and is_trusted("bf16_decode_attention", number)
+    return kernel_of("bf16_decode_attention" if in_pairs else "decode_attention", number)
 
 
-@cache
+@remembered
 def prefill_kernel(head_dim: int) -> Kernel:
     """For heads whose size is a multiple of `WIDTH`."""
-    return Kernel("prefill_attention", head_dim)
+    return kernel_of("prefill_attention", head_dim)
 
 
-@cache
+@remembered
 def chunk_kernel(head_dim: int) -> Kernel:
     """The same by the matrix unit."""
-    return Kernel("amx_attention", head_dim)
-
-
-@cache
-def _compiled(name: str, number: int) -> Kernel:
-    return Kernel(name, number)
+    return kernel_of("amx_attention", head_dim)

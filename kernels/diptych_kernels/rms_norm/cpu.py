@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Call, Kernel, bits_of, openmp
+from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
+from diptych_kernels.trust import is_trusted
 
 FLOAT = 4
 """Bytes."""
@@ -18,8 +18,10 @@ MIN_ROWS_TO_SHARE = 16
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the kernel knows this type and layout."""
-    return x.dtype is torch.float32 and x.dim() == 2 and x.stride(1) == 1 and openmp() is not None
+    """Whether there is a kernel, which knows this type and layout."""
+    return (
+        x.dtype is torch.float32 and x.dim() == 2 and x.stride(1) == 1 and is_trusted("rms_norm", 0)
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,7 +40,7 @@ def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
     return kernel(), numbers
 
 
-@cache
+@remembered
 def kernel() -> Kernel:
     """Loaded when it is first needed."""
-    return Kernel("rms_norm", 0)
+    return kernel_of("rms_norm", 0)

@@ -3,13 +3,13 @@ and more, each too small to pay."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Call, Kernel, bits_of
+from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.native.layout import is_known
+from diptych_kernels.trust import is_trusted
 
 CACHE, BIAS, QUERY_NORM, KEY_NORM = 2, 5, 6, 7
 """Which of a call's numbers are addresses of what each layer has for itself."""
@@ -19,8 +19,13 @@ MIN_TOKENS_TO_SHARE = 16
 
 
 def fits(heads: Tensor, kv_layer: Tensor) -> bool:
-    """Whether the kernel knows these types and this layout."""
-    return heads.dtype is torch.float32 and heads.is_contiguous() and is_known(kv_layer)
+    """Whether there is a kernel, which knows these types and this layout."""
+    return (
+        heads.dtype is torch.float32
+        and heads.is_contiguous()
+        and is_known(kv_layer)
+        and is_trusted("rope_kv_write", 0)
+    )
 
 
 def rope_kv_write(
@@ -75,7 +80,7 @@ def call(
     return kernel(), numbers
 
 
-@cache
+@remembered
 def kernel() -> Kernel:
     """Loaded when it is first needed."""
-    return Kernel("rope_kv_write", 0)
+    return kernel_of("rope_kv_write", 0)

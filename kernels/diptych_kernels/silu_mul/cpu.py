@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.kernel import Call, Kernel, openmp
+from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.kernel import Call, Kernel, kernel_of
+from diptych_kernels.trust import is_trusted
 
 ROWS = 2
 """Which of a call's numbers it is."""
@@ -16,8 +16,8 @@ MIN_ROWS_TO_SHARE = 8
 
 
 def fits(gate_up: Tensor) -> bool:
-    """Whether the kernel knows this type and layout."""
-    return gate_up.dtype is torch.float32 and gate_up.is_contiguous() and openmp() is not None
+    """Whether there is a kernel, which knows this type and layout."""
+    return gate_up.dtype is torch.float32 and gate_up.is_contiguous() and is_trusted("silu_mul", 0)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def call(gate_up: Tensor, out: Tensor) -> Call:
     return kernel(), (gate_up.data_ptr(), out.data_ptr(), *out.shape)
 
 
-@cache
+@remembered
 def kernel() -> Kernel:
     """Loaded when it is first needed."""
-    return Kernel("silu_mul", 0)
+    return kernel_of("silu_mul", 0)

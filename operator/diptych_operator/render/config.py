@@ -49,6 +49,7 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
         device=engine.device,
         dtype=engine.dtype,
         weight_packing=engine.weight_packing,
+        cpu_level=engine.cpu_level,
         kv_cache_dtype=engine.kv_cache_dtype,
         block_size=engine.block_size,
         kv_cache_bytes=int(_amount(engine.kv_cache_memory)),

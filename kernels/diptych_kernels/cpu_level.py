@@ -1,0 +1,171 @@
+"""Which of a processor's instructions kernels may use: one level for the whole process.
+
+A level is a set of instructions that processors have together, so that a kernel is compiled once
+for each level, on whatever machine, and not anew for each model of processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final, TypeVar
+
+import llvmlite.binding as llvm
+
+VARIABLE: Final = "DIPTYCH_CPU_LEVEL"
+AUTO: Final = "auto"
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
+"""From Linux's headers: a system call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA."""
+
+
+class CpuLevel(enum.IntEnum):
+    """Each has what those before it have."""
+
+    NONE = 0
+    """No compiled kernel at all: torch computes everything. ARM, and x86-64 before 2013."""
+    AVX2 = 1
+    """x86-64-v3."""
+    VNNI = 2
+    """x86-64-v4, and AVX512-VNNI."""
+    AMX = 3
+    """The matrix unit for bfloat16."""
+
+    @property
+    def word(self) -> str:
+        """As options and logs have it."""
+        return self.name.lower()
+
+
+WORDS: Final = (AUTO, *(level.word for level in CpuLevel))
+NEEDED: Final = {
+    CpuLevel.AVX2: {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "popcnt"},
+    CpuLevel.VNNI: {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"},
+    CpuLevel.AMX: {"avx512bf16", "amx-tile", "amx-bf16"},
+}
+"""LLVM's names of all that a compiler may use at a level, beside those of the levels before."""
+
+
+class CpuLevelError(ValueError):
+    """There is no such level, or this machine has not got it."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_forget: Final[list[Callable[[], None]]] = []
+_chosen: CpuLevel | None = None
+
+
+def remembered(function: Function) -> Function:
+    """As `functools.cache`, until another level is in use."""
+    cached = cache(function)
+    forgotten(cached.cache_clear)
+    return cached  # type: ignore[return-value]
+
+
+def forgotten(clear: Callable[[], None]) -> None:
+    """What this clears is known of one level only."""
+    _forget.append(clear)
+
+
+def forget() -> None:
+    """Nothing is known any more of the level in use."""
+    for clear in _forget:
+        clear()
+
+
+def is_x86_64(machine: str) -> bool:
+    """Of what `platform.machine()` says. No other processor has a level above none."""
+    return machine in ("x86_64", "AMD64")
+
+
+def level_of(machine: str, features: Mapping[str, bool], *, may_use_tiles: bool) -> CpuLevel:
+    """The highest level of a processor.
+
+    machine: as `platform.machine()` says. features: by LLVM's names. may_use_tiles: whether the
+    operating system lets this process use the matrix unit.
+    """
+    level = CpuLevel.NONE
+    if is_x86_64(machine):
+        for higher, needed in NEEDED.items():
+            if not all(features.get(name) for name in needed):
+                break
+            if higher is CpuLevel.AMX and not may_use_tiles:
+                break
+            level = higher
+    return level
+
+
+@cache
+def machine_level() -> CpuLevel:
+    """The highest that this machine has."""
+    features = llvm.get_host_cpu_features()
+    return level_of(platform.machine(), features, may_use_tiles=_may_use_tiles())
+
+
+def chosen_level(word: str, name: str, has: CpuLevel) -> CpuLevel:
+    """The level that a word asks for, of a machine that has levels up to `has`.
+
+    Raises `CpuLevelError`, which calls the word's owner `name`.
+    """
+    if word not in WORDS:
+        raise CpuLevelError(f"{name} must be {', '.join(WORDS[:-1])} or {WORDS[-1]}, not {word!r}")
+    wanted = has if word == AUTO else CpuLevel[word.upper()]
+    if wanted > has:
+        only = "no level but none" if has is CpuLevel.NONE else f"only {has.word}"
+        raise CpuLevelError(f"{name} is {word}, but this machine has {only}: leave it {AUTO}")
+    return wanted
+
+
+def use_level(word: str = AUTO, name: str = "cpu_level") -> CpuLevel:
+    """From now on the whole process uses this level; returns it.
+
+    `auto` is the level that is in use already, else what `$DIPTYCH_CPU_LEVEL` says, else the
+    highest that the machine has. Raises `CpuLevelError`, as `chosen_level`.
+    """
+    if word != AUTO:
+        _use(chosen_level(word, name, machine_level()))
+    elif _chosen is None:
+        _use(chosen_level(os.environ.get(VARIABLE) or AUTO, VARIABLE, machine_level()))
+    return cpu_level()
+
+
+def cpu_level() -> CpuLevel:
+    """The level in use. Raises `CpuLevelError` if it is chosen only now, and cannot be."""
+    return use_level() if _chosen is None else _chosen
+
+
+@contextmanager
+def forced(level: CpuLevel) -> Iterator[None]:
+    """Another level for a while, and what was put aside is tried again: for tests."""
+    before = _chosen
+    _use(chosen_level(level.word, "level", machine_level()))
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+@cache
+def machine_has_bfloat16_dots() -> bool:
+    """Whether an instruction multiplies pairs of bfloat16 numbers (AVX512-BF16)."""
+    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+
+
+def _use(level: CpuLevel | None) -> None:
+    global _chosen
+    if level is not _chosen:
+        _chosen = level
+        forget()
+
+
+def _may_use_tiles() -> bool:
+    """Linux asks to be asked."""
+    if sys.platform != "linux" or not is_x86_64(platform.machine()):
+        return False
+    refused = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA)
+    return bool(refused == 0)

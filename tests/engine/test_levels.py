@@ -1,0 +1,88 @@
+"""Models, and the demo's question, at every level of instructions that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_kit import core_request, make_core, run
+
+from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
+from diptych_protocol import InvalidRequestError
+
+TEXT = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def source(smollm2: str) -> ModelSource:
+    return resolve_model(smollm2)
+
+
+@pytest.fixture(scope="module")
+def token_ids(source: ModelSource) -> list[int]:
+    tokenizer = source.load_tokenizer()
+    assert tokenizer is not None
+    return tokenizer.encode(TEXT.read_text())[:100]
+
+
+@pytest.fixture(scope="module")
+def exact(source: ModelSource, token_ids: list[int], lone_sequence: Callable[..., Any]) -> Any:
+    with forced(CpuLevel.NONE):
+        return lone_sequence(source, 112).logits_in_chunks(token_ids, [97, 1, 1, 1])
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["float32", "packed"])
+def test_a_model_gives_the_same_logits(
+    level: CpuLevel,
+    source: ModelSource,
+    token_ids: list[int],
+    exact: torch.Tensor,
+    lone_sequence: Callable[..., Any],
+    packs: bool,
+) -> None:
+    """Chunks and decodes, in torch alone and by the kernels of each level; where weights are packed
+    or would be, keys and values are rounded."""
+    sequence = lone_sequence(source, 112, packs=packs)
+    packed = [packable.linear.packed is not None for packable in sequence.model.packables]
+    assert set(packed) == {packs and level > CpuLevel.NONE}
+    logits = sequence.logits_in_chunks(token_ids, [97, 1, 1, 1])
+    distance = float((logits - exact).norm() / exact.norm())
+    assert distance < (0.05 if packs else 1e-4)
+
+
+def test_the_demo_question_is_answered(level: CpuLevel, smollm2: str, source: ModelSource) -> None:
+    tokenizer = source.load_tokenizer()
+    assert tokenizer is not None
+    prompt = tokenizer.encode(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    core = make_core(smollm2, weight_packing="auto", max_model_len=128, cpu_level=level.word)
+    try:
+        outputs = run(core, core_request("a", prompt, max_tokens=7))["a"]
+        assert core.stats().cpu_level == level.word
+    finally:
+        core.close()
+    answer = tokenizer.decode([token for each in outputs for token in each.new_token_ids])
+    assert answer.startswith("The capital of Japan is Tokyo")
+
+
+@pytest.mark.skipif(machine_level() is CpuLevel.AMX, reason="this machine has all levels")
+def test_a_level_that_the_machine_has_not_is_refused() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"cpu_level is amx, but this machine has"
+    ) as told:
+        make_core(cpu_level="amx")
+    assert told.value.param == "cpu_level"
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(
+        InvalidRequestError, match="cpu_level must be auto, none, avx2, vnni or amx"
+    ):
+        make_core(cpu_level="sse2")
