@@ -118,8 +118,8 @@ def test_without_a_right_product_nothing_is_packed_and_the_engine_answers(
     plant: Plant, tmp_path: Path, smollm2: str
 ) -> None:
     wrong = compiled_with(
-        ("scale * np.float32(total)", "scale * np.float32(total + 1)"),
-        "packed_product.py", "packed_product-4", tmp_path,
+        ("FLOAT32(1 / LEVELS)", "FLOAT32(2 / LEVELS)"),
+        "rounded_group.py", "packed_product-4", tmp_path,
     )  # fmt: skip
     plant({"packed_product-4": wrong})
     core = make_core(smollm2, weight_packing="auto", max_model_len=64)

@@ -1,0 +1,106 @@
+"""Packed weights answer as float32 does: chat prompts, at every level, and under small changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_kernels.cpu_level import CpuLevel, forced
+
+CHATS = Path(__file__).parents[2] / "benchmarks" / "data" / "chats.txt"
+EACH = 25
+"""One of so many chats is asked."""
+MAX_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def source(smollm2: str) -> ModelSource:
+    return resolve_model(smollm2)
+
+
+@pytest.fixture(scope="module")
+def chats(source: ModelSource) -> list[list[int]]:
+    tokenizer = source.load_tokenizer()
+    assert tokenizer is not None
+    return [
+        tokenizer.encode(
+            tokenizer.render_chat([{"role": "user", "content": question}]),
+            add_special_tokens=False,
+        )
+        for question in CHATS.read_text().splitlines()[::EACH]
+    ]
+
+
+@pytest.fixture(scope="module")
+def exact(
+    source: ModelSource, chats: list[list[int]], lone_sequence: Callable[..., Any]
+) -> list[Tensor]:
+    """[tokens, vocabulary] logits of each chat in float32."""
+    with forced(CpuLevel.NONE):
+        sequence = lone_sequence(source, MAX_TOKENS)
+        return [sequence.logits(chat) for chat in chats]
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def divergence(actual: Tensor, expected: Tensor) -> float:
+    """The mean Kullback-Leibler divergence of logits [tokens, vocabulary]."""
+    actual, expected = (logits.log_softmax(-1) for logits in (actual, expected))
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("last", [0, 4], ids=["prompt", "generated"])
+def test_chats_keep_the_logits_of_float32(
+    compiled_level: CpuLevel,
+    source: ModelSource,
+    chats: list[list[int]],
+    exact: list[Tensor],
+    lone_sequence: Callable[..., Any],
+    last: int,
+) -> None:
+    """Of all rows, and of the last ones, from which the first tokens come; as a prompt, and with
+    the last tokens computed as if they had been generated."""
+    sequence = lone_sequence(source, MAX_TOKENS, packs=True)
+    actual = [
+        sequence.logits_in_chunks(chat, [len(chat) - last] + [1] * last) for chat in chats
+    ]
+    ours, float32 = torch.cat(actual), torch.cat(exact)
+    assert distance(ours, float32) < 0.02
+    assert divergence(ours, float32) < 5e-4
+    ours, float32 = (torch.stack([rows[-1] for rows in each]) for each in (actual, exact))
+    assert distance(ours, float32) < 0.02
+    assert divergence(ours, float32) < 5e-4
+    margins = float32.topk(2).values
+    clear = margins[:, 0] - margins[:, 1] > 0.1
+    assert clear.sum() >= len(chats) // 2
+    assert torch.equal(ours.argmax(-1)[clear], float32.argmax(-1)[clear])
+
+
+def test_a_millionth_of_a_change_moves_no_choice(
+    compiled_level: CpuLevel,
+    source: ModelSource,
+    chats: list[list[int]],
+    lone_sequence: Callable[..., Any],
+) -> None:
+    """Rounding steps would make of it what they are large themselves: the margin between the two
+    likeliest first tokens hardly moves."""
+    sequence = lone_sequence(source, MAX_TOKENS, packs=True)
+    [embedding] = [x for name, x in sequence.model.named_parameters() if name == "embedding"]
+    kept = embedding.clone()
+    generator = torch.Generator().manual_seed(0)
+    margins = []
+    for _ in range(8):
+        noise = 1e-6 * torch.randn(kept.shape, generator=generator)
+        with torch.inference_mode():
+            embedding.copy_(kept * (1 + noise))
+        first, second = sequence.logits(chats[0])[-1].topk(2).values
+        margins.append(float(first - second))
+    assert torch.tensor(margins).std() < 0.05
