@@ -20,7 +20,6 @@ from diptych_engine.models.interface import GivenEmbeddings, StepInputs
 from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.packed import PackedMatrix
 from diptych_frontend.model_config import ModelConfig
-from diptych_kernels.packed_product import is_available
 from diptych_kernels.paged_attention import AttentionMetadata
 
 BLOCK_SIZE, BLOCKS_EACH, MAX_SEQUENCES = 4, 8, 6
@@ -44,7 +43,7 @@ FAMILIES = {
 }
 families = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor")
+pytestmark = pytest.mark.usefixtures("compiled_level")
 
 
 def packed_model(config: ModelConfig = CONFIG) -> LlamaModel:

@@ -26,6 +26,7 @@ from diptych_engine.models.low_rank import AdapterRows
 from diptych_engine.models.packed import PackedMatrix
 from diptych_engine.models.shard import Shard, Span
 from diptych_frontend.model_source import resolve_model
+from diptych_kernels.packed_product import is_available
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import InvalidRequestError, LoRARequest
 
@@ -51,6 +52,9 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected).norm() / expected.norm())
 
 
+needs_kernel = pytest.mark.skipif(not is_available(), reason="nothing is packed here")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf")
@@ -65,6 +69,7 @@ def test_values_are_those_of_the_file(kind: Kind) -> None:
 
 
 @KINDS
+@needs_kernel
 def test_packing_loses_nothing(kind: Kind) -> None:
     """Factors are float16 in the file, and times 8 and 128 they still are: also the largest and
     smallest."""
@@ -77,6 +82,7 @@ def test_packing_loses_nothing(kind: Kind) -> None:
 
 @KINDS
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])
+@needs_kernel
 def test_a_product_is_that_of_the_files_own_values(kind: Kind, rows: int) -> None:
     """Of several tensors below each other."""
     generator = torch.Generator().manual_seed(2)
@@ -86,6 +92,7 @@ def test_a_product_is_that_of_the_files_own_values(kind: Kind, rows: int) -> Non
     assert distance(packed(*parts).product(x, rows), x @ weight.t()) < ROUNDING
 
 
+@needs_kernel
 def test_a_row_gets_the_same_bits_in_any_company() -> None:
     generator = torch.Generator().manual_seed(3)
     matrix = packed(groups_of(torch.randn(320, 192, generator=generator), Kind.Q4_1))
@@ -96,6 +103,7 @@ def test_a_row_gets_the_same_bits_in_any_company() -> None:
         assert torch.equal(matrix.product(x[-size:], size), together[-size:])
 
 
+@needs_kernel
 def test_a_linear_adds_what_it_computes() -> None:
     generator = torch.Generator().manual_seed(4)
     groups = groups_of(torch.randn(64, 32, generator=generator), Kind.Q4_0)
@@ -182,6 +190,7 @@ def test_the_shares_of_ranks_add_up(model: str) -> None:
         ),
     ],
 )  # fmt: skip
+@needs_kernel
 def test_a_projection_is_packed_if_all_of_its_tensors_can_be(
     tmp_path: Path, kind_of: Callable[[str], Kind], plain: list[str]
 ) -> None:

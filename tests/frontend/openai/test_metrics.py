@@ -99,6 +99,16 @@ def test_the_hinge_of_each_engine_is_reported() -> None:
     assert found[("diptych:kv_cache_usage_perc", (("engine", "d"),))] == 0
 
 
+def test_engines_tell_which_instructions_they_use_and_what_is_wrong_with_them() -> None:
+    stats = SchedulerStats(cpu_level="avx2", cpu_kernels_set_aside=2)
+    snapshots = {"cpu": stats, "gpu": SchedulerStats()}
+    found = samples(ServerMetrics("m", lambda: snapshots).exposition("")[0].decode())
+    assert found[("diptych:cpu_level_info", (("engine", "cpu"), ("level", "avx2")))] == 1
+    assert not any(name == "diptych:cpu_level_info" and ("engine", "gpu") in x for name, x in found)
+    assert found[("diptych:cpu_kernels_set_aside", (("engine", "cpu"),))] == 2
+    assert found[("diptych:cpu_kernels_set_aside", (("engine", "gpu"),))] == 0
+
+
 def test_servers_do_not_share_a_registry() -> None:
     first, second = ServerMetrics("a"), ServerMetrics("a")
     first.count_end("stop")

@@ -1,0 +1,70 @@
+"""What `diptych status` says of the processors of a service's engines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from diptych.laptop.rundir import PodState, RunState
+from diptych.status import read_cpus, show, with_cpus
+from diptych_frontend.metrics import ServerMetrics
+from diptych_protocol import SchedulerStats
+
+STATS = {
+    "prefill/a-prefill-0": SchedulerStats(cpu_level="vnni"),
+    "decode/a-decode-0": SchedulerStats(cpu_level="avx2", cpu_kernels_set_aside=2),
+    "decode/a-decode-1": SchedulerStats(),
+}
+
+
+class Metrics(BaseHTTPRequestHandler):
+    """A router's /metrics."""
+
+    def do_GET(self) -> None:
+        body, _ = ServerMetrics("a", lambda: STATS).exposition("")
+        self.send_response(200 if self.path == "/metrics" else 404)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def router() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Metrics)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def state(url: str) -> RunState:
+    names = ["a-router-0", *(engine.rpartition("/")[2] for engine in STATS)]
+    pods = [PodState(name, "role", "ready", 1, 0, {"http": 1}, "/logs/x") for name in names]
+    return RunState("a", "a", url, True, 0.0, 1, 0.0, pods)
+
+
+def test_engines_are_shown_with_their_level_and_what_is_set_aside(router: str) -> None:
+    found = with_cpus(state(router))
+    assert [pod.cpu for pod in found.pods] == ["", "vnni", "avx2, 2 kernels set aside", ""]
+    text = StringIO()
+    show([found], Console(file=text, width=120))
+    assert "avx2, 2 kernels set aside" in text.getvalue()
+
+
+def test_a_service_that_does_not_answer_is_shown_without() -> None:
+    gone = state("http://127.0.0.1:1/v1")
+    assert with_cpus(gone) == gone
+
+
+def test_what_is_no_exposition_is_an_error() -> None:
+    with pytest.raises(ValueError, match="labels"):
+        read_cpus("{ nonsense")
