@@ -162,9 +162,9 @@ class ModelRunner:
         """Likewise, of keys and values in the cache."""
         return str(self._kv_dtype).removeprefix("torch.")
 
-    def kv_memory(self) -> list[NDArray[np.uint8]]:
-        """Each rank's own memory as bytes, [num_blocks, block_bytes]; on a CPU only."""
-        return [self.kv_cache.flatten(1).view(torch.uint8).numpy()]
+    def kv_memory(self) -> list[Tensor]:
+        """The KV of each rank, [num_blocks, ...]."""
+        return [self.kv_cache]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample where it says so.

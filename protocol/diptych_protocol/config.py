@@ -13,6 +13,7 @@ MAX_RANKS = 64
 RANKS = f"between 1 and {MAX_RANKS}"
 
 SchedulingPolicy = Literal["fcfs", "priority"]
+Staging = Literal["auto", "always"]
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -27,9 +28,13 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """How long prefilled blocks stay pinned without a sign of life from the decode engine."""
     load_timeout_s: float = 60.0
     """A decode engine gives a hand-off up after this long, a wait for staging left out."""
-    staging_bytes: int = 256 << 20
-    """Room for what comes in blocks of another size, or from another number of ranks, until it is
-    unpacked; further such hand-offs wait. A single one may take more."""
+    staging_bytes: int | None = None
+    """Room in host memory for what comes and cannot be received in its place, until it is unpacked,
+    and as much again for what is sent from a device; further such hand-offs wait. A single one may
+    take more. None: 256 MiB, or 2 GiB for KV on a device."""
+    staging: Staging = "auto"
+    """`auto`: blocks go through copies in host memory if KV is on a device, or comes from an engine
+    of another geometry. `always`: all blocks do, which is how a GPU's path runs on a CPU."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
