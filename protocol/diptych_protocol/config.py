@@ -61,7 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Tokens a KV block holds; a power of two."""
     num_blocks: int | None = None
     """KV blocks; None derives them from `kv_cache_bytes`."""
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = 1 << 30
+    """None: on a GPU what `gpu_memory_utilization` leaves, on a CPU 1 GiB."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's own limit."""
     max_num_seqs: int = 64
@@ -133,6 +134,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """After SIGTERM to the core itself, how long its requests may take to end; 0 aborts them."""
     profile_dir: str = ""
     """Where profiles are written; empty: none may be started."""
+    gpu_memory_utilization: float = 0.9
+    """How much of a GPU's memory may be in use when `kv_cache_bytes` is None: weights, KV and a
+    step's tensors together. Adapters that are loaded later are not counted."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
@@ -146,7 +150,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
              "auto, float32 or bfloat16"),
             ("block_size", power_of_two and self.block_size <= 1024, "a power of two up to 1024"),
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
-            ("kv_cache_bytes", self.kv_cache_bytes >= 1 << 20, "at least 1 MiB"),
+            ("kv_cache_bytes", self.kv_cache_bytes is None or self.kv_cache_bytes >= 1 << 20,
+             "at least 1 MiB"),
+            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1,
+             "above 0 and at most 1"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("max_num_seqs", 1 <= self.max_num_seqs <= 4096, "between 1 and 4096"),
             ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs,
