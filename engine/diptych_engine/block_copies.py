@@ -31,7 +31,9 @@ class BlockCopies:
         self._blocks = blocks
         self._shape = blocks.shape[1:]
         self.block_bytes = blocks[0].numel() * blocks.itemsize
-        self._stream = torch.cuda.Stream(blocks.device) if blocks.is_cuda else None
+        self._stream: torch.cuda.Stream | None = None
+        if blocks.is_cuda:
+            self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             size = min(len(blocks), max(1, WINDOW_BYTES // self.block_bytes))
             self._window = torch.empty((size, *self._shape), dtype=blocks.dtype, device=self.device)
