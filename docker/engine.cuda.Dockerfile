@@ -31,6 +31,10 @@ LABEL org.opencontainers.image.title="diptych-engine-cuda" \
       org.opencontainers.image.description="A prefill or decode engine on NVIDIA GPUs." \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
+# Triton compiles a C module against the node's libcuda before its first kernel: once for a cache.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 RUN groupadd --gid 10001 diptych \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin diptych
 ENV PATH=/opt/diptych/venv/bin:$PATH \
@@ -39,6 +43,7 @@ ENV PATH=/opt/diptych/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp \
     USER=diptych \
+    TRITON_CACHE_DIR=/tmp/.cache/triton \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build /opt/diptych/venv /opt/diptych/venv
 COPY --from=build /opt/diptych/models /opt/diptych/models

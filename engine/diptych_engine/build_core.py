@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 
+from diptych_engine.block_copies import for_the_hinge
 from diptych_engine.block_pool import BlockPool
 from diptych_engine.control.controls import Controls
 from diptych_engine.core import EngineCore
@@ -89,7 +90,7 @@ def build_core(config: EngineConfig) -> EngineCore:
             engine_id=description.engine_id,
             epoch=description.epoch,
             compat=description.compat,
-            kv_memory=runner.kv_memory(),
+            kv_memory=for_the_hinge(runner.kv_memory(), config.kv_transfer.staging),
             geometry={
                 "block_size": config.block_size,
                 "tensor_parallel_size": config.tensor_parallel_size,

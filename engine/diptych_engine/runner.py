@@ -16,6 +16,7 @@ from torch import Tensor
 from diptych_engine.batch_rows import BatchRows
 from diptych_engine.control.profiler import Profiler
 from diptych_engine.control.worker_memory import WorkerMemory
+from diptych_engine.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, load_weights
@@ -114,14 +115,10 @@ class ModelRunner:
         packed = any(each.linear.packed is not None for each in self.model.packables)
         self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, packed=packed)
         self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
-        self.num_blocks = (
-            num_blocks or config.num_blocks or config.kv_cache_bytes // self.block_bytes
-        )
-        if self.num_blocks < 2:
-            raise InvalidRequestError(
-                f"kv_cache_bytes must hold two blocks of {self.block_bytes} bytes",
-                param="kv_cache_bytes",
-            )
+        self.num_blocks = num_blocks or config.num_blocks or 0
+        if not self.num_blocks:
+            room = bytes_for_kv(config, local, self._device, self._dtype, shard.size)
+            self.num_blocks = blocks_in(room, self.block_bytes)
         num_bytes = self.num_blocks * self.block_bytes
         memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
         self.kv_cache = memory.tensor.view(-1, *block_shape(local, config.block_size))
@@ -175,9 +172,9 @@ class ModelRunner:
         """Likewise, of keys and values in the cache."""
         return str(self._kv_dtype).removeprefix("torch.")
 
-    def kv_memory(self) -> list[NDArray[np.uint8]]:
-        """Each rank's own memory as bytes, [num_blocks, block_bytes]; on a CPU only."""
-        return [self.kv_cache.flatten(1).view(torch.uint8).numpy()]
+    def kv_memory(self) -> list[Tensor]:
+        """The KV of each rank, [num_blocks, ...]."""
+        return [self.kv_cache]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample where it says so.

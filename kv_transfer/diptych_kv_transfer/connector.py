@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_kv_transfer.actions import LeaseEnded, LoadEnded
+from diptych_kv_transfer.device_memory import DeviceMemory
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
 from diptych_kv_transfer.layout import Layout
@@ -22,6 +23,11 @@ from diptych_kv_transfer.messages import Hello
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats, fingerprint
+
+STAGING_BYTES = 256 << 20
+"""Where only blocks of another geometry are staged."""
+STAGING_BYTES_ON_DEVICE = 2 << 30
+"""Where everything is: 16,000 tokens of a model of 8 billion weights."""
 
 
 class HingeDriver(Protocol):
@@ -54,7 +60,7 @@ def open_connector(
     engine_id: str,
     epoch: str,
     compat: Mapping[str, str | int],
-    kv_memory: Sequence[NDArray[np.uint8]],
+    kv_memory: Sequence[NDArray[np.uint8]] | Sequence[DeviceMemory],
     geometry: Mapping[str, int] | None = None,
 ) -> KVConnector:
     """Listen, and start a hinge over UCX.
@@ -62,20 +68,26 @@ def open_connector(
     Args:
         compat: what must be equal in engines that exchange KV, by name.
         geometry: what may differ, by the names of `layout.GEOMETRY`; without it, nothing may.
-        kv_memory: [num_blocks, block_bytes] of each rank, contiguous; must outlive the connector.
+        kv_memory: of each rank; on the host [num_blocks, block_bytes], contiguous. It must outlive
+            the connector. Blocks on a device are copied through the host.
 
     Raises `OSError` when the address cannot be had, `ValueError` when the memory is not what
-    `compat` and `geometry` say.
+    `compat` and `geometry` say, or is on a device and they do not say what it is.
     """
     me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}))
     regions = Regions(kv_memory, Layout.of(me.compat, me.geometry))
     transport = UcxTransport(config.listen_host, config.listen_port)
-    return KVConnector(me, config, HingeThread(make_hinge(config, me), transport, regions))
+    hinge = make_hinge(config, me, on_device=regions.on_device)
+    driver = HingeThread(hinge, transport, regions, hinge.loads.staging_bytes)
+    return KVConnector(me, config, driver)
 
 
-def make_hinge(config: KVTransferConfig, me: Hello) -> Hinge:
-    """The hinge of an engine that calls itself `me`."""
-    loads = LoadTable(me, config.load_timeout_s, config.staging_bytes)
+def make_hinge(config: KVTransferConfig, me: Hello, *, on_device: bool = False) -> Hinge:
+    """The hinge of an engine that calls itself `me`, with its KV memory on a device or not."""
+    room = config.staging_bytes
+    if room is None:
+        room = STAGING_BYTES_ON_DEVICE if on_device else STAGING_BYTES
+    loads = LoadTable(me, config.load_timeout_s, room, stages_all=on_device)
     return Hinge(me, LeaseTable(config.lease_seconds), loads)
 
 

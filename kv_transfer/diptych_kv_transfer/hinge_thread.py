@@ -26,11 +26,13 @@ from diptych_kv_transfer.actions import (
     Stage,
     Unpack,
 )
+from diptych_kv_transfer.events import Event, PeerLost, TransferEnded
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.leases import LeaseState
 from diptych_kv_transfer.load import waiting_for_room
 from diptych_kv_transfer.messages import encode
 from diptych_kv_transfer.regions import Regions
+from diptych_kv_transfer.send_room import SendRoom
 from diptych_kv_transfer.transport import Transport
 from diptych_protocol import KVTransferStats
 
@@ -44,11 +46,17 @@ Command = Callable[[Hinge, float], list[Action]]
 class HingeThread:
     """The one thread that touches a hinge and its transport."""
 
-    def __init__(self, hinge: Hinge, transport: Transport, regions: Regions) -> None:
-        """Start the thread; from now on the regions are its own."""
+    def __init__(
+        self, hinge: Hinge, transport: Transport, regions: Regions, staging_bytes: int
+    ) -> None:
+        """Start the thread; from now on the regions are its own.
+
+        staging_bytes: room for what is sent from memory on a device.
+        """
         self._hinge = hinge
         self._transport = transport
         self._regions = regions
+        self._send_room = SendRoom(staging_bytes // regions.block_bytes)
         self.port = transport.port
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable while `poll_events` has something to return."""
@@ -142,6 +150,7 @@ class HingeThread:
         while self._commands:
             self._do(self._commands.popleft()(self._hinge, now))
         for event in events:
+            self._make_room(event)
             self._do(self._hinge.handle(event, now))
         self._do(self._hinge.tick(now))
 
@@ -151,13 +160,10 @@ class HingeThread:
             match action:
                 case Send(peer, message):
                     self._transport.send(peer, encode(message))
-                case SendBlocks(peer, _, tag, runs):
-                    self._totals.blocks_sent += sum(map(len, runs))
-                    self._totals.bytes_sent += sum(map(len, runs)) * regions.block_bytes
-                    buffers = regions.buffers(runs)
-                    self._transport.send_blocks(peer, action.key, tag, buffers)
+                case SendBlocks():
+                    self._send([action] if not regions.on_device else self._send_room.ask(action))
                 case ReceiveBlocks(peer, request_id, tag, runs, staged):
-                    buffers = regions.buffers(runs, request_id if staged else None)
+                    buffers = regions.incoming(runs, request_id if staged else None)
                     self._transport.receive_blocks(peer, action.key, tag, buffers)
                 case Stage(request_id, staging):
                     regions.stage(request_id, staging)
@@ -169,6 +175,27 @@ class HingeThread:
                     self._transport.fence(peer)
                 case LeaseEnded() | LoadEnded():
                     self._report(action)
+
+    def _send(self, ready: list[SendBlocks]) -> None:
+        for action in ready:
+            num_blocks = sum(map(len, action.runs))
+            self._totals.blocks_sent += num_blocks
+            self._totals.bytes_sent += num_blocks * self._regions.block_bytes
+            buffers = self._regions.outgoing(action.key, action.runs)
+            self._transport.send_blocks(action.peer, action.key, action.tag, buffers)
+
+    def _make_room(self, event: Event) -> None:
+        """Copies that nobody reads any more make room for the next ones."""
+        if not self._regions.on_device:
+            return
+        match event:
+            case TransferEnded(key):
+                self._regions.sent(key)
+                self._send(self._send_room.ended(key))
+            case PeerLost(peer):
+                self._send(self._send_room.peer_lost(peer))
+            case _:
+                pass
 
     def _report(self, event: LeaseEnded | LoadEnded) -> None:
         if isinstance(event, LoadEnded):

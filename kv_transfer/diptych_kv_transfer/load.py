@@ -88,7 +88,8 @@ class Load:
     num_tokens: int = 0
     """Whose KV the lease is for."""
     staging: Staging | None = None
-    """The peer's geometry is another one: `wanted` leads there, not to our blocks."""
+    """The peer's geometry is another one, or our blocks are on a device: `wanted` leads there, not
+    to our blocks."""
     asked: bool = False
     """Open was sent."""
     batches: set[int] = field(default_factory=set)
@@ -102,10 +103,14 @@ class Load:
     problem: str = ""
     """Why it cannot succeed any more."""
 
-    def fit_to(self, theirs: Hello, mine: Hello) -> None:
-        """Plan how to receive from an engine that `mismatch` has nothing against."""
+    def fit_to(self, theirs: Hello, mine: Hello, *, stages_all: bool = False) -> None:
+        """Plan how to receive from an engine that `mismatch` has nothing against.
+
+        stages_all: though its blocks may be like ours.
+        """
         there, here = layout_of(theirs), layout_of(mine)
-        if self.staging is not None or theirs.geometry == mine.geometry or not self.wanted:
+        direct = theirs.geometry == mine.geometry and not stages_all
+        if self.staging is not None or direct or not self.wanted:
             return
         if there is not None and here is not None:
             self.staging = plan_staging(there, here, self.wanted, self.num_tokens)

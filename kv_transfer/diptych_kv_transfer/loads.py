@@ -70,7 +70,9 @@ class LoadTable:
     me: Hello
     load_timeout_s: float
     staging_bytes: int = 256 << 20
-    """For blocks of another geometry, of all loads together; a single one may take more."""
+    """For blocks that are staged, of all loads together; a single one may take more."""
+    stages_all: bool = False
+    """No transfer reaches our own blocks, which are on a device."""
     loads: dict[str, Load] = field(default_factory=dict)
     remotes: dict[Address, Remote] = field(default_factory=dict)
     rejects: list[LeaseRef] = field(default_factory=list)
@@ -279,7 +281,7 @@ class LoadTable:
         load.problem = mismatch(load.lease, remote.hello, self.me)
         if not load.problem:
             if not load.asked:
-                load.fit_to(remote.hello, self.me)
+                load.fit_to(remote.hello, self.me, stages_all=self.stages_all)
             if load.waits_for_room:
                 actions = self._open_staged()
                 if load.waits_for_room and not load.early:

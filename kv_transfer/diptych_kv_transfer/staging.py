@@ -1,4 +1,8 @@
-"""Blocks of another geometry land in a staging area, and are unpacked when they are valid. Pure."""
+"""Blocks that cannot come straight into ours land in a staging area, and are unpacked when they are
+valid. Pure.
+
+That is so where the peer's blocks have another geometry, and where ours are on a device.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ class Staging:
 
 
 def plan_staging(theirs: Layout, ours: Layout, wanted: dict[int, int], num_tokens: int) -> Staging:
-    """How to fetch the last tokens of a lease of `num_tokens` from blocks of another geometry.
+    """How to fetch the last tokens of a lease of `num_tokens` from blocks of any geometry.
 
     wanted: the blocks that are missing here, all up to the last: index among ours -> block. Of
     theirs, all that cover any of these tokens are fetched.

@@ -75,11 +75,24 @@ class Engine(SpecPart, frozen=True):
     kv_cache_memory: Annotated[
         str,
         Meta(
-            pattern=r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$",
-            description="Memory for KV blocks in each engine pod, such as 512Mi or 24Gi.",
-            examples=["512Mi", "24Gi"],
+            pattern=r"^(auto|[1-9][0-9]{0,5}(Mi|Gi|Ti))$",
+            description="Memory for KV blocks in each engine pod, such as 512Mi or 24Gi. auto "
+            "takes what gpuMemoryUtilization leaves of a GPU, and 1Gi on a CPU.",
+            examples=["24Gi", "auto"],
         ),
     ] = "1Gi"
+    gpu_memory_utilization: (
+        Annotated[
+            float,
+            Meta(
+                ge=0.05,
+                le=1,
+                description="How much of a GPU's memory an engine may fill where kvCacheMemory is "
+                "auto, weights included; left out, 0.9.",
+            ),
+        ]
+        | None
+    ) = None
     max_model_len: (
         Annotated[
             int,

@@ -14,6 +14,7 @@ RANKS = f"between 1 and {MAX_RANKS}"
 CPU_LEVELS = ("auto", "none", "avx2", "vnni", "amx")
 
 SchedulingPolicy = Literal["fcfs", "priority"]
+Staging = Literal["auto", "always"]
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -28,9 +29,13 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """How long prefilled blocks stay pinned without a sign of life from the decode engine."""
     load_timeout_s: float = 60.0
     """A decode engine gives a hand-off up after this long, a wait for staging left out."""
-    staging_bytes: int = 256 << 20
-    """Room for what comes in blocks of another size, or from another number of ranks, until it is
-    unpacked; further such hand-offs wait. A single one may take more."""
+    staging_bytes: int | None = None
+    """Room in host memory for what comes and cannot be received in its place, until it is unpacked,
+    and as much again for what is sent from a device; further such hand-offs wait. A single one may
+    take more. None: 256 MiB, or 2 GiB for KV on a device."""
+    staging: Staging = "auto"
+    """`auto`: blocks go through copies in host memory if KV is on a device, or comes from an engine
+    of another geometry. `always`: all blocks do, which is how a GPU's path runs on a CPU."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,7 +66,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """Tokens a KV block holds; a power of two."""
     num_blocks: int | None = None
     """KV blocks; None derives them from `kv_cache_bytes`."""
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = 1 << 30
+    """None: on a GPU what `gpu_memory_utilization` leaves, on a CPU 1 GiB."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's own limit."""
     max_num_seqs: int = 64
@@ -133,6 +139,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """After SIGTERM to the core itself, how long its requests may take to end; 0 aborts them."""
     profile_dir: str = ""
     """Where profiles are written; empty: none may be started."""
+    gpu_memory_utilization: float = 0.9
+    """How much of a GPU's memory may be in use when `kv_cache_bytes` is None: weights, KV and a
+    step's tensors together. Adapters that are loaded later are not counted."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
@@ -147,7 +156,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
              "auto, float32 or bfloat16"),
             ("block_size", power_of_two and self.block_size <= 1024, "a power of two up to 1024"),
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
-            ("kv_cache_bytes", self.kv_cache_bytes >= 1 << 20, "at least 1 MiB"),
+            ("kv_cache_bytes", self.kv_cache_bytes is None or self.kv_cache_bytes >= 1 << 20,
+             "at least 1 MiB"),
+            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1,
+             "above 0 and at most 1"),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("max_num_seqs", 1 <= self.max_num_seqs <= 4096, "between 1 and 4096"),
             ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs,

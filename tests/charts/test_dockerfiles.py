@@ -1,4 +1,5 @@
-"""The images: pinned, without root, without a compiler, and with no more in them than they need."""
+"""The images: pinned, without root, and with no more in them than they need: no compiler, but for
+the one that Triton calls on a GPU."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 IMAGES = {path.name.removesuffix(".Dockerfile"): path for path in ROOT.glob("docker/*.Dockerfile")}
 PROGRAMS = {"operator": "operator", "router": "router", "engine": "engine", "engine.cuda": "engine"}
+COMPILES = {"engine.cuda"}
+"""Triton builds a C module against the libcuda of the node that it runs on, which no build of an
+image has: the driver is the node's."""
 PORTS = {"operator": {8080}, "router": set(ROUTER_PORTS.values())}
 
 
@@ -78,14 +82,31 @@ def test_the_final_stage_runs_as_nobody_and_builds_nothing(image: str) -> None:
     *_, final = stages(IMAGES[image])
     assert final.only("USER") == "10001:10001"
     assert all("--from=build" in source for source in final.all("COPY"))
-    for tool in ("apt-get", "pip ", "gcc", "curl"):
-        assert all(tool not in command for command in final.all("RUN"))
+    installs = [command for command in final.all("RUN") if "apt-get" in command]
+    assert len(installs) == (image in COMPILES)
+    for tool in ("pip ", "gcc", "curl"):
+        assert all(tool not in each for each in final.all("RUN") if each not in installs)
     environment = final.only("ENV")
     for setting in ("HOME=/tmp", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"):
         assert setting in environment.split()
     labels = final.only("LABEL")
     for label in ("title", "description", "licenses", "version"):
         assert f"org.opencontainers.image.{label}=" in labels
+
+
+@pytest.mark.parametrize("image", COMPILES)
+def test_what_triton_needs_is_there_and_what_it_makes_is_kept_where_pods_can_write(
+    image: str,
+) -> None:
+    """A compiler and libc's headers; Python's are the base's, CUDA's are Triton's. In a pod /tmp is
+    the only folder to write to, and its .cache may be a volume."""
+    *_, final = stages(IMAGES[image])
+    (install,) = (command for command in final.all("RUN") if "apt-get" in command)
+    packages = install.partition("--no-install-recommends")[2].partition("&&")[0].split()
+    assert packages == ["gcc", "libc6-dev"]
+    assert "rm -rf /var/lib/apt/lists/*" in install
+    environment = final.only("ENV").split()
+    assert "TRITON_CACHE_DIR=/tmp/.cache/triton" in environment
 
 
 def test_an_image_runs_its_program_with_its_extra_and_says_its_ports(image: str) -> None:

@@ -201,11 +201,11 @@ def test_contract_C15_with_the_connector_what_was_lent_is_called_back(pair: Pair
 
 def test_the_address_of_the_cache_outlives_a_sleep(pair: Pair) -> None:
     runner: Any = pair.decode.core.runner
-    before = runner.kv_memory()[0].ctypes.data
+    before = runner.kv_cache.data_ptr()
     runner.kv_cache.fill_(1.0)
     pair.until(asleep(pair.decode, 1, "abort"))
     pair.decode.call("wake_up")
-    assert runner.kv_memory()[0].ctypes.data == before
+    assert runner.kv_cache.data_ptr() == before
     assert not runner.kv_cache.any(), "its pages went, and came back as zeros"
     assert KVTransferParams.parse(pair.lend()).do_remote_prefill
 

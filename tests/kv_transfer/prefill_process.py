@@ -1,8 +1,9 @@
 """A prefill engine's end of the hinge in its own process, for tests: one JSON command a line.
 
-python prefill_process.py PORT NUM_BLOCKS BLOCK_BYTES LEASE_SECONDS [COMPAT GEOMETRY]
+python prefill_process.py PORT NUM_BLOCKS BLOCK_BYTES LEASE_SECONDS COMPAT GEOMETRY WHERE
 
-The last two are JSON objects; the geometry says how many ranks there are, each with such blocks.
+COMPAT and GEOMETRY are JSON objects; the geometry says how many ranks there are, each with such
+blocks. WHERE: `host`, or `device`, whose blocks are copied.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ import os
 import select
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from copied_memory import CopiedMemory
 
 from diptych_kv_transfer import open_connector
 from diptych_protocol import KVTransferConfig
@@ -26,16 +32,17 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     port, num_blocks, block_bytes = map(int, sys.argv[1:4])
-    compat, geometry = map(json.loads, sys.argv[5:7] or ['{"dtype": "float32"}', "{}"])
+    compat, geometry = map(json.loads, sys.argv[5:7])
     random, shape = np.random.default_rng(SEED), (num_blocks, block_bytes)
-    ranks = range(geometry.get("tensor_parallel_size", 1))
+    ranks = range(geometry["tensor_parallel_size"])
+    memory = [random.integers(0, 256, shape, np.uint8) for _ in ranks]
     connector = open_connector(
         KVTransferConfig(listen_port=port, lease_seconds=float(sys.argv[4])),
         engine_id="prefill",
         epoch=str(os.getpid()),
         compat=compat,
         geometry=geometry,
-        kv_memory=[random.integers(0, 256, shape, np.uint8) for _ in ranks],
+        kv_memory=memory if sys.argv[7] == "host" else [CopiedMemory(part) for part in memory],
     )
     print(json.dumps({"port": connector.port}), file=answers, flush=True)
     ended: dict[str, str] = {}

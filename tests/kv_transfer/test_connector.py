@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import pytest
+from copied_memory import CopiedMemory
 
 from diptych_kv_transfer import LoadEnded, open_connector
 from diptych_kv_transfer.events import Connected, Event
@@ -27,18 +28,34 @@ from diptych_protocol import KVTransferConfig, KVTransferParams
 SEED = 20
 """Of the prefill process's memory; see prefill_process.py."""
 NUM_BLOCKS, BLOCK_BYTES = 64, 96 << 10
-TOKENS = [5, 6, 7]
 SCRIPT = Path(__file__).with_name("prefill_process.py")
+GEOMETRY = {"block_size": 16, "tensor_parallel_size": 1}
+Where = Literal["host", "device"]
+"""Where an engine has its KV; a device's is copied."""
+
+
+def tokens_of(num_tokens: int) -> list[int]:
+    """The prompt of that length."""
+    return list(range(num_tokens))
+
+
+def compat_of(block_bytes: int) -> dict[str, str | int]:
+    """Of a model whose blocks have that size."""
+    row_bytes = block_bytes // (2 * 2 * GEOMETRY["block_size"] * 4)
+    return {"num_layers": 2, "kv_heads": 4, "head_dim": row_bytes // 4, "dtype": "float32"}
 
 
 class Prefill:
     """A prefill engine's hinge in another process."""
 
-    def __init__(self, port: int = 0, lease_seconds: float = 30.0, big: bool = False) -> None:
+    def __init__(
+        self, port: int = 0, lease_seconds: float = 30.0, big: bool = False, where: Where = "host"
+    ) -> None:
         self.block_bytes = BLOCK_BYTES * (40 if big else 1)
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), str(port), str(NUM_BLOCKS), str(self.block_bytes),
-             str(lease_seconds)],
+             str(lease_seconds), json.dumps(compat_of(self.block_bytes)), json.dumps(GEOMETRY),
+             where],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.granted = 0
@@ -59,7 +76,8 @@ class Prefill:
     def grant(self, blocks: list[int]) -> KVTransferParams:
         self.granted += 1
         request = f"request-{self.granted}"
-        answer = self.ask("grant", request=request, blocks=blocks, tokens=TOKENS)
+        tokens = tokens_of(GEOMETRY["block_size"] * len(blocks))
+        answer = self.ask("grant", request=request, blocks=blocks, tokens=tokens)
         return KVTransferParams.parse(answer)
 
     def ended(self, params: KVTransferParams, timeout_s: float = 10.0) -> tuple[str | None, float]:
@@ -79,14 +97,20 @@ class Prefill:
 class Decode:
     """A decode engine's hinge in this process."""
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES, load_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        block_bytes: int = BLOCK_BYTES,
+        load_timeout_s: float = 30.0,
+        where: Where = "host",
+    ) -> None:
         self.memory = np.zeros((NUM_BLOCKS, block_bytes), np.uint8)
         self.connector = open_connector(
             KVTransferConfig(load_timeout_s=load_timeout_s),
             engine_id="decode",
             epoch="d1",
-            compat={"dtype": "float32"},
-            kv_memory=[self.memory],
+            compat=compat_of(block_bytes),
+            geometry=GEOMETRY,
+            kv_memory=[self.memory] if where == "host" else [CopiedMemory(self.memory)],
         )
 
     def start(
@@ -96,9 +120,10 @@ class Decode:
         local: list[int],
         *,
         request_id: str = "request",
-        tokens: list[int] = TOKENS,
+        tokens: list[int] | None = None,
     ) -> None:
         self.connector.hold(request_id, params)
+        tokens = tokens_of(params.remote_num_tokens or 0) if tokens is None else tokens
         self.connector.start_load(request_id, params, indices, local, tokens, None)
 
     def wait(self, timeout_s: float = 20.0) -> LoadEnded:
@@ -112,19 +137,37 @@ class Decode:
         return self.wait()
 
 
-@pytest.fixture(params=["default transports", "tcp"], scope="module")
-def prefill(request: pytest.FixtureRequest) -> Iterator[Prefill]:
+@pytest.fixture(
+    params=[
+        ("default transports", "host", "host"),
+        ("tcp", "host", "host"),
+        ("default transports", "device", "device"),
+        ("tcp", "device", "device"),
+        ("tcp", "device", "host"),
+        ("default transports", "host", "device"),
+    ],
+    ids=lambda case: f"{case[0]}, {case[1]} to {case[2]}",
+    scope="module",
+)
+def way(request: pytest.FixtureRequest) -> tuple[str, Where, Where]:
+    """How blocks travel: UCX's transports, and where P and D have them."""
+    found: tuple[str, Where, Where] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def prefill(way: tuple[str, Where, Where]) -> Iterator[Prefill]:
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "tcp":
+        if way[0] == "tcp":
             patch.setenv("UCX_TLS", "tcp")
-        engine = Prefill()
+        engine = Prefill(where=way[1])
         yield engine
         engine.kill()
 
 
 @pytest.fixture
-def decode(prefill: Prefill) -> Iterator[Decode]:
-    engine = Decode()
+def decode(prefill: Prefill, way: tuple[str, Where, Where]) -> Iterator[Decode]:
+    engine = Decode(where=way[2])
     yield engine
     engine.connector.close()
 
@@ -177,7 +220,7 @@ def test_a_reference_that_is_not_good_is_refused_and_moves_nothing(
     prefill: Prefill, decode: Decode, case: str
 ) -> None:
     params = prefill.grant([1, 2])
-    tokens = TOKENS
+    tokens = tokens_of(params.remote_num_tokens or 0)
     match case:
         case "consumed":
             assert decode.load(params, [0, 1], [0, 1]).ok
@@ -186,7 +229,7 @@ def test_a_reference_that_is_not_good_is_refused_and_moves_nothing(
         case "forged":
             params = msgspec.structs.replace(params, lease_id="f" * 32)
         case "other prompt":
-            tokens = [5, 6, 8]
+            tokens = [*tokens[:-1], 99]
         case "other epoch":
             params = msgspec.structs.replace(params, epoch="before")
     ended = decode.load(params, [0, 1], [0, 1], tokens=tokens, request_id="bad")
@@ -229,6 +272,7 @@ def test_an_idle_connection_costs_no_cpu(prefill: Prefill, decode: Decode) -> No
 def test_a_prefill_engine_killed_in_mid_read_fails_the_load_and_its_successor_serves(
     tls: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its blocks come straight into ours: some have come, and are used no more than the others."""
     monkeypatch.setenv("UCX_TLS", tls)
     first = Prefill(big=True)
     decode = Decode(first.block_bytes)
@@ -255,15 +299,18 @@ def test_a_prefill_engine_killed_in_mid_read_fails_the_load_and_its_successor_se
             second.kill()
 
 
-def test_a_stalled_prefill_engine_is_fenced_at_the_deadline_and_cannot_write_later() -> None:
-    prefill = Prefill(big=True)
-    decode = Decode(prefill.block_bytes, load_timeout_s=1.0)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_stalled_prefill_engine_is_fenced_at_the_deadline_and_cannot_write_later(
+    where: Where,
+) -> None:
+    prefill = Prefill(big=where == "host", where=where)
+    decode = Decode(prefill.block_bytes, load_timeout_s=1.0, where=where)
     try:
         params = prefill.grant(list(range(NUM_BLOCKS)))
         decode.connector.hold("request", params)
         prefill.process.send_signal(signal.SIGSTOP)
-        everything = list(range(NUM_BLOCKS))
-        decode.connector.start_load("request", params, everything, everything, TOKENS, None)
+        everything, tokens = list(range(NUM_BLOCKS)), tokens_of(params.remote_num_tokens or 0)
+        decode.connector.start_load("request", params, everything, everything, tokens, None)
         assert not decode.wait(5.0).ok
         before = decode.memory.copy()
         prefill.process.send_signal(signal.SIGCONT)
@@ -289,11 +336,20 @@ def test_a_queued_request_keeps_its_lease_alive() -> None:
         params = prefill.grant([1])
         decode.connector.hold("request", params)
         assert prefill.ended(params, timeout_s=1.5)[0] is None
-        decode.connector.start_load("request", params, [0], [0], TOKENS, None)
+        tokens = tokens_of(params.remote_num_tokens or 0)
+        decode.connector.start_load("request", params, [0], [0], tokens, None)
         assert decode.wait().ok
     finally:
         decode.connector.close()
         prefill.kill()
+
+
+def test_blocks_on_a_device_need_a_layout() -> None:
+    with pytest.raises(ValueError, match="layout"):
+        open_connector(
+            KVTransferConfig(), engine_id="d", epoch="1", compat={},
+            kv_memory=[CopiedMemory(np.zeros((1, 1), np.uint8))],
+        )  # fmt: skip
 
 
 def test_a_taken_port_is_a_clear_error() -> None:

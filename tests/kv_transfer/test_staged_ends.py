@@ -1,5 +1,5 @@
-"""Both hinges of engines of different geometry, real memory between them, and faults: D's blocks
-change only when a lease was held, and then they hold P's KV."""
+"""Both hinges of engines of different geometry, or with their KV on devices, real memory between
+them, and faults: D's blocks change only when a lease was held, and then they hold P's KV."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from copied_memory import CopiedMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from diptych_kv_transfer.loads import LoadTable
 from diptych_kv_transfer.messages import Hello, encode
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.repack import Shards, repack
+from diptych_kv_transfer.send_room import SendRoom
 
 ADDRESS = ("p", 1)
 LEASE_SECONDS, LOAD_SECONDS = 30.0, 60.0
@@ -70,17 +72,22 @@ class Request:
 class End:
     """One engine: its hinge, and what a driver does for it."""
 
-    def __init__(self, name: str, geometry: tuple[int, int], blocks: int, room: int) -> None:
+    def __init__(
+        self, name: str, geometry: tuple[int, int], blocks: int, room: int, *, on_device: bool
+    ) -> None:
         said = dict(zip(GEOMETRY, geometry, strict=True))
         me = Hello(name, name, COMPAT, geometry=said)
-        self.hinge = Hinge(me, LeaseTable(LEASE_SECONDS), LoadTable(me, LOAD_SECONDS, room))
+        loads = LoadTable(me, LOAD_SECONDS, room, stages_all=on_device)
+        self.hinge = Hinge(me, LeaseTable(LEASE_SECONDS), loads)
         layout = Layout.of(COMPAT, said)
         assert layout is not None
         self.layout = layout
         self.memory: Shards = [
             np.full((blocks, layout.block_bytes), UNUSED, np.uint8) for _ in range(layout.num_ranks)
         ]
-        self.regions = Regions(self.memory, layout)
+        devices = [CopiedMemory(shard) for shard in self.memory]
+        self.regions = Regions(devices if on_device else self.memory, layout)
+        self.send_room = SendRoom(room // self.regions.block_bytes)
         self.inbox: deque[bytes] = deque()
         self.transfers: dict[int, tuple[str, list[NDArray[np.uint8]]]] = {}
         """First tag -> key and buffers."""
@@ -95,7 +102,9 @@ class World:
         taker: tuple[int, int],
         prompts: list[tuple[int, int, bool]],
         room: int,
+        on_device: tuple[bool, bool] = (False, False),
     ) -> None:
+        """on_device: P's KV, and D's."""
         self.now, self.connection, self.up = 0.0, 0, False
         self.room, self.random = room, np.random.default_rng(len(prompts))
         self.requests: dict[str, Request] = {}
@@ -110,7 +119,10 @@ class World:
                 tokens, cached, early, kv.astype(np.uint8), theirs.tolist(), ours.tolist()
             )
             used, filled = used + num_theirs, filled + num_ours
-        self.p, self.d = End("p", giver, used, 0), End("d", taker, filled, room)
+        self.p = End("p", giver, used, room, on_device=on_device[0])
+        self.d = End("d", taker, filled, room, on_device=on_device[1])
+        self.staged = giver != taker or on_device[1]
+        """Else blocks go straight to their places in D."""
         self.expected = [shard.copy() for shard in self.d.memory]
         self.received = self.sent = 0
 
@@ -153,10 +165,10 @@ class World:
                 case Send(peer, message):
                     if self.up and peer == self.connection:
                         (self.d if end is self.p else self.p).inbox.append(encode(message))
-                case SendBlocks(_, _, tag, runs):
-                    end.transfers[tag] = action.key, end.regions.buffers(runs)
+                case SendBlocks():
+                    self.send([action] if not end.regions.on_device else end.send_room.ask(action))
                 case ReceiveBlocks(_, name, tag, runs, staged):
-                    buffers = end.regions.buffers(runs, name if staged else None)
+                    buffers = end.regions.incoming(runs, name if staged else None)
                     end.transfers[tag] = action.key, buffers
                 case Stage(name, staging):
                     end.regions.stage(name, staging)
@@ -173,8 +185,16 @@ class World:
                 case LoadEnded(name, ok):
                     self.load_ended(name, ok=ok)
 
+    def send(self, ready: list[SendBlocks]) -> None:
+        regions = self.p.regions
+        for action in ready:
+            self.p.transfers[action.tag] = action.key, regions.outgoing(action.key, action.runs)
+        assert len(regions._outgoing) <= 1 or regions.staged_bytes <= self.room
+
     def sends_of(self, lease_id: str) -> list[str]:
-        return [key for key, _ in self.p.transfers.values() if key.endswith(f" {lease_id}")]
+        waiting = [send.key for send in self.p.send_room._waiting]
+        keys = [key for key, _ in self.p.transfers.values()] + waiting
+        return [key for key in keys if key.endswith(f" {lease_id}")]
 
     def load_ended(self, name: str, *, ok: bool) -> None:
         request = self.requests[name]
@@ -191,6 +211,14 @@ class World:
     # --- what the world does ------------------------------------------------------------------
 
     def tell(self, end: End, event: Event) -> None:
+        match event:
+            case TransferEnded(key) if end is self.p and end.regions.on_device:
+                end.regions.sent(key)
+                self.send(end.send_room.ended(key))
+            case PeerLost(peer) if end is self.p:
+                self.send(end.send_room.peer_lost(peer))
+            case _:
+                pass
         self.do(end, end.hinge.handle(event, self.now))
 
     def deliver(self, end: End, times: int = 1) -> None:
@@ -253,10 +281,12 @@ class World:
             self.wait(LEASE_SECONDS + LOAD_SECONDS)
         self.check()
         assert not self.d.regions._staged
+        assert not self.p.regions.staged_bytes
         assert not self.d.hinge.loads.loads
         assert not self.p.hinge.leases.leases
 
 
+ON_DEVICE = st.tuples(st.booleans(), st.booleans())
 GEOMETRIES = st.tuples(st.sampled_from([1, 2, 4, 16]), st.sampled_from([1, 2, 4, 8]))
 PROMPTS = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 40), st.booleans()), min_size=1, max_size=4
@@ -272,12 +302,16 @@ def begin(world: World) -> None:
         world.start(name)
 
 
-@given(GEOMETRIES, GEOMETRIES, PROMPTS, ROOMS)
-@settings(max_examples=100, deadline=None)
+@given(GEOMETRIES, GEOMETRIES, PROMPTS, ROOMS, ON_DEVICE)
+@settings(max_examples=150, deadline=None)
 def test_undisturbed_hand_offs_all_succeed_whatever_the_geometries_and_the_room(
-    giver: tuple[int, int], taker: tuple[int, int], prompts: list[tuple[int, int, bool]], room: int
+    giver: tuple[int, int],
+    taker: tuple[int, int],
+    prompts: list[tuple[int, int, bool]],
+    room: int,
+    on_device: tuple[bool, bool],
 ) -> None:
-    world = World(giver, taker, prompts, room)
+    world = World(giver, taker, prompts, room, on_device)
     begin(world)
     for name, request in world.requests.items():
         if request.early:
@@ -288,10 +322,10 @@ def test_undisturbed_hand_offs_all_succeed_whatever_the_geometries_and_the_room(
         for end in (world.p, world.d):
             world.deliver(end)
         world.move()
-        if giver != taker:  # else blocks go straight to their places
+        if world.staged:
             world.check()
     assert [request.ends for request in world.requests.values()] == [[True]] * len(prompts)
-    if giver != taker:
+    if world.staged:
         assert world.received == world.sent, "all bytes were for a load that succeeded"
     world.settle()
 
@@ -307,19 +341,21 @@ FAULTS = [
     GEOMETRIES,
     PROMPTS,
     ROOMS,
+    ON_DEVICE,
     st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 3)), max_size=60),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_whatever_fails_no_block_of_ds_is_touched_but_by_what_was_held(
     giver: tuple[int, int],
     taker: tuple[int, int],
     prompts: list[tuple[int, int, bool]],
     room: int,
+    on_device: tuple[bool, bool],
     steps: list[tuple[str, int]],
 ) -> None:
-    if giver == taker:
+    if giver == taker and not on_device[1]:
         taker = (taker[0] * 2, taker[1])
-    world = World(giver, taker, prompts, room)
+    world = World(giver, taker, prompts, room, on_device)
     begin(world)
     for step, which in steps:
         name = f"r{which % len(prompts)}"

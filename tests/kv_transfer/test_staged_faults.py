@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from copied_memory import CopiedMemory
 
 from diptych_kv_transfer import LoadEnded, open_connector
 from diptych_kv_transfer.layout import GEOMETRY, Layout
@@ -45,11 +46,12 @@ def layout(geometry: dict[str, int]) -> Layout:
 class Prefill:
     """The hinge of a prefill engine of two ranks, in another process."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "host") -> None:
         block_bytes = str(layout(THEIRS).block_bytes)
         compat, geometry = json.dumps(COMPAT), json.dumps(THEIRS)
         self.process = subprocess.Popen(
-            [sys.executable, SCRIPT, "0", str(NUM_THEIRS), block_bytes, "30", compat, geometry],
+            [sys.executable, SCRIPT, "0", str(NUM_THEIRS), block_bytes, "30", compat, geometry,
+             where],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._answer()
@@ -86,11 +88,12 @@ class Prefill:
 class Decode:
     """The hinge of a decode engine of one rank, with room for one load at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "host") -> None:
         self.memory = np.full((NUM_OURS, layout(OURS).block_bytes), 7, np.uint8)
         self.connector = open_connector(
             KVTransferConfig(load_timeout_s=LOAD_TIMEOUT_S, staging_bytes=1),
-            engine_id="decode", epoch="d", compat=COMPAT, geometry=OURS, kv_memory=[self.memory],
+            engine_id="decode", epoch="d", compat=COMPAT, geometry=OURS,
+            kv_memory=[self.memory] if where == "host" else [CopiedMemory(self.memory)],
         )  # fmt: skip
         driver: Any = self.connector._driver
         self.loads = driver._hinge.loads.loads
@@ -133,13 +136,21 @@ def closing(*ends: Any) -> Iterator[None]:
             end.close()
 
 
-@pytest.mark.parametrize(("tls", "blow"), [("tcp", signal.SIGSTOP), ("all", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("tls", "blow", "where"),
+    [
+        ("tcp", signal.SIGSTOP, "host"),
+        ("all", signal.SIGKILL, "host"),
+        ("tcp", signal.SIGKILL, "device"),
+        ("all", signal.SIGSTOP, "device"),
+    ],
+)
 def test_an_engine_that_fails_in_mid_load_costs_one_load_and_no_block_is_touched(
-    tls: str, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    tls: str, blow: signal.Signals, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of its blocks has come. Another engine's load waits for the room, and gets it."""
     monkeypatch.setenv("UCX_TLS", tls)
-    failing, sound, decode = Prefill(), Prefill(), Decode()
+    failing, sound, decode = Prefill(where), Prefill(where), Decode(where)
     with closing(failing, sound, decode.connector):
         decode.start("a part", failing.lend_a_part(NUM_THEIRS // 2))
         until(lambda: "a part" in decode.loads and bool(decode.loads["a part"].batches))

@@ -226,7 +226,7 @@ def test_no_status_whatever_keeps_a_service_from_being_read(raw: object) -> None
         ("spec:", "spec:\n  network: {policy: }",
          "spec.network.policy: must be Managed or None, not null"),
         ("spec:", "spec:\n  engine: {kvCacheMemory: 3GB}",
-         "spec.engine.kvCacheMemory: must be text such as 512Mi or 24Gi, not '3GB'"),
+         "spec.engine.kvCacheMemory: must be text such as 24Gi or auto, not '3GB'"),
         ("spec:", "spec:\n  transfer: {leaseSeconds: .nan}",
          "spec.transfer.leaseSeconds: must be a number from 1 to 3600, not nan"),
         ("spec:", "spec:\n  transfer: {transport: ucx}",

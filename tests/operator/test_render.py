@@ -115,6 +115,15 @@ def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     )
 
 
+@pytest.mark.parametrize(("said", "share"), [({}, 0.9), ({"gpuMemoryUtilization": 0.6}, 0.6)])
+def test_kv_cache_memory_may_be_left_to_the_engine(said: dict[str, Any], share: float) -> None:
+    asked = service({"engine": {"kvCacheMemory": "auto", **said}})
+    maps = by_kind(render(asked, SECRETS), "ConfigMap")
+    text = maps[f"svc-decode-{revision(asked)}"]["data"]["engine.json"]
+    config = msgspec.json.decode(text, type=EngineConfig)
+    assert (config.kv_cache_bytes, config.gpu_memory_utilization) == (None, share)
+
+
 def test_the_secret_holds_the_key_files_that_programs_read() -> None:
     (secret,) = by_kind(render(service({}), SECRETS), "Secret").values()
     files = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}

@@ -35,9 +35,9 @@ def asked(model: str) -> list[Question]:
     return [*short, *filling, *questions(model, 2, shortest=60, longest=128)]
 
 
-@pytest.fixture(scope="module")
-def engines(model: str) -> Iterator[Engines]:
-    engines = Engines(model)
+@pytest.fixture(scope="module", params=["auto", "always"], ids=["direct", "staged"])
+def engines(model: str, request: pytest.FixtureRequest) -> Iterator[Engines]:
+    engines = Engines(model, staging=request.param)
     yield engines
     engines.close()
 

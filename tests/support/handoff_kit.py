@@ -36,6 +36,7 @@ from diptych_protocol import (
     RequestOutput,
     fingerprint,
 )
+from diptych_protocol.config import Staging
 from diptych_router.actions import (
     Abort,
     Action,
@@ -54,6 +55,7 @@ MAX_MODEL_LEN = 96
 DEADLINE_S = 30.0
 EOS = 0
 _COUNT = itertools.count()
+_staging: list[Staging] = ["auto"]
 LETTERS = [*string.ascii_lowercase, *string.ascii_uppercase[:14], *string.digits, *'Ġ{}[]":,.-_+?']
 """Tokens 1 to 63; Ġ is how byte-level tokenizers write a blank."""
 
@@ -80,6 +82,7 @@ class Engine:
         hinge = KVTransferConfig(
             lease_seconds=options.pop("lease_seconds", 30.0),
             load_timeout_s=options.pop("load_timeout_s", 30.0),
+            staging=_staging[-1],
         )
         fields = {"block_size": BLOCK, "max_model_len": MAX_MODEL_LEN, "max_loras": 2, **options}
         self.name = name
@@ -99,7 +102,9 @@ class Engine:
         """It holds nothing of anybody."""
         scheduler = self.core.scheduler
         scheduler.pool.check_integrity()
-        held = (scheduler.requests, scheduler.loading, scheduler.leased, self.hinge.leases_held)
+        stats = self.hinge
+        held = (scheduler.requests, scheduler.loading, scheduler.leased, stats.leases_held)
+        held = (*held, stats.staging_bytes)
         return scheduler.pool.num_free == scheduler.pool.num_blocks and not any(held)
 
     @property
@@ -114,6 +119,16 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         assert self.core.call("reset_prefix_cache", []) is True
+
+
+@contextmanager
+def staging(way: Staging) -> Iterator[None]:
+    """Engines that are made meanwhile move their KV so."""
+    _staging.append(way)
+    try:
+        yield
+    finally:
+        _staging.pop()
 
 
 @contextmanager

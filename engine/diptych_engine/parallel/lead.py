@@ -93,9 +93,10 @@ class LeadRunner(ModelRunner):
         """Descriptors that say that a worker has ended, and how to raise that."""
         return {worker.ended_fd: worker.mourn for worker in self._workers}
 
-    def kv_memory(self) -> list[NDArray[np.uint8]]:
+    def kv_memory(self) -> list[Tensor]:
         """As a lone runner's, for every rank: the hinge of this process serves them all."""
-        return [*super().kv_memory(), *(w.kv_memory(self.num_blocks) for w in self._workers)]
+        of_workers = (worker.kv_memory(self.num_blocks) for worker in self._workers)
+        return [*super().kv_memory(), *map(torch.from_numpy, of_workers)]
 
     def launch(self, plan: StepPlan) -> Pending:
         """As a lone runner does. Raises `EngineDeadError` when the group is broken."""

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from diptych_operator.api_pools import Pool
 from diptych_operator.api_types import InferenceService
@@ -43,7 +44,8 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
     The pools differ in `num_threads` only.
     """
     engine = service.spec.engine
-    return EngineConfig(
+    kv_bytes = None if engine.kv_cache_memory == "auto" else int(_amount(engine.kv_cache_memory))
+    config = EngineConfig(
         model=model,
         served_name=service.served_name,
         device=engine.device,
@@ -52,7 +54,7 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
         cpu_level=engine.cpu_level,
         kv_cache_dtype=engine.kv_cache_dtype,
         block_size=engine.block_size,
-        kv_cache_bytes=int(_amount(engine.kv_cache_memory)),
+        kv_cache_bytes=kv_bytes,
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -63,6 +65,8 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
         revision=revision,
         drain_seconds=service.spec.availability.drain_seconds,
     )
+    share = engine.gpu_memory_utilization
+    return config if share is None else replace(config, gpu_memory_utilization=share)
 
 
 def cpu_threads(pool: Pool) -> int | None:

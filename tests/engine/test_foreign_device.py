@@ -1,0 +1,141 @@
+"""The engine's path for GPUs, on a device whose memory the host cannot read: a core answers there
+as it does on the CPU, the host waits for nothing but results, and KV crosses the hinge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import foreign_device
+import numpy as np
+import pytest
+import torch
+from control_kit import Owner
+from core_kit import core_request as request
+from core_kit import make_core, run, tokens
+from foreign_device import DEVICE, ForeignTensor, place
+from geometry_kit import Engines, totals
+from sensitive_model import Question, questions, save_sensitive_model
+
+from diptych_kernels.block_copy import triton as block_copy
+from diptych_protocol import KVTransferConfig
+
+HINGE = KVTransferConfig()
+OPTIONS: dict[str, Any] = {"dtype": "float32"}
+CHUNK, ANSWER_TOKENS = 32, 6
+"""Prompts are computed in chunks; of all but the last nobody waits for a result."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_sensitive_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def asked(model: str) -> list[Question]:
+    return questions(model, 2, shortest=40, longest=60)
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Engines that are made are there, until it is undone."""
+    with monkeypatch.context() as patch:
+        foreign_device.install(patch)
+        yield patch
+        assert not foreign_device.device.waits, "the host waited for the device"
+    foreign_device.device.waits.clear()
+
+
+def test_its_values_are_not_the_hosts() -> None:
+    there = torch.arange(4.0).to(DEVICE)
+    assert isinstance(there, ForeignTensor)
+    for look in (there.numpy, partial(np.asarray, there), there.data_ptr):
+        with pytest.raises(RuntimeError):
+            look()
+    with pytest.raises(RuntimeError, match="a tensor of the host"):
+        there + torch.ones(4)
+    assert not foreign_device.device.waits
+    assert there.sum().item() == 6
+    assert there.tolist() == [0, 1, 2, 3]
+    assert len(foreign_device.device.waits) == 2
+    foreign_device.device.waits.clear()
+
+
+def test_a_copy_that_nobody_waits_for_is_not_there() -> None:
+    there, here = torch.arange(4.0).to(DEVICE), torch.zeros(4)
+    here.copy_(there, non_blocking=True)
+    there.zero_()
+    assert here.tolist() != [0, 1, 2, 3]
+    foreign_device.device.synchronize()
+    assert here.tolist() == [0, 1, 2, 3]
+    assert not foreign_device.device.waits
+
+
+@pytest.mark.filterwarnings(
+    "ignore:divide by zero"
+)  # of the log of a uniform 0, in the interpreter
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "steps ahead"])
+def test_a_core_answers_there_as_on_the_cpu(
+    model: str, asked: list[Question], foreign: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    greedy = [
+        request(f"g{i}", each.prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+        for i, each in enumerate(asked)
+    ]
+    drawn = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "seed": 5, "max_tokens": 4}
+    core = make_core(model, async_scheduling=ahead, max_num_batched_tokens=CHUNK, **OPTIONS)
+    assert core.runner.kv_cache.device == DEVICE
+    try:
+        foreign_device.device.waits.clear()
+        made = run(core, *greedy, request("drawn", asked[0].prompt, **drawn))
+    finally:
+        core.close()
+    assert [tokens(made[f"g{i}"]) for i in range(len(asked))] == [
+        each.answer[:ANSWER_TOKENS] for each in asked
+    ]
+    assert len(tokens(made["drawn"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("giver", "taker"),
+    [("foreign", "foreign"), ("foreign", "cpu"), ("cpu", "foreign")],
+    ids=lambda place: place,
+)
+def test_kv_crosses_from_and_to_it(
+    model: str, asked: list[Question], foreign: pytest.MonkeyPatch, giver: str, taker: str
+) -> None:
+    """Gathered and scattered by the kernel for GPUs, and complete on the host when it is sent."""
+    copied = Counter[str]()
+    for name in ("gather_blocks", "scatter_blocks"):
+        foreign.setattr(block_copy, name, counting(copied, name, getattr(block_copy, name)))
+    both = Engines(model)
+    try:
+        made = []
+        for role, where in (("giver", giver), ("taker", taker)):
+            place(foreign, torch.device(where))
+            made.append(
+                both.adopt(Owner(model=model, engine_id=role, kv_transfer=HINGE, **OPTIONS))
+            )
+        prefill, decode = made
+        copied.clear()
+        foreign_device.device.waits.clear()
+        question = asked[0]
+        said = both.pass_on(prefill, decode, question.prompt, max_tokens=ANSWER_TOKENS)
+        assert said == question.answer[:ANSWER_TOKENS]
+        assert bool(copied["gather_blocks"]) == (giver == "foreign")
+        assert bool(copied["scatter_blocks"]) == (taker == "foreign")
+        both.until(lambda: not totals(prefill).staging_bytes + totals(decode).staging_bytes)
+    finally:
+        both.close()
+
+
+def counting(counts: Counter[str], name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """The same function; its calls are counted."""
+
+    def call(*args: Any) -> None:
+        counts[name] += 1
+        function(*args)
+
+    return call

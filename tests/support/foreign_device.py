@@ -1,0 +1,218 @@
+"""A device that is none: torch's, so that the engine's path for GPUs can run where there is none.
+
+Its tensors keep their values from the host as a GPU's do. NumPy gets nothing of them, their address
+is nobody's, operators refuse tensors of the host beside them, and a copy to the host that does not
+wait is made when somebody waits for it: until then there is rubbish in its place. Everything else
+is computed on the CPU; Triton's kernels run in its interpreter.
+
+On the import path of the tests (pytest's `pythonpath`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+if torch.cuda.is_available():
+    pytest.skip("there is a device: Triton's kernels run on it", allow_module_level=True)
+NAME = "foreign"
+_setup_privateuseone_for_python_backend(NAME)
+DEVICE = torch.device(NAME, 0)
+ATEN = torch.ops.aten
+COPIES = {ATEN._to_copy.default, ATEN.copy_.default}
+"""Operators whose tensors may be on two devices."""
+
+
+class Device:
+    """What it was asked for."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        """Operators that made the host wait for a value."""
+        self._copies: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def later(self, copy: Callable[[], object]) -> None:
+        with self._lock:
+            self._copies.append(copy)
+
+    def synchronize(self) -> None:
+        """Make the copies that nobody has waited for yet."""
+        with self._lock:
+            copies, self._copies = self._copies, []
+        with torch.inference_mode():  # it may be called from outside
+            for copy in copies:
+                copy()
+
+
+device = Device()
+
+
+class ForeignTensor(Tensor):
+    """A tensor of that device."""
+
+    inner: Tensor
+    """Its values."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> ForeignTensor:
+        with torch.inference_mode(False):  # a view of a tensor from outside is none of inference
+            made: ForeignTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
+                dtype=inner.dtype, device=DEVICE,
+            )  # fmt: skip
+        made.inner = inner
+        return made
+
+    is_cuda = True
+    """What takes the kernels for GPUs, and the engine's copies beside them."""
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("the host has no business at an address of a device")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """For Triton's interpreter, which copies it there and back."""
+        return self.inner.untyped_storage()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"ForeignTensor{tuple(self.shape)}"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        _refuse_mixtures(func, args, kwargs)
+        to = kwargs.get("device")
+        if to is not None:
+            kwargs["device"] = torch.device("cpu")
+        if func is ATEN.copy_.default and not isinstance(args[0], cls):
+            return _to_host(args, kwargs)
+        if func is ATEN._local_scalar_dense.default or _goes_to_host(func, to):
+            device.waits.append(str(func))
+            device.synchronize()
+        result = func(*_inner(args), **_inner(kwargs))
+        if to is not None and torch.device(to).type != NAME:
+            return result
+        if func._schema.is_mutable:
+            return kwargs["out"] if "out" in kwargs else args[0]
+        return tree_map(lambda x: cls(x) if isinstance(x, Tensor) else x, result)
+
+
+def _inner(values: Any) -> Any:
+    return tree_map(lambda x: x.inner if isinstance(x, ForeignTensor) else x, values)
+
+
+def _refuse_mixtures(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """As CUDA does; like it, this takes scalars from the host."""
+    if func in COPIES:
+        return
+    for tensor in tree_flatten((args, kwargs))[0]:
+        if isinstance(tensor, Tensor) and not isinstance(tensor, ForeignTensor) and tensor.dim():
+            raise RuntimeError(f"{func}: a tensor of the host among a device's")
+
+
+def _goes_to_host(func: Any, to: Any) -> bool:
+    return func is ATEN._to_copy.default and to is not None and torch.device(to).type == "cpu"
+
+
+def _to_host(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Without waiting, the values that there are now come later."""
+    target, source = args[0], args[1].inner
+    if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+        device.waits.append("copy_")
+        device.synchronize()
+        return target.copy_(source)
+    values = source.clone()
+    device.later(lambda: target.copy_(values))
+    target.view(torch.uint8).fill_(0xA5)
+    return target
+
+
+def _empty(
+    size: Sequence[int],
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Tensor:
+    return ForeignTensor(torch.empty(size, dtype=dtype))
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    return ForeignTensor(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """What torch's own indexing takes to bring numbers to the device."""
+    _inner(target).copy_(_inner(source))
+    return target
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+_LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
+_LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
+
+
+class Stream:
+    """Everything is in one order here; what matters is who waits."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        device.synchronize()
+
+
+@contextmanager
+def _current(stream: Stream) -> Iterator[None]:
+    yield
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Have engines made there, and let them find streams and pinned memory, as CUDA has them."""
+    empty, empty_like = torch.empty, torch.empty_like
+    main = Stream()
+
+    def unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    patch.setattr(torch, "empty", unpinned(empty))
+    patch.setattr(torch, "empty_like", unpinned(empty_like))
+    patch.setattr(Tensor, "pin_memory", lambda self: self)
+    patch.setattr(torch.cuda, "Stream", Stream)
+    patch.setattr(torch.cuda, "stream", _current)
+    patch.setattr(torch.cuda, "current_stream", lambda _=None: main)
+    patch.setattr(torch.cuda, "default_stream", lambda _=None: main)
+    place(patch, DEVICE)
+
+
+def place(patch: pytest.MonkeyPatch, chosen: torch.device) -> None:
+    """Have engines made there from now on."""
+    patch.setattr("diptych_engine.runner.choose_device", lambda config, rank=0: chosen)
