@@ -2,7 +2,7 @@
 # A kind cluster with the three images in it; run again after a change of code. Needs docker and kind.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-tag=0.1.0
+tag=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
 build() { docker build --file "docker/$1.Dockerfile" --tag "diptych-$1:$tag" "${@:2}" .; }
 build operator
 for component in engine router; do  # the example's model comes as a package

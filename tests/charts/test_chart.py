@@ -13,9 +13,11 @@ import pytest
 import yaml
 from chart_kit import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, load_script, of_kind, only
 
+from diptych_operator.images import published
 from diptych_operator.names import OPERATOR_LABELS
 from diptych_operator.parse import parse
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 GOLDEN = Path(__file__).parent / "golden" / "default.yaml"
 MONITORING = {
     name: {"enabled": True}
@@ -34,7 +36,12 @@ MATRIX: dict[str, dict[str, Any]] = {
         "scope": "namespaced", "namespaces": ["team-a"], "monitoring": MONITORING,
     },
     "everything set": {
-        "image": {"repository": "example.org/operator", "digest": "sha256:" + "a" * 64},
+        "images": {
+            "registry": "example.org/mine",
+            "operator": {"repository": "operator", "digest": "sha256:" + "a" * 64},
+            "engine": {"repository": "diptych-engine-cuda"},
+            "router": {"tag": "next"},
+        },
         "imagePullSecrets": [{"name": "registry"}],
         "logLevel": "debug",
         "podLabels": {"team": "ml"}, "podAnnotations": {"note": "yes"},
@@ -87,9 +94,8 @@ def test_what_is_generated_is_up_to_date() -> None:
 
 
 def test_chart_and_project_have_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"] == project["version"]
+    assert chart["version"] == chart["appVersion"] == VERSION
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -135,6 +141,8 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
         "--lease-namespace=$(POD_NAMESPACE)",
         "--lease-name=diptych-operator",
         "--metrics-port=8080",
+        f"--engine-image={published('engine')}",
+        f"--router-image={published('router')}",
         "--log-level=info",
     ]
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
@@ -167,9 +175,42 @@ def test_what_is_set_arrives(helm: Helm) -> None:
     for field in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName"):
         assert pod[field] == everything[field]
     (container,) = pod["containers"]
-    assert container["image"] == "example.org/operator@sha256:" + "a" * 64
+    assert container["image"] == "example.org/mine/operator@sha256:" + "a" * 64
     assert container["resources"]["requests"] == {"cpu": 1, "memory": "128Mi"}
     assert container["args"][-1] == "--log-level=debug"
+
+
+def images(objects: list[Object]) -> list[str]:
+    """Of the operator, and those that it gives to services that name none: engine and router."""
+    (container,) = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    told = [a.partition("=") for a in container["args"] if "-image=" in a]
+    assert [name for name, _, _ in told] == ["--engine-image", "--router-image"]
+    return [container["image"], *(image for _, _, image in told)]
+
+
+def test_the_default_images_are_those_of_the_release(helm: Helm) -> None:
+    """As `diptych render` has them, which is not told of values."""
+    assert images(helm.render()) == [published(c) for c in ("operator", "engine", "router")]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (MATRIX["everything set"],
+         ["example.org/mine/operator@sha256:" + "a" * 64,
+          f"example.org/mine/diptych-engine-cuda:{VERSION}",
+          "example.org/mine/diptych-router:next"]),
+        ({"global": {"imageRegistry": "mirror:5000/x/"}},
+         [f"mirror:5000/x/diptych-{c}:{VERSION}" for c in ("operator", "engine", "router")]),
+        ({"images": {"registry": ""}},
+         [f"diptych-{c}:{VERSION}" for c in ("operator", "engine", "router")]),
+    ],
+    ids=["each its own", "a mirror for all", "no registry"],
+)  # fmt: skip
+def test_images_come_from_where_the_values_say(
+    helm: Helm, values: dict[str, Any], expected: list[str]
+) -> None:
+    assert images(helm.render(values)) == expected
 
 
 @pytest.mark.parametrize(
