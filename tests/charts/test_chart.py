@@ -13,7 +13,8 @@ import pytest
 import yaml
 from chart_kit import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, load_script, of_kind, only
 
-from diptych_operator.images import published
+from diptych_operator.crd import VERSION_ANNOTATION
+from diptych_operator.images import REGISTRY, published
 from diptych_operator.names import OPERATOR_LABELS
 from diptych_operator.parse import parse
 
@@ -93,9 +94,33 @@ def test_what_is_generated_is_up_to_date() -> None:
         assert path.read_bytes() == content, f"{path} is stale: run python charts/generate.py"
 
 
-def test_chart_and_project_have_one_version() -> None:
+def test_chart_crds_and_images_have_the_projects_version() -> None:
+    """The installed project's, too, by which the operator names the images."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == VERSION
+    for crd in (ROOT / "crds").glob("*.yaml"):
+        annotations = yaml.safe_load(crd.read_text())["metadata"]["annotations"]
+        assert annotations == {VERSION_ANNOTATION: VERSION}
+    assert published("engine").endswith(f"/diptych-engine:{VERSION}")
+
+
+def test_what_a_release_stamps_is_up_to_date() -> None:
+    """Version and registry are each written by hand in one place: `python3 charts/stamp.py`."""
+    stamp = load_script(ROOT / "charts" / "stamp.py")
+    assert stamp.version() == VERSION
+    assert stamp.registry() == REGISTRY
+    for path, text in stamp.stamped(VERSION, REGISTRY).items():
+        assert (ROOT / path).read_text() == text, f"{path} is stale: python3 charts/stamp.py"
+
+
+def test_a_release_stamps_every_file_that_has_version_or_registry() -> None:
+    stamped = load_script(ROOT / "charts" / "stamp.py").stamped("9.8.7", "example.org/else")
+    assert {path.name for path in stamped} == {
+        *("Chart.yaml", "values.yaml", "images.py"),
+        *(path.name for path in ROOT.glob("docker/*.Dockerfile")),
+    }
+    for path, text in stamped.items():
+        assert ("9.8.7" in text) != ("example.org/else" in text), path
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -103,8 +128,9 @@ def test_the_crds_are_rendered_unchanged_and_kept_if_asked(helm: Helm, keep: boo
     rendered = of_kind(helm.render({"crds": {"keep": keep}}), "CustomResourceDefinition")
     for crd in rendered:
         metadata = crd["metadata"]
-        kept = {"helm.sh/resource-policy": "keep"} if keep else {}
-        assert metadata.pop("annotations", {}) == kept
+        assert metadata["annotations"].pop("helm.sh/resource-policy", None) == (
+            "keep" if keep else None
+        )
         del metadata["labels"]
     sources = sorted((ROOT / "crds").glob("*.yaml"))
     assert rendered == [yaml.safe_load(source.read_text()) for source in sources]
