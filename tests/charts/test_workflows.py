@@ -199,6 +199,17 @@ def test_every_image_is_built_on_a_change_and_on_a_tag(workflow: str) -> None:
     assert built == {p.name.removesuffix(".Dockerfile") for p in ROOT.glob("docker/*.Dockerfile")}
 
 
+def test_published_images_hold_the_examples_model_like_those_that_were_tried() -> None:
+    """Its service is the first that anybody applies."""
+    tried = (ROOT / "e2e/kind/up.sh").read_text()
+    for entry in load("release.yml")["jobs"]["image"]["strategy"]["matrix"]["include"]:
+        dockerfile = (ROOT / "docker" / f"{entry['name']}.Dockerfile").read_text()
+        if "ARG MODEL_PACKAGES" in dockerfile:
+            assert f"MODEL_PACKAGES={entry['models']}" in tried
+        else:
+            assert "models" not in entry
+
+
 def test_a_change_of_anything_that_images_hold_builds_them() -> None:
     watched = load("images.yml")[True]["pull_request"]["paths"]  # YAML reads `on` as true
     copied = {
