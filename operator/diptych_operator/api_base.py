@@ -19,17 +19,22 @@ class Rule:
     cel: str
     """True for a good object; `self` is the object at which the rule stands, with its defaults."""
     message: str
-    """What is wanted instead; API servers say it, and so does `parse`."""
+    """What is wanted instead, said of the field; API servers say it, and so does `parse`."""
     at: str = ""
     """The field to name, seen from that object, such as `.router.holdSeconds`; empty: itself."""
+
+    @property
+    def told_at_its_object(self) -> str:
+        """The message for where the object is named, and not the field."""
+        return f"{self.at} {self.message}".lstrip(". ")
 
 
 def validations(*rules: Rule) -> dict[str, Any]:
     """The part of a schema with which an API server enforces the rules."""
     return {
         "x-kubernetes-validations": [
-            {"rule": rule.cel, "message": rule.message}
-            | ({"fieldPath": rule.at} if rule.at else {})
+            # A rule can name the field itself (`fieldPath`) only since Kubernetes 1.28.
+            {"rule": rule.cel, "message": rule.told_at_its_object}
             for rule in rules
         ]
     }

@@ -211,12 +211,13 @@ class Router(SpecPart, frozen=True):
     image: Annotated[
         str,
         Meta(
-            pattern=r"^\S+$",
+            pattern=r"^\S*$",
             max_length=512,
             title="an image reference",
-            description="Container image of the router pods.",
+            description="Container image of the router pods; left out, the one that the operator "
+            "was installed with.",
         ),
-    ] = "diptych-router:0.1.0"
+    ] = ""
     replicas: Annotated[int, Meta(ge=1, le=100, description="Router pods.")] = 1
     hold_seconds: Annotated[
         int,

@@ -95,6 +95,13 @@ class RolloutStatus(_Status, frozen=True):
     ] = ""
 
 
+class ImagesStatus(_Status, frozen=True):
+    """What the spec stands for: the images that it names, or else the operator's."""
+
+    engine: Annotated[str, Meta(description="Of the engines of updateRevision.")] = ""
+    router: Annotated[str, Meta(description="Of the routers.")] = ""
+
+
 class Status(_Status, frozen=True):
     observed_generation: Annotated[
         int, Meta(description="The metadata.generation that this status speaks of.")
@@ -104,6 +111,10 @@ class Status(_Status, frozen=True):
         str, Meta(description="The revision that last served at its full size.")
     ] = ""
     update_revision: Annotated[str, Meta(description="The revision that the spec asks for.")] = ""
+    images: Annotated[
+        ImagesStatus,
+        Meta(description="The images that the spec asks for or that the operator has."),
+    ] = ImagesStatus()
     prefill: Annotated[PoolStatus, Meta(description="The prefill pool.")] = PoolStatus()
     decode: Annotated[PoolStatus, Meta(description="The decode pool.")] = PoolStatus()
     router: Annotated[PoolStatus, Meta(description="The routers.")] = PoolStatus()

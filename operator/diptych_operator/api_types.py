@@ -32,12 +32,13 @@ class Engine(SpecPart, frozen=True):
     image: Annotated[
         str,
         Meta(
-            pattern=r"^\S+$",
+            pattern=r"^\S*$",
             max_length=512,
             title="an image reference",
-            description="Container image of the engine pods.",
+            description="Container image of the engine pods; left out, the one that the operator "
+            "was installed with. The status says which it is.",
         ),
-    ] = "diptych-engine:0.1.0"
+    ] = ""
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Meta(description="Where the model runs; auto takes a CUDA device if there is one."),

@@ -181,8 +181,8 @@ def _image(pod: PodView) -> Finding:
         says = f"…{says[1 - MAX_QUOTE :]}"
     field = "spec.router" if pod.role == "router" else "spec.engine"
     remedy = (
-        f"Check {field}.image; a private registry wants imagePullSecrets in "
-        f"spec.{pod.role}.podTemplate"
+        f"Check {field}.image (left out, it is the chart's {field.replace('spec', 'images')}); a "
+        f"private registry wants imagePullSecrets in spec.{pod.role}.podTemplate"
     )
     if pod.waiting_reason == "InvalidImageName":
         remedy = f"Correct {field}.image, or the image in spec.{pod.role}.podTemplate"

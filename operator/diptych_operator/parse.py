@@ -24,6 +24,7 @@ from diptych_operator.api_status import Status
 from diptych_operator.api_types import API_VERSION, KIND, InferenceService
 from diptych_operator.crd import object_schema
 from diptych_operator.errors import SpecError
+from diptych_operator.images import Images, with_images
 
 MAX_TEXT_BYTES = 1 << 20
 _FREE_FORM = "x-kubernetes-preserve-unknown-fields"
@@ -75,21 +76,23 @@ class _Loader(yaml.SafeLoader):
 def parse(text: str) -> InferenceService:
     """One InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line.
 
-    A field that does not exist is an error.
+    A field that does not exist is an error. Images that it does not name are the published ones.
     """
     raw = _load(text)
     if not isinstance(raw, dict):
         raise SpecError("file", f"must hold one {KIND} object, not {_JSON_NAMES.get(type(raw))}")
-    return _read(raw)
+    return _read(raw, Images())
 
 
-def parse_object(raw: Mapping[str, Any]) -> InferenceService:
-    """One InferenceService as an API server sends it. Raises `SpecError`.
+def parse_object(raw: Mapping[str, Any], images: Images) -> InferenceService:
+    """One InferenceService as an API server sends it, with `images` where it names none.
+
+    Raises `SpecError`.
 
     Fields that are not known here are left out, as an API server with this program's CRD would have
     done. The status is what some operator once wrote: where it cannot be read, it counts as empty.
     """
-    return _read({**_pruned(dict(raw), _schema()), "status": raw.get("status")})
+    return _read({**_pruned(dict(raw), _schema()), "status": raw.get("status")}, images)
 
 
 def _pruned(value: Any, schema: Mapping[str, Any]) -> Any:
@@ -103,7 +106,7 @@ def _pruned(value: Any, schema: Mapping[str, Any]) -> Any:
     return {name: _pruned(item, fields[name]) for name, item in value.items() if name in fields}
 
 
-def _read(raw: Mapping[str, Any]) -> InferenceService:
+def _read(raw: Mapping[str, Any], images: Images) -> InferenceService:
     for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if raw.get(field) != wanted:
             found = repr(raw[field]) if field in raw else "nothing"
@@ -114,7 +117,8 @@ def _read(raw: Mapping[str, Any]) -> InferenceService:
     except msgspec.ValidationError as exc:
         raise _explain(str(exc), asked) from exc
     rules.check(service)
-    return msgspec.structs.replace(service, status=_status(raw.get("status")))
+    service = msgspec.structs.replace(service, status=_status(raw.get("status")))
+    return with_images(service, images)
 
 
 def _status(raw: Any) -> Status:

@@ -122,8 +122,8 @@ class Reason(StrEnum):
     )  # fmt: skip
     IMAGE_CANNOT_BE_PULLED = (
         "ImageCannotBePulled", Group.PODS, "The node cannot get a container's image.",
-        "Check spec.engine.image (spec.router.image); for a private registry set "
-        "imagePullSecrets through the podTemplate.",
+        "Check spec.engine.image (spec.router.image); left out, it is the chart's images.engine "
+        "(images.router). For a private registry set imagePullSecrets through the podTemplate.",
     )  # fmt: skip
     CONTAINER_CONFIG_ERROR = (
         "ContainerConfigError", Group.PODS,

@@ -24,6 +24,7 @@ from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.errors import SpecError
 from diptych_operator.event_log import EventLog
 from diptych_operator.executor import Executor
+from diptych_operator.images import Images
 from diptych_operator.key_keeper import KeyKeeper, KeysLostError
 from diptych_operator.kube import ApiError, Kube
 from diptych_operator.metrics import OperatorMetrics
@@ -72,12 +73,14 @@ class Reconciler:
         cluster: Cluster,
         routers: Routers,
         metrics: OperatorMetrics,
+        images: Images,
     ) -> None:
         self._kube = kube
         self._watched = watched
         self._cluster = cluster
         self._routers = routers
         self._metrics = metrics
+        self._images = images
         self._keys = KeyKeeper(kube)
         self._children = Children(kube)
         self._executor = Executor(kube, cluster, self._children, self._keys)
@@ -93,7 +96,7 @@ class Reconciler:
             return None
         with self._metrics.timed():
             try:
-                return await self._pass(key, parse_object(raw))
+                return await self._pass(key, parse_object(raw, self._images))
             except SpecError as exc:
                 # The schema of a cluster with CEL refuses these before they get here.
                 await self._report_unusable(raw, exc)
@@ -267,7 +270,7 @@ class Reconciler:
     async def _report_unusable(self, raw: Raw, error: SpecError) -> None:
         """Say what is wrong with a spec that cannot even be read; pods that run are left alone."""
         problem = Problem("SpecInvalid", f"{error}; correct the spec")
-        service = parse_object({**raw, "spec": _READABLE_SPEC})
+        service = parse_object({**raw, "spec": _READABLE_SPEC}, self._images)
         await self._report_blocked(service, problem)
 
 

@@ -151,10 +151,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def _rules(path: str, schema: dict[str, Any]) -> list[str]:
-    return [
-        f"- `{path}{rule.get('fieldPath', '')}`: {rule['message']}"
-        for rule in schema.get("x-kubernetes-validations", ())
-    ]
+    return [f"- `{path}`: {rule['message']}" for rule in schema.get("x-kubernetes-validations", ())]
 
 
 def _column(column: dict[str, Any]) -> str:

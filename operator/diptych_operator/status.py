@@ -15,6 +15,7 @@ import msgspec
 from diptych_operator.api_status import (
     MAX_MESSAGE,
     Condition,
+    ImagesStatus,
     PoolStatus,
     Status,
     TransferStatus,
@@ -78,6 +79,7 @@ def build_status(
         url=_url(service),
         current_revision=current,
         update_revision=target,
+        images=ImagesStatus(engine=service.spec.engine.image, router=service.spec.router.image),
         prefill=_pool(seen, "prefill"),
         decode=_pool(seen, "decode"),
         router=_pool(seen, "router"),

@@ -13,9 +13,12 @@ import pytest
 import yaml
 from chart_kit import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, load_script, of_kind, only
 
+from diptych_operator.crd import VERSION_ANNOTATION
+from diptych_operator.images import REGISTRY, published
 from diptych_operator.names import OPERATOR_LABELS
 from diptych_operator.parse import parse
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 GOLDEN = Path(__file__).parent / "golden" / "default.yaml"
 MONITORING = {
     name: {"enabled": True}
@@ -34,7 +37,12 @@ MATRIX: dict[str, dict[str, Any]] = {
         "scope": "namespaced", "namespaces": ["team-a"], "monitoring": MONITORING,
     },
     "everything set": {
-        "image": {"repository": "example.org/operator", "digest": "sha256:" + "a" * 64},
+        "images": {
+            "registry": "example.org/mine",
+            "operator": {"repository": "operator", "digest": "sha256:" + "a" * 64},
+            "engine": {"repository": "diptych-engine-cuda"},
+            "router": {"tag": "next"},
+        },
         "imagePullSecrets": [{"name": "registry"}],
         "logLevel": "debug",
         "podLabels": {"team": "ml"}, "podAnnotations": {"note": "yes"},
@@ -86,10 +94,33 @@ def test_what_is_generated_is_up_to_date() -> None:
         assert path.read_bytes() == content, f"{path} is stale: run python charts/generate.py"
 
 
-def test_chart_and_project_have_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_chart_crds_and_images_have_the_projects_version() -> None:
+    """The installed project's, too, by which the operator names the images."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"] == project["version"]
+    assert chart["version"] == chart["appVersion"] == VERSION
+    for crd in (ROOT / "crds").glob("*.yaml"):
+        annotations = yaml.safe_load(crd.read_text())["metadata"]["annotations"]
+        assert annotations == {VERSION_ANNOTATION: VERSION}
+    assert published("engine").endswith(f"/diptych-engine:{VERSION}")
+
+
+def test_what_a_release_stamps_is_up_to_date() -> None:
+    """Version and registry are each written by hand in one place: `python3 charts/stamp.py`."""
+    stamp = load_script(ROOT / "charts" / "stamp.py")
+    assert stamp.version() == VERSION
+    assert stamp.registry() == REGISTRY
+    for path, text in stamp.stamped(VERSION, REGISTRY).items():
+        assert (ROOT / path).read_text() == text, f"{path} is stale: python3 charts/stamp.py"
+
+
+def test_a_release_stamps_every_file_that_has_version_or_registry() -> None:
+    stamped = load_script(ROOT / "charts" / "stamp.py").stamped("9.8.7", "example.org/else")
+    assert {path.name for path in stamped} == {
+        *("Chart.yaml", "values.yaml", "images.py"),
+        *(path.name for path in ROOT.glob("docker/*.Dockerfile")),
+    }
+    for path, text in stamped.items():
+        assert ("9.8.7" in text) != ("example.org/else" in text), path
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -97,8 +128,9 @@ def test_the_crds_are_rendered_unchanged_and_kept_if_asked(helm: Helm, keep: boo
     rendered = of_kind(helm.render({"crds": {"keep": keep}}), "CustomResourceDefinition")
     for crd in rendered:
         metadata = crd["metadata"]
-        kept = {"helm.sh/resource-policy": "keep"} if keep else {}
-        assert metadata.pop("annotations", {}) == kept
+        assert metadata["annotations"].pop("helm.sh/resource-policy", None) == (
+            "keep" if keep else None
+        )
         del metadata["labels"]
     sources = sorted((ROOT / "crds").glob("*.yaml"))
     assert rendered == [yaml.safe_load(source.read_text()) for source in sources]
@@ -135,6 +167,8 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
         "--lease-namespace=$(POD_NAMESPACE)",
         "--lease-name=diptych-operator",
         "--metrics-port=8080",
+        f"--engine-image={published('engine')}",
+        f"--router-image={published('router')}",
         "--log-level=info",
     ]
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
@@ -167,9 +201,42 @@ def test_what_is_set_arrives(helm: Helm) -> None:
     for field in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName"):
         assert pod[field] == everything[field]
     (container,) = pod["containers"]
-    assert container["image"] == "example.org/operator@sha256:" + "a" * 64
+    assert container["image"] == "example.org/mine/operator@sha256:" + "a" * 64
     assert container["resources"]["requests"] == {"cpu": 1, "memory": "128Mi"}
     assert container["args"][-1] == "--log-level=debug"
+
+
+def images(objects: list[Object]) -> list[str]:
+    """Of the operator, and those that it gives to services that name none: engine and router."""
+    (container,) = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    told = [a.partition("=") for a in container["args"] if "-image=" in a]
+    assert [name for name, _, _ in told] == ["--engine-image", "--router-image"]
+    return [container["image"], *(image for _, _, image in told)]
+
+
+def test_the_default_images_are_those_of_the_release(helm: Helm) -> None:
+    """As `diptych render` has them, which is not told of values."""
+    assert images(helm.render()) == [published(c) for c in ("operator", "engine", "router")]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (MATRIX["everything set"],
+         ["example.org/mine/operator@sha256:" + "a" * 64,
+          f"example.org/mine/diptych-engine-cuda:{VERSION}",
+          "example.org/mine/diptych-router:next"]),
+        ({"global": {"imageRegistry": "mirror:5000/x/"}},
+         [f"mirror:5000/x/diptych-{c}:{VERSION}" for c in ("operator", "engine", "router")]),
+        ({"images": {"registry": ""}},
+         [f"diptych-{c}:{VERSION}" for c in ("operator", "engine", "router")]),
+    ],
+    ids=["each its own", "a mirror for all", "no registry"],
+)  # fmt: skip
+def test_images_come_from_where_the_values_say(
+    helm: Helm, values: dict[str, Any], expected: list[str]
+) -> None:
+    assert images(helm.render(values)) == expected
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ CRDS = (CRD, "poolscalers.diptych.dev")
 ACCOUNT = "diptych-operator"
 # What is tested is the objects, not the program in the pods. It must not even start: an operator
 # for the whole cluster would reconcile the services of tests that run beside these.
-QUIET = {"image": {"repository": "no-such-image", "pullPolicy": "Never"}, "replicas": 2}
+QUIET = {"images": {"registry": "no-such-registry", "pullPolicy": "Never"}, "replicas": 2}
 NO_CRD = QUIET | {"crds": {"install": False}}
 
 

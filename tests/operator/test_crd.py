@@ -18,6 +18,7 @@ from diptych_operator.crd import (
     generated,
     scaler_definition,
 )
+from diptych_operator.images import Images
 from diptych_operator.parse import parse_object
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +121,7 @@ def test_the_crd_has_the_defaults_of_the_types() -> None:
     service = inference_service({"decode": {"autoscaling": {"maxReplicas": 2}}})
     completed = with_defaults(service, SCHEMA)
     assert completed["spec"]["engine"]["blockSize"] == 16
-    assert parse_object(completed) == parse_object(service)
+    assert parse_object(completed, Images()) == parse_object(service, Images())
 
 
 def test_it_has_a_status_subresource_a_short_name_and_columns() -> None:

@@ -20,6 +20,7 @@ from crd_kit import SCHEMA, definition_in, inference_service, with_defaults
 from kube_tools import ToolUnavailable, find_tool
 
 from diptych_operator.api_status import PoolStatus, Status
+from diptych_operator.images import Images
 from diptych_operator.parse import parse_object
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
@@ -126,8 +127,8 @@ def test_the_smallest_service_gets_every_default(cluster: Cluster) -> None:
     live = cluster.apply(smallest)
     assert live["spec"] == with_defaults(smallest["spec"], SCHEMA["properties"]["spec"])
     assert "status" not in live
-    read = parse_object(live | {"apiVersion": "diptych.dev/v1alpha1"})
-    assert read.spec == parse_object(smallest).spec
+    read = parse_object(live | {"apiVersion": "diptych.dev/v1alpha1"}, Images())
+    assert read.spec == parse_object(smallest, Images()).spec
     assert (read.metadata.namespace, read.metadata.generation) == (cluster.namespace, 1)
 
 
@@ -188,7 +189,7 @@ def test_a_status_of_the_operator_is_accepted_however_empty(cluster: Cluster) ->
     del written["spec"]
     command = ("apply", "--server-side", "--subresource=status", "--validate=false")
     live = json.loads(cluster.kubectl(*command, "-o", "json", "-f", "-", stdin=written))
-    assert parse_object(live | {"apiVersion": "diptych.dev/v1alpha1"}).status == status
+    assert parse_object(live | {"apiVersion": "diptych.dev/v1alpha1"}, Images()).status == status
 
 
 def test_a_pod_template_is_kept_as_written(cluster: Cluster) -> None:

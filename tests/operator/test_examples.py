@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from crd_kit import EXAMPLES, broken_rules, service_of
 
+from diptych_operator.images import Images
 from diptych_operator.parse import parse_object
 from diptych_operator.render import ServiceSecrets, render
 from diptych_protocol import CurveKeys
@@ -16,7 +17,7 @@ SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), admin_token="T" * 43)
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_becomes_two_pools_and_a_router(example: Path) -> None:
-    service = parse_object(service_of(example))
+    service = parse_object(service_of(example), Images())
     deployments = [
         item["metadata"]["labels"]["diptych.dev/role"]
         for item in render(service, SECRETS)

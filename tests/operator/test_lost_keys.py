@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from reconcile_kit import KEY, SECRETS, Store, one_pass, serving
 
+from diptych_operator.images import Images
 from diptych_operator.key_keeper import KeyKeeper, KeysLostError
 from diptych_operator.names import KEYS_LABEL, ROTATE_ANNOTATION
 from diptych_operator.parse import parse_object
@@ -74,7 +75,7 @@ async def test_the_last_known_token_is_told_with_the_loss(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that routers, which have it still, can go on to report."""
-    service = parse_object(store.service(KEY))
+    service = parse_object(store.service(KEY), Images())
     async with serving(store) as kube:
         keeper = KeyKeeper(kube)
         token = await keeper.ensure(service, "k1", in_use=False)

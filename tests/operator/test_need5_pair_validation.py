@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from crd_kit import SCHEMA, broken_rules, inference_service
+from crd_kit import SCHEMA, broken_rules, inference_service, says_one_of
 
 from diptych_operator.errors import SpecError
 from diptych_operator.parse import parse
@@ -56,7 +56,8 @@ def test_the_back_door_of_a_pod_template_is_shut_for_the_engines_image(pool: str
         f"spec.{pool}.podTemplate: must not set the image of the container engine: it is "
         "spec.engine.image, equal in both pools"
     )
-    assert broken_rules(service) == {(error.field, error.problem)}
+    (broken,) = broken_rules(service)
+    assert says_one_of((error.field, error.problem), {broken})
 
 
 @pytest.mark.parametrize(
@@ -90,4 +91,5 @@ def test_pools_that_could_not_work_together_are_refused_with_the_reason(
     service = inference_service(spec)
     error = refusal(service)
     assert str(error) == message
-    assert broken_rules(service) == {(error.field, error.problem)}
+    (broken,) = broken_rules(service)
+    assert says_one_of((error.field, error.problem), {broken})

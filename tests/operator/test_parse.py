@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from diptych_operator.api_status import Condition, PoolStatus, Status
 from diptych_operator.errors import SpecError
+from diptych_operator.images import Images
 from diptych_operator.parse import parse, parse_object
 from diptych_operator.revision import revision
 
@@ -72,7 +73,7 @@ def test_an_object_of_an_api_server_is_read_with_its_metadata_and_status() -> No
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }
     status = {"observedGeneration": 3, "prefill": {"summary": "1/1"}, "conditions": [ready]}
-    service = parse_object(live(status | {"ofANewerOperator": {"a": 1}}))
+    service = parse_object(live(status | {"ofANewerOperator": {"a": 1}}), Images())
     assert service.metadata.uid == "0e7a1d38-2013-419a-b920-b07aa07bd684"
     assert (service.metadata.generation, service.metadata.namespace) == (3, "team")
     assert service.spec.transfer.lease_seconds == 45.0
@@ -90,8 +91,8 @@ def test_fields_of_a_newer_crd_change_nothing_for_an_older_operator() -> None:
     newer["spec"] |= {"tracing": {"enabled": True}, "engine": {"kvDtype": "fp8", "blockSize": 16}}
     newer["spec"]["model"]["cache"] = {"shared": {"claims": [{"name": "a"}]}}
     newer["spec"]["decode"]["autoscaling"]["tokensPerReplica"] = None
-    assert parse_object(newer) == parse_object(known)
-    assert revision(parse_object(newer)) == revision(parse_object(known))
+    assert parse_object(newer, Images()) == parse_object(known, Images())
+    assert revision(parse_object(newer, Images())) == revision(parse_object(known, Images()))
 
 
 def test_what_is_free_in_form_is_kept_whole_for_an_api_server_s_object() -> None:
@@ -102,7 +103,7 @@ def test_what_is_free_in_form_is_kept_whole_for_an_api_server_s_object() -> None
         "ofANewerKubernetes": {"a": [1, None]},
     }
     raw["spec"]["prefill"] = {"podTemplate": template, "resources": {"limits": {"a.b/gpu": 1}}}
-    prefill = parse_object(raw).spec.prefill
+    prefill = parse_object(raw, Images()).spec.prefill
     assert prefill.pod_template == template
     assert prefill.resources.limits == {"a.b/gpu": 1}
 
@@ -123,7 +124,7 @@ def test_a_wrong_value_of_a_known_field_is_refused_wherever_it_comes_from(
     raw = live({})
     raw["spec"][part] = value
     with pytest.raises(SpecError) as caught:
-        parse_object(raw)
+        parse_object(raw, Images())
     assert str(caught.value) == message
 
 
@@ -133,7 +134,7 @@ def test_a_wrong_value_of_a_known_field_is_refused_wherever_it_comes_from(
     ids=str,
 )
 def test_a_status_that_cannot_be_read_counts_as_empty(status: Any) -> None:
-    assert parse_object(live(status)).status == Status()
+    assert parse_object(live(status), Images()).status == Status()
 
 
 @given(raw=st.recursive(
@@ -144,7 +145,7 @@ def test_a_status_that_cannot_be_read_counts_as_empty(status: Any) -> None:
     max_leaves=5,
 ))  # fmt: skip
 def test_no_status_whatever_keeps_a_service_from_being_read(raw: object) -> None:
-    assert parse_object(live(raw)).metadata.name == "smollm2"
+    assert parse_object(live(raw), Images()).metadata.name == "smollm2"
 
 
 @pytest.mark.parametrize(

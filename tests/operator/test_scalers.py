@@ -19,6 +19,7 @@ from diptych_operator.api_types import InferenceService
 from diptych_operator.children import ChildId, child_id, with_owner
 from diptych_operator.cluster import Cluster
 from diptych_operator.counts import Counts
+from diptych_operator.images import Images
 from diptych_operator.names import metadata, selector
 from diptych_operator.observed import Observed
 from diptych_operator.parse import parse_object
@@ -40,7 +41,7 @@ EXTERNAL = {"autoscaling": {"by": "External", "minReplicas": 2, "maxReplicas": 5
 
 
 def service(**spec: Any) -> InferenceService:
-    found = parse_object(inference_service(spec))
+    found = parse_object(inference_service(spec), Images())
     return msgspec.structs.replace(
         found, metadata=msgspec.structs.replace(found.metadata, uid="uid-1")
     )
@@ -165,7 +166,7 @@ def autoscalers() -> list[dict[str, Any]]:
 
 
 def test_each_autoscaler_of_the_example_finds_its_scaler_and_has_its_bounds() -> None:
-    owner = parse_object(service_of(HPA_EXAMPLE))
+    owner = parse_object(service_of(HPA_EXAMPLE), Images())
     by_name = {metadata(owner, role, role)["name"]: role for role in scaled_from_outside(owner)}
     targets = [item["spec"]["scaleTargetRef"] for item in autoscalers()]
     assert {target["name"] for target in targets} == set(by_name)
@@ -196,4 +197,4 @@ def test_the_services_on_the_page_can_be_had() -> None:
     assert len(specs) == 2
     for spec in specs:
         written = inference_service(spec)
-        parse_object(with_defaults(written, SCHEMA))
+        parse_object(with_defaults(written, SCHEMA), Images())

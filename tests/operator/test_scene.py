@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from diptych_operator.api_types import InferenceService
 from diptych_operator.children import belongs_to, child_id, with_owner
 from diptych_operator.counts import Counts
+from diptych_operator.images import Images
 from diptych_operator.names import (
     CURRENT_KEYS_ANNOTATION,
     KEYS_LABEL,
@@ -38,7 +39,8 @@ def service(uid: str = "u1", **status: Any) -> InferenceService:
             "metadata": {"name": "svc", "namespace": "ns", "uid": uid},
             "spec": {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}},
             "status": status,
-        }
+        },
+        Images(),
     )
 
 

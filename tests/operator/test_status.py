@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from diptych_operator.api_status import Condition, RolloutStatus, Status, TransferStatus
 from diptych_operator.api_types import InferenceService
 from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.images import published
 from diptych_operator.observed import DeploymentView, Observed, PodView, Problem
 from diptych_operator.parse import parse
 from diptych_operator.plan import Phase, Step
@@ -470,6 +471,11 @@ def test_times_move_only_when_a_condition_flips() -> None:
     assert [c.last_transition_time for c in other.conditions] == [
         c.last_transition_time for c in status.conditions
     ]
+
+
+def test_the_status_says_which_images_the_spec_stands_for() -> None:
+    images = Case().at().images
+    assert (images.engine, images.router) == (published("engine"), published("router"))
 
 
 def test_why_an_image_cannot_be_pulled_is_remembered() -> None:

@@ -58,6 +58,11 @@ class Broken:
     """The field that is to be named."""
     rule: Rule
 
+    @property
+    def at_server(self) -> tuple[str, str]:
+        """The object that an API server names, and its message, which begins with the field."""
+        return self.field.removesuffix(self.rule.at), self.rule.told_at_its_object
+
 
 def inference_service(spec: dict[str, Any], name: str = "svc") -> dict[str, Any]:
     """The smallest service, with parts of its spec replaced."""
@@ -275,7 +280,7 @@ def rules_of(
 
 
 def broken_rules(service: dict[str, Any]) -> set[tuple[str, str]]:
-    """(field, message) of each CEL rule that a service breaks once it has its defaults."""
+    """(object, message) of each CEL rule that a service breaks once it has its defaults."""
     service = with_defaults(service, SCHEMA)
     found = set()
     for path, rule in rules_of(SCHEMA):
@@ -283,8 +288,14 @@ def broken_rules(service: dict[str, Any]) -> set[tuple[str, str]]:
         if value is not None and not _program(rule["rule"]).evaluate(
             {"self": _as_cel(value, schema)}
         ):
-            found.add((".".join(path) + rule.get("fieldPath", ""), rule["message"]))
+            found.add((".".join(path), rule["message"]))
     return found
+
+
+def says_one_of(complaint: tuple[str, str] | None, broken: set[tuple[str, str]]) -> bool:
+    """Whether Python says what CEL says, which names the object and then perhaps its field."""
+    sentences = {f"{where}{mark}{message}" for where, message in broken for mark in (" ", ".")}
+    return complaint is not None and " ".join(complaint) in sentences
 
 
 def _at(service: dict[str, Any], path: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:

@@ -13,6 +13,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from diptych_operator.cluster import Cluster
+from diptych_operator.images import Images
 from diptych_operator.kube import Kube
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
@@ -121,5 +122,5 @@ async def serving(store: Store) -> AsyncIterator[Kube]:
 async def one_pass(store: Store) -> None:
     """Of an operator that has just started and remembers nothing."""
     async with serving(store) as kube, Routers() as routers:
-        reconciler = Reconciler(kube, store, Cluster(), routers, OperatorMetrics())
+        reconciler = Reconciler(kube, store, Cluster(), routers, OperatorMetrics(), Images())
         await reconciler.reconcile(KEY)

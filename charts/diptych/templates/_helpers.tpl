@@ -43,11 +43,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- end -}}
 
+{{/* The image of a component: (list $ "operator"), (list $ "engine") or (list $ "router"). */}}
 {{- define "diptych.image" -}}
-{{- if .Values.image.digest -}}
-{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- $root := first . -}}
+{{- $image := index $root.Values.images (last .) -}}
+{{- $registry := default $root.Values.images.registry $root.Values.global.imageRegistry -}}
+{{- with $registry -}}{{ trimSuffix "/" . }}/{{- end -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
 {{- else -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{ $image.repository }}:{{ default $root.Chart.AppVersion $image.tag }}
 {{- end -}}
 {{- end -}}
 

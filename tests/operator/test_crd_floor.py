@@ -1,0 +1,126 @@
+"""The CRDs use nothing that is newer than the oldest Kubernetes that docs/install.md names.
+
+Server-side apply refuses a CRD with a field that the API server does not know, and no server as old
+as that is at hand: so each construct stands here with the release that brought it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from crd_kit import rules_of
+
+from diptych_operator.crd import custom_resource_definition, scaler_definition
+
+ROOT = Path(__file__).parents[2]
+Release = tuple[int, int]
+
+SINCE_1_16 = (1, 16)  # apiextensions.k8s.io/v1 itself
+VERSION_FIELDS: dict[str, Release] = {
+    **dict.fromkeys(
+        ("name", "served", "storage", "schema", "subresources", "additionalPrinterColumns"),
+        SINCE_1_16,
+    ),
+    "selectableFields": (1, 30),
+}
+SCHEMA_FIELDS: dict[str, Release] = {
+    **dict.fromkeys(
+        (
+            *("type", "description", "properties", "required", "additionalProperties", "items"),
+            *("default", "enum", "minimum", "maximum", "minLength", "maxLength", "maxItems"),
+            *("maxProperties", "pattern", "format", "anyOf", "nullable"),
+            *("x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"),
+            *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
+        ),
+        SINCE_1_16,
+    ),
+    "x-kubernetes-map-type": (1, 18),
+    "x-kubernetes-validations": (1, 25),
+}
+RULE_FIELDS: dict[str, Release] = {
+    "rule": (1, 25),
+    "message": (1, 25),
+    "messageExpression": (1, 27),
+    "reason": (1, 28),
+    "fieldPath": (1, 28),
+    "optionalOldSelf": (1, 29),
+}
+CEL_CALLS: dict[str, Release] = {
+    **dict.fromkeys(
+        (
+            *("has", "all", "exists", "exists_one", "filter", "map", "size"),
+            *("startsWith", "endsWith", "matches", "contains", "int", "double", "string"),
+        ),
+        (1, 25),
+    ),
+    **dict.fromkeys(("quantity", "isQuantity"), (1, 28)),
+    **dict.fromkeys(("ip", "isIP", "cidr", "isCIDR"), (1, 30)),
+}
+"""Functions and macros. What is missing here: look up since when CRDs may call it."""
+
+
+def floors() -> tuple[Release, Release]:
+    """The oldest Kubernetes at all, and the oldest that is given the rules."""
+    page = (ROOT / "docs/install.md").read_text()
+    found = re.search(r"Kubernetes 1\.(\d+) or later \(1\.(\d+) or later checks the rules", page)
+    assert found is not None
+    return (1, int(found[1])), (1, int(found[2]))
+
+
+def nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield schema
+    for child in schema.get("properties", {}).values():
+        yield from nodes(child)
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            yield from nodes(schema[key])
+
+
+@pytest.fixture(params=[custom_resource_definition, scaler_definition])
+def version(request: pytest.FixtureRequest) -> dict[str, Any]:
+    (version,) = request.param()["spec"]["versions"]
+    return dict(version)
+
+
+def calls(cel: str) -> set[str]:
+    """Names before a parenthesis, outside of texts."""
+    return set(re.findall(r"(\w+)\(", re.sub(r"r?'[^']*'", "''", cel)))
+
+
+def test_what_is_no_rule_is_known_to_the_oldest_kubernetes(version: dict[str, Any]) -> None:
+    oldest, _ = floors()
+    assert {VERSION_FIELDS[field] <= oldest for field in version} == {True}
+    for node in nodes(version["schema"]["openAPIV3Schema"]):
+        used = node.keys() - {"x-kubernetes-validations"}  # the chart leaves these out there
+        assert not [field for field in used if SCHEMA_FIELDS[field] > oldest]
+
+
+def test_rules_are_known_to_the_oldest_kubernetes_that_is_given_them(
+    version: dict[str, Any],
+) -> None:
+    _, oldest = floors()
+    assert SCHEMA_FIELDS["x-kubernetes-validations"] <= oldest
+    for _, rule in rules_of(version["schema"]["openAPIV3Schema"]):
+        assert not [field for field in rule if RULE_FIELDS[field] > oldest], rule
+        assert not [name for name in calls(rule["rule"]) if CEL_CALLS[name] > oldest], rule
+
+
+def test_what_takes_longer_the_longer_a_text_is_has_a_longest_text(version: dict[str, Any]) -> None:
+    """Old API servers, too, refuse a rule by the most that it could ever cost."""
+    for node in nodes(version["schema"]["openAPIV3Schema"]):
+        rules = node.get("x-kubernetes-validations", ())
+        if any("self.matches(" in rule["rule"] for rule in rules):
+            assert node["maxLength"] <= 1024
+
+
+def test_the_chart_asks_for_the_oldest_kubernetes_and_drops_the_rules_below_theirs() -> None:
+    chart = yaml.safe_load((ROOT / "charts/diptych/Chart.yaml").read_text())
+    template = (ROOT / "charts/diptych/templates/crd.yaml").read_text()
+    (_, oldest), (_, with_rules) = floors()
+    assert chart["kubeVersion"] == f">=1.{oldest}.0-0"
+    assert f'semverCompare "<1.{with_rules}-0"' in template
