@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from core_kit import DUMMY
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_frontend.async_llm import AsyncLLM
@@ -83,9 +83,7 @@ TURNS = st.integers(0, 30)
 """Of the event loop, until a request is cancelled."""
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(KINDS, st.integers(1, 12), TURNS | st.none()), min_size=1, max_size=6))
 async def test_contract_B03_blocks_return_wherever_a_request_is_cancelled(
     engine: AsyncLLM, eventually: Eventually, readers: list[tuple[str, int, int | None]]

@@ -139,7 +139,7 @@ async def test_trouble_with_the_report_does_not_touch_the_answer(
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_promise_is_found_in_pieces_of_any_size(data: st.DataObject) -> None:
     """Also behind a text that speaks of it."""
     quoted = json.dumps({"kv_transfer_params": {"do_remote_prefill": True}})
