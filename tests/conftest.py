@@ -17,6 +17,7 @@ from waits import PATIENCE_S, Deadline, source_of
 # so that a test that failed fails again. `max_examples=` says where a hundred are not right.
 settings.register_profile(
     "diptych",
+    deadline=None,
     derandomize=True,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

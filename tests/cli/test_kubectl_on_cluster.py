@@ -23,6 +23,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from kube_tools import ToolUnavailable, find_tool
+from waits import Deadline, source_of
 
 from diptych.kubectl.main import main
 from diptych_operator.reasons import ConditionType
@@ -58,9 +59,9 @@ class Cluster:
         return done.stdout if done.returncode == 0 else ""
 
     def until(self, condition: Callable[[], Any], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(source_of(condition), seconds)
         while not condition():
-            assert time.monotonic() < deadline, f"still not so after {seconds} s"
+            deadline.check()
             time.sleep(0.3)
 
     def create(self, name: str, **conditions: tuple[str, str, str]) -> None:

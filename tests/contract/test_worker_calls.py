@@ -19,6 +19,7 @@ import trainer_process
 from checkpoint_kit import random_tensors, save_model
 from core_kit import DUMMY, generate, make_core
 from free_ports import free_port
+from waits import PATIENCE_S
 
 from diptych_engine.admin_control import ControlRoutes
 from diptych_engine.admin_weights import WeightRoutes
@@ -150,7 +151,7 @@ async def test_contract_C26_a_trainers_process_pushes_weights(
         await engine.finish_weight_update()
         await engine.resume_generation()
         assert len(await kept) == 400
-        assert trainer.wait(10) == 0
+        assert trainer.wait(PATIENCE_S) == 0
     finally:
         trainer.kill()
         trainer.wait()

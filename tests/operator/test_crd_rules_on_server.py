@@ -28,6 +28,7 @@ from crd_kit import (
     service_of,
     with_defaults,
 )
+from waits import Deadline
 
 SERVER = os.environ.get("DIPTYCH_TEST_CRD_SERVER")
 PKI = Path(os.environ.get("DIPTYCH_TEST_CRD_SERVER_PKI", "."))
@@ -35,7 +36,6 @@ pytestmark = pytest.mark.skipif(
     not SERVER, reason="DIPTYCH_TEST_CRD_SERVER is the URL of no API server with CEL"
 )
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-ESTABLISHED_TIMEOUT_S = 20
 
 
 class Server:
@@ -49,9 +49,9 @@ class Server:
     def install(self) -> None:
         answer = self.http.post(DEFINITIONS, json=self.definition)
         assert answer.status_code == 201, answer.text
-        deadline = time.monotonic() + ESTABLISHED_TIMEOUT_S
+        deadline = Deadline("the CRD is served")
         while self.create(inference_service({})).status_code == 404:
-            assert time.monotonic() < deadline, "the CRD is not served"
+            deadline.check()
             time.sleep(0.1)
 
     def remove(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from service_kit import Streaming, engine_config, generate, healthy, routing, start_engine
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.curve import new_keys
@@ -52,7 +53,7 @@ async def full(engine: AsyncLLM) -> AsyncIterator[None]:
     """Somebody else keeps the engine busy."""
     others: list[asyncio.Task[RequestOutput]] = []
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             for waiting in range(2):
                 endless = generate(engine, PROMPT, max_tokens=3000, ignore_eos=True)
                 others.append(asyncio.create_task(endless))

@@ -13,6 +13,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PATIENCE_S = 120.0
+FOR_EVER_S = 3600.0
+"""For what a test shows to be cut short: no test outlives a wait of this length."""
 
 
 class Deadline:
