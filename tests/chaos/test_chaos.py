@@ -33,6 +33,7 @@ from faulty_network import why_no_networks
 from hostile_bytes import pester_core
 from rejections import UNSERVABLE, Pair, rejected
 from sensitive_model import Question
+from waits import PATIENCE_S
 
 MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
 REJECTIONS = int(os.environ.get("DIPTYCH_TEST_REJECTIONS", "10"))
@@ -73,7 +74,7 @@ async def canary(service: Service, asked: list[Question]) -> None:
     """Some questions, which must all be answered right, and nothing may be left of them."""
     load = Load(lambda: service.router, asked, 1)
     load.burst(12)
-    await load.finish(60.0)
+    await load.finish(PATIENCE_S)
     assert [str(fate) for fate in load.fates if fate.outcome != "answered" or fate.wrong] == []
     assert await service.at_rest(REST_S) == []
 
@@ -208,4 +209,4 @@ def held(engine: Engine) -> int:
 
 
 async def epoch_of(engine: Engine) -> str:
-    return (await engine.probe.describe(20.0)).epoch
+    return (await engine.probe.describe(PATIENCE_S)).epoch

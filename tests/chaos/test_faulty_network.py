@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from faulty_network import BLACK_HOLE, CALM, FaultyNetwork, Weather, why_no_networks
+from waits import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(bool(why_no_networks()), reason=why_no_networks())
 
@@ -26,7 +27,7 @@ def line(network: FaultyNetwork) -> Iterator[tuple[socket.socket, socket.socket]
         address = listener.getsockname()
         here = network.run(1, lambda: socket.create_connection(address, timeout=60))
         there, _ = listener.accept()
-        there.settimeout(10)
+        there.settimeout(PATIENCE_S)
         with here, there:
             yield here, there
 
@@ -66,7 +67,7 @@ def test_weather_delays_loses_and_clears_up(
     with pytest.raises(TimeoutError):
         there.recv(10)
     network.between(1, 2, CALM)
-    there.settimeout(20)
+    there.settimeout(PATIENCE_S)
     assert there.recv(10) == b"lost", "TCP tries again"
 
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from chart_kit import CHART, Helm
 from kube_tools import ToolUnavailable, find_tool
-from waits import Deadline
+from waits import PATIENCE_S, Deadline
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
 pytestmark = pytest.mark.skipif(
@@ -52,7 +52,7 @@ class Cluster:
             input=None if stdin is None else json.dumps(stdin),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
 
     def read(self, *arguments: str, stdin: Any = None) -> Any:

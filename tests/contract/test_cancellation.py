@@ -17,6 +17,7 @@ import pytest_asyncio
 from core_kit import DUMMY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
@@ -114,7 +115,7 @@ async def test_contract_B03_a_cancelled_consumer_stays_cancelled(
             answered.set()
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(answered.wait(), 20)
+    await asyncio.wait_for(answered.wait(), PATIENCE_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -343,7 +343,7 @@ async def test_contract_B17_a_killed_core_ends_every_wait() -> None:
         os.kill(engine.description.pid, signal.SIGKILL)
         for waiting in (pause, reading.task):
             with pytest.raises(EngineDeadError):
-                await asyncio.wait_for(waiting, 5)
+                await asyncio.wait_for(waiting, PATIENCE_S)
         assert engine.errored
         assert "signal 9" in str(engine.dead_error)
         with pytest.raises(EngineDeadError):

@@ -105,7 +105,7 @@ class Blocking:
             self.done_before += 1
         else:
             self.inside.set()
-            assert self.mailbox.poll(20_000)  # this is the thread that owns it
+            assert self.mailbox.poll(int(PATIENCE_S * 1000))  # this is the thread that owns it
         return self._launch(plan)
 
 

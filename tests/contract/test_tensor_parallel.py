@@ -177,7 +177,7 @@ def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
         with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {victim}\) was killed by sig"):
             core.start_step()
         [(descriptor, react)] = core.runner.watched.items()
-        assert select.select([descriptor], [], [], 10)[0], "an idle core notices too"
+        assert select.select([descriptor], [], [], PATIENCE_S)[0], "an idle core notices too"
         with pytest.raises(EngineDeadError, match="rank 1"):
             react()
     finally:

@@ -192,7 +192,9 @@ async def test_contract_M08_pending_calls_fail_when_the_core_dies(tmp_path: Path
     calls = [asyncio.create_task(client.call("stats")) for _ in range(3)]
     await asyncio.sleep(0)
     process.kill()
-    for answer in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10):
+    for answer in await asyncio.wait_for(
+        asyncio.gather(*calls, return_exceptions=True), PATIENCE_S
+    ):
         assert isinstance(answer, EngineDeadError)
     client.close()
     assert process.wait(PATIENCE_S) == -signal.SIGKILL
@@ -256,7 +258,7 @@ def test_a_core_that_cannot_start_says_why_in_one_line(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert answer.returncode == 2
     assert complaint in answer.stderr.splitlines()[-1]

@@ -283,12 +283,12 @@ def test_a_lease_that_nobody_reads_expires() -> None:
 
 
 def test_a_queued_request_keeps_its_lease_alive() -> None:
-    prefill = Prefill(lease_seconds=0.5)
+    prefill = Prefill(lease_seconds=2.0)
     decode = Decode()
     try:
         params = prefill.grant([1])
         decode.connector.hold("request", params)
-        assert prefill.ended(params, timeout_s=1.5) is None
+        assert prefill.ended(params, timeout_s=3.0) is None
         decode.connector.start_load("request", params, [0], [0], TOKENS, None)
         assert decode.wait().ok
     finally:

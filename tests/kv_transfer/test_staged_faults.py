@@ -102,7 +102,7 @@ class Decode:
         self.connector.start_load(name, params, blocks, blocks, TOKENS, None)
 
     def ended(self) -> LoadEnded:
-        select.select([self.connector.wake_fd], [], [], 20)
+        select.select([self.connector.wake_fd], [], [], PATIENCE_S)
         [event] = self.connector.poll_events()
         assert isinstance(event, LoadEnded)
         return event

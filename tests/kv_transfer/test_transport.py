@@ -86,7 +86,7 @@ class Ours:
         deadline = Deadline(f"a {kind.__name__}", timeout_s)
         while not any(isinstance(event, kind) for event in self.events):
             deadline.check()
-            self.events += self.transport.poll(deadline - time.monotonic())
+            self.events += self.transport.poll(deadline.left_s)
         found = next(event for event in self.events if isinstance(event, kind))
         self.events.remove(found)
         return found

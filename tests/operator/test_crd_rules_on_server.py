@@ -28,7 +28,7 @@ from crd_kit import (
     service_of,
     with_defaults,
 )
-from waits import Deadline
+from waits import PATIENCE_S, Deadline
 
 SERVER = os.environ.get("DIPTYCH_TEST_CRD_SERVER")
 PKI = Path(os.environ.get("DIPTYCH_TEST_CRD_SERVER_PKI", "."))
@@ -71,7 +71,7 @@ class Server:
 def server() -> Iterator[Server]:
     trust = ssl.create_default_context(cafile=str(PKI / "ca.crt"))
     trust.load_cert_chain(PKI / "admin.crt", PKI / "admin.key")
-    with httpx.Client(base_url=str(SERVER), verify=trust, timeout=20) as http:
+    with httpx.Client(base_url=str(SERVER), verify=trust, timeout=PATIENCE_S) as http:
         server = Server(http)
         server.install()
         try:

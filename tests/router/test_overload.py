@@ -77,7 +77,7 @@ async def test_when_every_prefill_engine_is_full_the_client_is_told_to_come_back
     """The decode engine has room, but prompts are not its business."""
     (prefill, at_p), (_, at_d) = engines["prefill-0"], engines["decode-0"]
     async with routing(smollm2, keys_dir, [at_p], [at_d]) as client:
-        await healthy(client, 60)
+        await healthy(client)
         async with full(prefill):
             with pytest.raises(EngineOverloadedError, match="no other engine has room"):
                 await generate(client, PROMPT)
@@ -90,7 +90,7 @@ async def test_another_engine_is_tried_before(
 ) -> None:
     (busy, at_busy), (_, at_free), (_, at_d) = engines.values()
     async with routing(smollm2, keys_dir, [at_busy, at_free], [at_d], verify="warn") as client:
-        await healthy(client, 60)
+        await healthy(client)
         await eventually(lambda: len(client.pools.of("prefill")) == 2)
         links = {link.name: link for link in client.pools.of("prefill")}
         # A canary under way would take the decode engine's only place.
@@ -106,7 +106,7 @@ async def test_a_stream_that_has_begun_waits_for_room_in_the_decode_pool(
 ) -> None:
     (_, at_p), (decode, at_d) = engines["prefill-1"], engines["decode-0"]
     async with routing(smollm2, keys_dir, [at_p], [at_d]) as client:
-        await healthy(client, 60)
+        await healthy(client)
         async with full(decode):
             stream = Streaming(client, PROMPT, max_tokens=20)
             await eventually(lambda: client.num_held == 1)

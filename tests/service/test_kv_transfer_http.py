@@ -79,7 +79,7 @@ async def served(engine: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
     )
     try:
         host, port = await bound
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as http:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=PATIENCE_S) as http:
             yield http
     finally:
         server.cancel()

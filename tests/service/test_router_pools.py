@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
+from waits import PATIENCE_S
 
 from diptych_frontend.curve import new_keys, read_keys
 from diptych_protocol import EngineOverloadedError, KVTransferConfig
@@ -139,7 +140,7 @@ async def test_requests_wait_for_a_revision_that_may_serve(
         waiting[1].cancel()
         await eventually(lambda: client.num_held == 1)
         say(serving, revisions=["r2", "r1"])
-        output = await asyncio.wait_for(waiting[0], 20)
+        output = await asyncio.wait_for(waiting[0], PATIENCE_S)
         assert len(output.outputs[0].token_ids) == 16
         assert client.num_held == 0
         await client.check_health()

@@ -89,14 +89,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
             wait_until(lambda: is_ready(http))
             yield Served(url, process, env, http)
     finally:
         tree = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         code = process.wait(PATIENCE_S)
-        _, alive = psutil.wait_procs(tree, timeout=60)
+        _, alive = psutil.wait_procs(tree, timeout=PATIENCE_S)
         left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert code == 0
     assert left == [], "Ctrl-C leaves no process"

@@ -289,7 +289,7 @@ async def http_socket(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a real server."""
     async with (
         serving(app, drain_timeout_s=2.0) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield client
 

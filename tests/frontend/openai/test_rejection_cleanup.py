@@ -129,11 +129,11 @@ async def test_trouble_with_the_report_does_not_touch_the_answer(
     engine.notify_kv_transfer_request_rejected = notify
     async with (
         serve(build_app(engine), drain_timeout_s=0.1) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         for _ in range(2):
             assert await post(http, PATHS[0], body(PATHS[0], temperature=-1)) == 400
-            await asyncio.wait_for(called.wait(), 5)
+            await asyncio.wait_for(called.wait(), PATIENCE_S)
             called.clear()
     if trouble == "it raises":
         assert "P is gone" in caplog.text
