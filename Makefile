@@ -11,10 +11,10 @@ RUNS   ?= 200
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos simulate lint format bench crds images cluster e2e clean
+.PHONY: help demo test test-slow test-all chaos simulate lint format bench crds images cluster e2e clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "need Python 3.11 or later: apt-get install python3 python3-venv"; exit 1; }
@@ -35,14 +35,22 @@ $(VENV)/.test: pyproject.toml $(VENV)/.demo
 demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a streamed answer
 	$(BIN)/diptych demo examples/smollm2.yaml
 
-test: $(VENV)/.test ## every test that needs no cluster and no GPU
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minutes
 	$(BIN)/python -m diptych_kernels.native
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
+	$(BIN)/python -m diptych_kernels.native
+	$(PYTEST) -m slow
+
+test-all: test test-slow ## both, one after the other
 
 chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to play them again; docs/chaos.md
 	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(if $(SEED),,DIPTYCH_TEST_MESSAGES=1000000 DIPTYCH_TEST_REJECTIONS=100 \
-		DIPTYCH_TEST_REPLACEMENTS=100 $(BIN)/pytest -q -s tests/chaos \
+		DIPTYCH_TEST_REPLACEMENTS=100 $(BIN)/pytest --timeout 7200 -q -s tests/chaos \
 		tests/kv_transfer/test_hinge_hostile.py)
 
 simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md
@@ -75,9 +83,9 @@ images: $(VENV)/.test ## the three container images, made without docker and loa
 
 cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an API server, that of $$KUBECONFIG
 	export DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config}; \
-	$(BIN)/pytest tests/charts/test_chart_on_cluster.py -k the_crds_are_upgraded && \
+	$(BIN)/pytest --timeout 600 tests/charts/test_chart_on_cluster.py -k the_crds_are_upgraded && \
 	KUBECONFIG=$$DIPTYCH_TEST_KUBECONFIG $(BIN)/python tests/support/apply_crds.py && \
-	$(BIN)/pytest -n $(JOBS) --dist loadfile tests/*/test_*_on_cluster.py
+	$(BIN)/pytest --timeout 600 -n $(JOBS) --dist loadfile tests/*/test_*_on_cluster.py
 
 e2e: $(VENV)/.test ## install, chat, disrupt and count, on the cluster of $$KUBECONFIG; see e2e/README.md
 	$(BIN)/python -m pytest e2e

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from waits import PATIENCE_S, Deadline, source_of
+
+# One profile for everybody, which wins over the one that Hypothesis has for CI: no limit on an
+# example's or a strategy's time, which measures the machine, and the same examples in every run,
+# so that a test that failed fails again. `max_examples=` says where a hundred are not right.
+settings.register_profile(
+    "diptych",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("diptych")
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 
@@ -60,16 +73,17 @@ def smollm2() -> str:
 def eventually() -> Callable[..., Awaitable[Any]]:
     """Wait for a condition: `await eventually(lambda: x == 3)`; an awaitable result is awaited."""
 
-    async def wait(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-        deadline = time.monotonic() + timeout_s
+    async def wait(
+        condition: Callable[[], Any], timeout_s: float = PATIENCE_S, what: str = ""
+    ) -> Any:
+        deadline = Deadline(what or source_of(condition), timeout_s)
         while True:
             value = condition()
             if asyncio.iscoroutine(value):
                 value = await value
             if value:
                 return value
-            if time.monotonic() > deadline:
-                pytest.fail(f"still not so after {timeout_s} s")
+            deadline.check()
             await asyncio.sleep(0.02)
 
     return wait

@@ -134,7 +134,7 @@ def chat(
     \b
     Example:
       diptych chat
-      diptych chat --once "What is the capital of France?" --temperature 0
+      diptych chat --once "What is the name of the capital of France?" --temperature 0
       diptych chat --url http://127.0.0.1:9000
     """
     from diptych.chat import ChatError, Conversation, converse, find_service, printer
@@ -204,8 +204,10 @@ def _run(file: Path, port: int, console: Console, while_ready: Any) -> None:
 
 
 def _example_request(model: str) -> str:
-    message = {"role": "user", "content": "What is the capital of France?"}
-    return msgspec.json.encode({"model": model, "messages": [message]}).decode()
+    from diptych.demo import MAX_TOKENS, QUESTION
+
+    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
+    return msgspec.json.encode({**body, "max_tokens": MAX_TOKENS}).decode()
 
 
 if __name__ == "__main__":

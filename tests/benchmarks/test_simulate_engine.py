@@ -135,7 +135,7 @@ limits = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(asks, min_size=1, max_size=8), limits)
 def test_every_step_is_that_of_the_products_scheduler(wanted: list[Ask], given: Limits) -> None:
     real, modelled = by_scheduler(wanted, given, caching=False), by_model(wanted, given)

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from service_kit import engine_config, generate
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai.app import build_app
@@ -42,7 +43,9 @@ async def engine() -> AsyncIterator[AsyncLLM]:
 async def alive(engine: AsyncLLM) -> AsyncIterator[Alive]:
     """The status that `/live` answers with."""
     app = httpx.ASGITransport(build_app(engine))
-    async with httpx.AsyncClient(transport=app, base_url="http://engine", timeout=30) as http:
+    async with httpx.AsyncClient(
+        transport=app, base_url="http://engine", timeout=PATIENCE_S
+    ) as http:
 
         async def ask() -> int:
             return (await http.get("/live")).status_code
@@ -77,5 +80,5 @@ async def test_P9_idle_with_a_lease_is_alive_frozen_is_not_and_death_ends_every_
     os.kill(engine.description.pid, signal.SIGKILL)
     for waiting in (stream, call):
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(waiting, 10.0)
+            await asyncio.wait_for(waiting, PATIENCE_S)
     assert await alive() != 200

@@ -31,14 +31,15 @@ from chaos_load import Load
 from chaos_service import REST_S, Engine, Footprint, Service
 from faulty_network import why_no_networks
 from hostile_bytes import pester_core
-from rejections import BOUND_S, UNSERVABLE, Pair, worst_of
+from rejections import UNSERVABLE, Pair, rejected
 from sensitive_model import Question
+from waits import PATIENCE_S
 
 MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
 REJECTIONS = int(os.environ.get("DIPTYCH_TEST_REJECTIONS", "10"))
 """Of each kind."""
 REPLACEMENTS = int(os.environ.get("DIPTYCH_TEST_REPLACEMENTS", "2"))
-IDLE_S, IDLE_CPU_S = 2.0, 0.1
+IDLE_S, IDLE_CPU_S = 2.0, 0.4
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -51,7 +52,14 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campa
 
 
 @pytest.mark.parametrize(
-    "fault", [stop_decode, stale_references, black_hole, resets], ids=lambda f: f.__name__
+    "fault",
+    [
+        pytest.param(stop_decode, marks=pytest.mark.slow),
+        pytest.param(stale_references, marks=pytest.mark.slow),
+        black_hole,
+        resets,
+    ],
+    ids=lambda f: f.__name__,
 )
 async def test_chaos_costs_no_answer_and_leaves_nothing_behind(
     chaos: Campaign, fault: Fault
@@ -66,7 +74,7 @@ async def canary(service: Service, asked: list[Question]) -> None:
     """Some questions, which must all be answered right, and nothing may be left of them."""
     load = Load(lambda: service.router, asked, 1)
     load.burst(12)
-    await load.finish(60.0)
+    await load.finish(PATIENCE_S)
     assert [str(fate) for fate in load.fates if fate.outcome != "answered" or fate.wrong] == []
     assert await service.at_rest(REST_S) == []
 
@@ -103,10 +111,10 @@ def pair(chaos: Campaign) -> Iterator[Pair]:
 async def test_P7_a_rejection_frees_prefill_at_once_whatever_state_decode_is_in(
     chaos: Campaign, pair: Pair
 ) -> None:
-    def play() -> list[float]:
+    def play() -> None:
         pair.refused(**UNSERVABLE)  # now there is a connection
-        worst = [worst_of("unservable", partial(pair.refused, **UNSERVABLE), REJECTIONS)]
-        worst.append(worst_of("decode is full", pair.refused_when_full, REJECTIONS))
+        rejected(pair, "unservable", partial(pair.refused, **UNSERVABLE), REJECTIONS)
+        rejected(pair, "decode is full", pair.refused_when_full, REJECTIONS)
         pair.empty()
         for begin, end in (
             (("pause_generation", "keep", False), "resume_generation"),
@@ -115,13 +123,11 @@ async def test_P7_a_rejection_frees_prefill_at_once_whatever_state_decode_is_in(
             assert pair.decode.call(*begin) is None
             after = f"after {begin[0]}"
             refused = partial(pair.refused, **UNSERVABLE)
-            worst.append(worst_of(f"unservable, {after}", refused, REJECTIONS))
-            worst.append(worst_of(f"told to decode, {after}", pair.told_to_decode, REJECTIONS))
+            rejected(pair, f"unservable, {after}", refused, REJECTIONS)
+            rejected(pair, f"told to decode, {after}", pair.told_to_decode, REJECTIONS)
             assert pair.decode.call(end) is None
-        return worst
 
-    worst = await asyncio.to_thread(play)
-    assert max(worst) < BOUND_S
+    await asyncio.to_thread(play)
     await chaos.service.ready()
     assert await chaos.service.at_rest(REST_S) == []
 
@@ -131,17 +137,15 @@ async def test_P7_a_rejection_frees_prefill_without_decode_or_without_a_connecti
 ) -> None:
     gone = chaos.service.of("decode")[0]
 
-    def play() -> list[float]:
-        worst = [worst_of("never connected", pair.refused_by_a_stranger, REJECTIONS)]
+    def play() -> None:
+        rejected(pair, "never connected", pair.refused_by_a_stranger, REJECTIONS)
         gone.signal(signal.SIGSTOP)
         try:
-            worst.append(worst_of("told to prefill", pair.told_to_prefill, REJECTIONS))
+            rejected(pair, "told to prefill", pair.told_to_prefill, REJECTIONS)
         finally:
             gone.signal(signal.SIGCONT)
-        return worst
 
-    worst = await asyncio.to_thread(play)
-    assert max(worst) < 2 * BOUND_S
+    await asyncio.to_thread(play)
     await chaos.service.ready()
     assert await chaos.service.at_rest(REST_S) == []
 
@@ -205,4 +209,4 @@ def held(engine: Engine) -> int:
 
 
 async def epoch_of(engine: Engine) -> str:
-    return (await engine.probe.describe(20.0)).epoch
+    return (await engine.probe.describe(PATIENCE_S)).epoch

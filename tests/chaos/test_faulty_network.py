@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from faulty_network import BLACK_HOLE, CALM, FaultyNetwork, Weather, why_no_networks
+from waits import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(bool(why_no_networks()), reason=why_no_networks())
 
@@ -24,9 +25,9 @@ def line(network: FaultyNetwork) -> Iterator[tuple[socket.socket, socket.socket]
     """A connection from host 1 to host 2."""
     with network.run(2, lambda: socket.create_server((network.address(2), 0))) as listener:
         address = listener.getsockname()
-        here = network.run(1, lambda: socket.create_connection(address, timeout=10))
+        here = network.run(1, lambda: socket.create_connection(address, timeout=60))
         there, _ = listener.accept()
-        there.settimeout(10)
+        there.settimeout(PATIENCE_S)
         with here, there:
             yield here, there
 
@@ -48,7 +49,7 @@ def test_hosts_reach_each_other_only_by_the_wire(network: FaultyNetwork) -> None
     with network.run(1, lambda: socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5)
+            socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def test_weather_delays_loses_and_clears_up(
@@ -66,7 +67,7 @@ def test_weather_delays_loses_and_clears_up(
     with pytest.raises(TimeoutError):
         there.recv(10)
     network.between(1, 2, CALM)
-    there.settimeout(20)
+    there.settimeout(PATIENCE_S)
     assert there.recv(10) == b"lost", "TCP tries again"
 
 

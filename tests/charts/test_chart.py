@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from chart_kit import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, load_script, of_kind, only
+from waits import PATIENCE_S
 
 from diptych_operator.crd import VERSION_ANNOTATION
 from diptych_operator.images import REGISTRY, published
@@ -186,7 +187,7 @@ def test_the_operator_understands_its_arguments(helm: Helm, tmp_path: Path) -> N
         env={"PATH": os.environ["PATH"], "KUBECONFIG": str(tmp_path / "none")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 1, done.stderr
     assert "no cluster" in done.stderr

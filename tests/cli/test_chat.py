@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from click.testing import CliRunner
+from waits import Deadline
 
 from diptych.chat import ChatError, Conversation, Piece, find_service, read_event
 from diptych.demo import HandOff, Timing, read_hand_off
@@ -36,9 +36,9 @@ def url() -> Iterator[str]:
     command = [sys.executable, str(Path(__file__).parent / "small_pod.py")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as server:
         base = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 10
+        deadline = Deadline("the server answers")
         while not answers(f"{base}/health"):
-            assert time.monotonic() < deadline
+            deadline.check()
         yield f"{base}/v1"
         server.kill()
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner
+from waits import PATIENCE_S
 
 from diptych.kubectl.cluster import refusal
 from diptych.kubectl.main import main
@@ -51,7 +52,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert found.stdout.strip() == "[]"
 

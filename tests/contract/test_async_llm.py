@@ -11,6 +11,7 @@ import pytest
 from async_llm_kit import ARGS, ENDLESS, MODEL, final, params, until
 from core_kit import DUMMY
 from free_ports import free_port
+from waits import PATIENCE_S
 
 from diptych_engine import AsyncLLM
 from diptych_frontend import core_link
@@ -77,7 +78,7 @@ async def test_contract_A01_built_without_a_loop_it_starts_with_the_first_reques
     engine: AsyncLLM,
 ) -> None:
     assert engine.is_running
-    answer = await asyncio.wait_for(final(engine), 60)
+    answer = await asyncio.wait_for(final(engine), PATIENCE_S)
     assert len(answer.outputs[0].token_ids) == 8
     assert engine.description.num_blocks == 8192
 

@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from async_llm_kit import ARGS, ENDLESS, final, params, until
 from core_kit import DUMMY
+from waits import PATIENCE_S
 
 from diptych_engine import AsyncLLM
 from diptych_frontend.core_launcher import CoreProcess
@@ -58,10 +59,10 @@ async def killed() -> AsyncIterator[Killed]:
     open_requests = [
         asyncio.create_task(final(engine, str(i), max_tokens=ENDLESS)) for i in range(50)
     ]
-    await until(lambda: engine.output_processor.num_unfinished == 50, 60)
+    await until(lambda: engine.output_processor.num_unfinished == 50)
     states.append(state(engine))
     os.kill(engine.description.pid, signal.SIGKILL)
-    await until(lambda: engine.errored, 1.0)
+    await until(lambda: engine.errored)
     states.append(state(engine))
     yield Killed(engine, states, await asyncio.gather(*open_requests, return_exceptions=True))
     engine.shutdown()
@@ -122,7 +123,7 @@ async def test_contract_A05_a_dropped_client_takes_its_core_with_it() -> None:
 async def test_contract_C03_a_core_that_dies_before_the_first_request_is_seen() -> None:
     engine = AsyncLLM(ARGS.create_engine_config())
     os.kill(core_pid(engine), signal.SIGKILL)
-    await until(lambda: engine.errored, 1.0)
+    await until(lambda: engine.errored)
     assert (engine.is_running, engine.is_stopped) == (False, True)
     assert isinstance(engine.dead_error, EngineDeadError)
     assert "killed by signal 9" in str(engine.dead_error)
@@ -157,7 +158,7 @@ async def test_contract_A10_a_program_that_ends_without_a_shutdown_leaves_no_cor
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == code, run.stderr
     assert "Traceback" not in run.stderr

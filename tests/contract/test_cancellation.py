@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from core_kit import DUMMY
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
@@ -83,9 +84,7 @@ TURNS = st.integers(0, 30)
 """Of the event loop, until a request is cancelled."""
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(KINDS, st.integers(1, 12), TURNS | st.none()), min_size=1, max_size=6))
 async def test_contract_B03_blocks_return_wherever_a_request_is_cancelled(
     engine: AsyncLLM, eventually: Eventually, readers: list[tuple[str, int, int | None]]
@@ -116,7 +115,7 @@ async def test_contract_B03_a_cancelled_consumer_stays_cancelled(
             answered.set()
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(answered.wait(), 20)
+    await asyncio.wait_for(answered.wait(), PATIENCE_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waits import PATIENCE_S
 
 from diptych_engine.llm_engine import LLMEngine
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
@@ -48,7 +49,7 @@ def test_contract_L05_an_idle_engine_keeps_a_busy_one_company(tmp_path: Path) ->
         while engine.has_unfinished_requests():
             engine.step()
             steps += 1
-        told, _ = idle.communicate(timeout=60)
+        told, _ = idle.communicate(timeout=PATIENCE_S)
     assert idle.returncode == 0
     assert told == f"company for {steps}\n"
     assert engine.get_num_unfinished_requests() == 0

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 from core_kit import make_core
+from waits import PATIENCE_S
 from wire_kit import ABORT, ADD, TIMEOUT_MS, UTILITY, Client, request, start
 
 from diptych_engine.core import EngineCore
@@ -80,7 +81,7 @@ def served(core: EngineCore, path: Path) -> Iterator[tuple[CoreServer, Caller]]:
         yield server, caller
     finally:
         server.stop()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         caller.socket.close()
         assert not thread.is_alive()
 
@@ -104,7 +105,7 @@ class Blocking:
             self.done_before += 1
         else:
             self.inside.set()
-            assert self.mailbox.poll(20_000)  # this is the thread that owns it
+            assert self.mailbox.poll(int(PATIENCE_S * 1000))  # this is the thread that owns it
         return self._launch(plan)
 
 
@@ -115,7 +116,7 @@ def test_contract_B07_an_abort_while_a_step_is_blocked_silences_the_request(tmp_
         caller.add("a", **ENDLESS)
         caller.until("token", "a")
         runner.mailbox = server._sockets[0]
-        assert runner.inside.wait(20)
+        assert runner.inside.wait(PATIENCE_S)
         caller.send(ABORT, msgspec.msgpack.encode(["a"]))
         assert caller.until("end", "a") == ("a", FinishReason.ABORT)
         asked = caller.ask("stats")
@@ -220,7 +221,7 @@ def test_contract_B16_sigterm_aborts_or_drains_and_turns_away_what_comes(
         caller.add("late")
         assert caller.until("end", "late") == ("late", FinishReason.ABORT)
     caller.until("dead")
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert [caller.until("end", name)[1] for name in ("a", "b")] == [reason, reason]
     assert caller.events[-1] == ("dead", "core"), "the last word"
     if reason is FinishReason.LENGTH:
@@ -235,7 +236,7 @@ def test_contract_B16_a_drain_ends_when_its_time_is_up(start_core: Callable[...,
     caller.until("token", "a")
     process.send_signal(signal.SIGTERM)
     assert caller.until("end", "a") == ("a", FinishReason.ABORT)
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_contract_B17_a_core_whose_runner_raises_says_that_it_is_dead(tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_contract_B17_a_core_whose_runner_raises_says_that_it_is_dead(tmp_path: 
     caller.add("a")
     caller.until("dead")
     watcher.until("dead")
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert "fell off" in str(raised[0])
     for client in (watcher, caller):
         client.socket.close()

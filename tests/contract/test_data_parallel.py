@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 import pytest
 import pytest_asyncio
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app
@@ -95,7 +96,7 @@ async def test_contract_B11_an_abort_goes_to_the_rank_that_has_the_request(
     assert [s.num_running for s in await stats(engine)] == [0, 1]
     await engine.abort("leaves")
     assert [output.outputs[0].finish_reason async for output in stream][-1] == "abort"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while any(s.num_running for s in await stats(engine)):
             await asyncio.sleep(0)
     assert all(s.blocks_free == s.blocks_total for s in await stats(engine))

@@ -6,7 +6,6 @@ Two real engines in this process, joined by UCX.
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 import pytest
 from control_kit import LONG, Owner
 from core_kit import core_request, generate
+from waits import Deadline, source_of
 
 from diptych_engine.early_loads import EarlyState
 from diptych_protocol import (
@@ -27,7 +27,6 @@ from diptych_protocol import (
 PROMPT = [number % 61 for number in range(150)]
 """Five steps of prefill: an `Owner` computes 32 tokens a step."""
 LEASE = "0123456789abcdef" * 2
-DEADLINE_S = 20.0
 Json = dict[str, Any]
 
 
@@ -93,9 +92,9 @@ class Pair:
 
     def until(self, condition: Callable[[], Any], *, prefill: bool = True) -> None:
         """Let both engines go on, or D alone."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = Deadline(source_of(condition))
         while not condition():
-            assert time.monotonic() < deadline, "it does not come"
+            deadline.check()
             fds = [o.core.connector.wake_fd for o in (self.prefill, self.decode)]  # type: ignore[union-attr]
             if not ((prefill and self.prefill.core.has_work) or self.decode.core.has_work):
                 select.select(fds, [], [], 0.02)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from core_kit import core_request, make_core
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import ToyRunner, make_request, make_scheduler, run
 
@@ -59,7 +59,6 @@ def test_contract_M06_progress_survives_preemption() -> None:
     assert resumed.decode_done_tokens == preempted.decode_done_tokens > 0
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), min_size=1, max_size=6),
     st.integers(5, 9),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from core_kit import DUMMY
 from llm_engine_kit import params, run, stats
+from questions import FACT
 
 from diptych_engine import LLM
 from diptych_frontend.input_processor import InputProcessor
@@ -25,7 +26,7 @@ def real(smollm2: str) -> Iterator[LLM]:
 
 def test_contract_L04_stop_strings_end_a_request_in_the_core_too(real: LLM) -> None:
     engine = real.llm_engine
-    engine.add_request("r", "The capital of France is", params(max_tokens=60, stop=["Paris"]))
+    engine.add_request("r", FACT.words, params(max_tokens=60, stop=["Paris"]))
     output = run(engine)["r"][-1]
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "Paris")
     assert "Paris" not in output.outputs[0].text

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import (
@@ -53,7 +54,7 @@ async def stats(engine: AsyncLLM) -> list[SchedulerStats]:
 
 
 async def until(engine: AsyncLLM, holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds():
             await engine.refresh_stats()
 
@@ -89,7 +90,7 @@ async def test_contract_B13_requests_of_every_moment_are_served(engine: AsyncLLM
             answer = await read(engine, f"{number}-{turn}", 1 + (number * 7 + turn * 13) % 40)
             assert answer == expected[: len(answer)]
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*(caller(number) for number in range(5)))
         assert await at_rest(engine) > 1
 
@@ -97,7 +98,7 @@ async def test_contract_B13_requests_of_every_moment_are_served(engine: AsyncLLM
 async def test_contract_B13_a_pause_holds_for_all_cores_and_ends_for_all(engine: AsyncLLM) -> None:
     running = asyncio.create_task(read(engine, "kept", 200, rank=1))
     await until(engine, lambda: engine._cores.members[1].stats.tokens_generated > 0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await engine.pause_generation(mode="keep")
         late = asyncio.create_task(read(engine, "late", 5, rank=0))
         frozen = [(core.steps, core.dummy_steps) for core in await stats(engine)]
@@ -121,7 +122,7 @@ async def test_the_death_of_one_core_is_not_waited_for() -> None:
         running = asyncio.create_task(read(doomed, "unfinished", 200, rank=0))
         await until(doomed, lambda: doomed._cores.members[0].stats.tokens_generated > 0)
         os.kill(doomed._cores.members[1].description.pid, signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(EngineDeadError):
                 await running
             await doomed.died()

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from checkpoint_kit import merged, random_tensors, save_adapter, save_model
 from core_kit import generate, make_core
+from waits import PATIENCE_S
 
 from diptych_engine.admin_lora import LoraRoutes
 from diptych_frontend.admin import build_admin_app
@@ -55,7 +56,7 @@ async def http(engine: AsyncLLM, folder: Path) -> AsyncIterator[httpx.AsyncClien
         "http://api": httpx.ASGITransport(build_app(engine)),
         "http://admin": httpx.ASGITransport(build_admin_app(folder, LoraRoutes(engine).routes())),
     }
-    async with httpx.AsyncClient(mounts=mounts, timeout=30.0) as client:
+    async with httpx.AsyncClient(mounts=mounts, timeout=PATIENCE_S) as client:
         yield client
 
 

@@ -36,7 +36,6 @@ def requests_of(arrived: list[tuple[int, float]]) -> list[Request]:
     ]
 
 
-@settings(deadline=None)
 @given(arrivals)
 def test_contract_B08_admission_is_by_priority_then_arrival_then_id(
     arrived: list[tuple[int, float]],
@@ -49,7 +48,6 @@ def test_contract_B08_admission_is_by_priority_then_arrival_then_id(
     assert order == [r.request_id for r in sorted(requests, key=turn)]
 
 
-@settings(deadline=None)
 @given(arrivals)
 def test_contract_B08_fcfs_serves_in_the_order_of_arrival_here(
     arrived: list[tuple[int, float]],
@@ -85,7 +83,7 @@ def test_contract_B08_the_victim_of_a_preemption(policy: SchedulingPolicy, victi
         assert request.token_ids == expected(request.token_ids[:4], 9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(arrivals, st.integers(3, 8), st.integers(1, 4))
 def test_contract_B08_any_priorities_finish_with_the_tokens_they_would_have_alone(
     arrived: list[tuple[int, float]], num_blocks: int, seqs: int

@@ -11,6 +11,7 @@ import zmq
 from core_kit import CLIENT, VOCABULARY, core_request, generate, make_core, run, step, tokens
 from pooling_kit import runner_of
 from torch import Tensor
+from waits import PATIENCE_S
 
 from diptych_engine.core import EngineCore
 from diptych_engine.prompt_embeds import as_tensor
@@ -235,7 +236,7 @@ def test_contract_M03_a_tensor_crosses_the_wire_in_memory_of_its_own(dtype: str)
     client.connect("inproc://wire")
     try:
         client.send_multipart([b"\x00", *frames])
-        assert server.poll(5000)
+        assert server.poll(int(PATIENCE_S * 1000))
         (_, kind, message), arrays = receive_frames(server, head=3)
         assert kind == b"\x00"
         payload = [message, *arrays]

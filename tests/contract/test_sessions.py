@@ -59,7 +59,7 @@ def steps(scheduler: Scheduler, runner: ToyRunner) -> None:
 pieces_of = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=2, max_size=5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(pieces_of, st.booleans(), st.booleans())
 def test_contract_B09_a_session_of_pieces_is_the_one_shot_prompt(
     pieces: list[list[int]], cache: bool, disturbed: bool

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from core_kit import CLIENT, DUMMY, core_request, make_core, run, step, tokens
+from waits import PATIENCE_S
 
 from diptych_engine import LLM
 from diptych_engine.core import EngineCore
@@ -240,7 +241,7 @@ def test_contract_C05_a_core_without_work_is_woken_by_a_grammar(
     core.add(ask("r", prompt, {"json": slow_schema(2)}, max_tokens=1), CLIENT)
     assert not core.has_work
     assert core.stats().num_waiting == 1
-    readable, _, _ = select.select([core.grammars.wake_fd], [], [], 20.0)
+    readable, _, _ = select.select([core.grammars.wake_fd], [], [], PATIENCE_S)
     assert readable
     assert core.has_work
     core.take_grammars()
@@ -253,7 +254,7 @@ def test_contract_C05_an_abort_while_compiling_is_the_end(
 ) -> None:
     core.add(ask("r", prompt, {"json": slow_schema(3)}), CLIENT)
     core.abort(["r"])
-    assert select.select([core.grammars.wake_fd], [], [], 20.0)[0]
+    assert select.select([core.grammars.wake_fd], [], [], PATIENCE_S)[0]
     assert [output.finish_reason for output in step(core)] == [FinishReason.ABORT]
     assert not core.has_work
     assert not core.scheduler.requests
@@ -266,7 +267,7 @@ def test_contract_C05_answers_of_one_new_form_wait_for_one_grammar(
     for name in ("a", "b", "c"):
         core.add(ask(name, prompt, {"json": slow_schema(4)}, max_tokens=1), CLIENT)
     core.abort(["b"])
-    assert select.select([core.grammars.wake_fd], [], [], 20.0)[0]
+    assert select.select([core.grammars.wake_fd], [], [], PATIENCE_S)[0]
     core.take_grammars()
     assert not core.scheduler.held
     outputs = step(core)

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from waits import PATIENCE_S
 
 from diptych_engine.build_core import build_core
 from diptych_engine.core import EngineCore
@@ -176,7 +177,7 @@ def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
         with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {victim}\) was killed by sig"):
             core.start_step()
         [(descriptor, react)] = core.runner.watched.items()
-        assert select.select([descriptor], [], [], 10)[0], "an idle core notices too"
+        assert select.select([descriptor], [], [], PATIENCE_S)[0], "an idle core notices too"
         with pytest.raises(EngineDeadError, match="rank 1"):
             react()
     finally:
@@ -225,7 +226,7 @@ async def test_a_client_learns_which_rank_died() -> None:
         assert await engine.collective_rpc("rank") == [0, 1]
         [victim] = psutil.Process(engine.description.pid).children()
         victim.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             cause = await engine.died()
         for known in (cause, engine.dead_error):
             assert f"rank 1 (pid {victim.pid}) was killed by signal 9" in str(known)

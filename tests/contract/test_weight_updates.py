@@ -14,6 +14,7 @@ import torch
 from checkpoint_kit import random_tensors, save_adapter, save_model
 from core_kit import CLIENT, core_request, generate, make_core, run, step, tokens
 from torch import Tensor
+from waits import PATIENCE_S
 
 from diptych_engine.core import EngineCore
 from diptych_engine.weights.trainer import WeightSender, describe
@@ -297,7 +298,7 @@ def test_contract_C26_weights_that_are_asleep_are_not_replaced(engine: MakeCore)
 
 @pytest.fixture
 def sender() -> WeightSender:
-    return WeightSender("127.0.0.1", num_workers=1, timeout_s=10.0)
+    return WeightSender("127.0.0.1", num_workers=1, timeout_s=PATIENCE_S)
 
 
 def joined(core: EngineCore, sender: WeightSender) -> None:
@@ -330,7 +331,7 @@ def test_contract_C26_replicas_have_ranks_of_their_own(
 ) -> None:
     """One trainer for both replicas of an engine, which get the same call."""
     replicas = [engine(data_parallel_size=2, data_parallel_rank=rank) for rank in (0, 1)]
-    sender = WeightSender("127.0.0.1", num_workers=2, timeout_s=10.0)
+    sender = WeightSender("127.0.0.1", num_workers=2, timeout_s=PATIENCE_S)
     tensors = random_tensors(NEW)
 
     def at_once(*calls: Callable[[], object]) -> None:
@@ -357,7 +358,7 @@ def test_contract_C26_a_trainer_that_says_nothing_fails_the_update(
     engine: MakeCore, expected: list[list[int]], gone: bool
 ) -> None:
     core = engine()
-    sender = WeightSender("127.0.0.1", num_workers=1, timeout_s=30.0 if gone else 1.0)
+    sender = WeightSender("127.0.0.1", num_workers=1, timeout_s=PATIENCE_S if gone else 1.0)
     joined(core, sender)
     if gone:
         del sender  # which ends its connections

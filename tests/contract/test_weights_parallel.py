@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_kit import random_tensors, save_adapter, save_model
 from core_kit import core_request, generate, make_core, run, tokens
+from waits import PATIENCE_S
 
 from diptych_engine.core import EngineCore
 from diptych_engine.weights.trainer import WeightSender, describe
@@ -90,7 +91,7 @@ def test_contract_C26_every_rank_takes_its_share_of_new_weights(
     expected = [
         generate(make_core(str(folder / str(seed))), PROMPT, max_tokens=LENGTH) for seed in (0, 1)
     ]
-    sender = WeightSender("127.0.0.1", num_workers=2, timeout_s=20.0)
+    sender = WeightSender("127.0.0.1", num_workers=2, timeout_s=PATIENCE_S)
     tensors = random_tensors(1)
 
     def train() -> None:

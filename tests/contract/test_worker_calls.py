@@ -19,6 +19,7 @@ import trainer_process
 from checkpoint_kit import random_tensors, save_model
 from core_kit import DUMMY, generate, make_core
 from free_ports import free_port
+from waits import PATIENCE_S
 
 from diptych_engine.admin_control import ControlRoutes
 from diptych_engine.admin_weights import WeightRoutes
@@ -150,7 +151,7 @@ async def test_contract_C26_a_trainers_process_pushes_weights(
         await engine.finish_weight_update()
         await engine.resume_generation()
         assert len(await kept) == 400
-        assert trainer.wait(10) == 0
+        assert trainer.wait(PATIENCE_S) == 0
     finally:
         trainer.kill()
         trainer.wait()
@@ -164,10 +165,10 @@ async def test_contract_C26_a_trainer_elsewhere_does_it_by_http(
     (tmp_path / "admin-token").write_text("secret")
     routes = [*ControlRoutes(engine).routes(), *WeightRoutes(engine).routes()]
     transport = httpx.ASGITransport(build_admin_app(tmp_path, routes))
-    sender = WeightSender("127.0.0.1", num_workers=1, timeout_s=20.0)
+    sender = WeightSender("127.0.0.1", num_workers=1, timeout_s=PATIENCE_S)
     tensors = random_tensors(2)
     http = httpx.AsyncClient(
-        transport=transport, timeout=30.0, headers={"authorization": "Bearer secret"}
+        transport=transport, timeout=PATIENCE_S, headers={"authorization": "Bearer secret"}
     )
 
     async def post(route: str, body: object = None) -> tuple[int, str]:

@@ -137,6 +137,7 @@ def test_packed_weights_keep_the_quality_of_the_file(
     assert float((actual.argmax(-1) == expected.argmax(-1)).float().mean()) > 0.95
 
 
+@pytest.mark.slow
 def test_greedy_output_equals_transformers(source: ModelSource, reference: Any) -> None:
     """20 prompts x 64 tokens, batched continuously in chunks, under preemption and prefix hits.
 

@@ -69,9 +69,7 @@ def test_chats_keep_the_logits_of_float32(
     """Of all rows, and of the last ones, from which the first tokens come; as a prompt, and with
     the last tokens computed as if they had been generated."""
     sequence = lone_sequence(source, MAX_TOKENS, packs=True)
-    actual = [
-        sequence.logits_in_chunks(chat, [len(chat) - last] + [1] * last) for chat in chats
-    ]
+    actual = [sequence.logits_in_chunks(chat, [len(chat) - last] + [1] * last) for chat in chats]
     ours, float32 = torch.cat(actual), torch.cat(exact)
     assert distance(ours, float32) < 0.02
     assert divergence(ours, float32) < 5e-4

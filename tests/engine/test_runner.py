@@ -110,7 +110,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_mix_of_chunks_and_decodes_equals_each_alone(
     runner: ModelRunner, data: st.DataObject
 ) -> None:

@@ -151,7 +151,7 @@ OPTIONS: list[dict[str, Any]] = [
 @given(
     order=st.permutations(range(14)), size=st.integers(1, 14), vocabulary=st.sampled_from([30, 700])
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_request_is_independent_of_its_batch(
     order: list[int], size: int, vocabulary: int
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_negative_seed_is_a_seed() -> None:
     frequency=st.sampled_from([0.0, -0.4, 2.0]),
     repetition=st.sampled_from([1.0, 0.5, 1.8]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_penalties_equal_a_plain_loop(
     prompt: list[int], output: list[int], presence: float, frequency: float, repetition: float
 ) -> None:

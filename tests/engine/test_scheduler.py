@@ -98,7 +98,7 @@ prompts = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(prompts, st.integers(8, 20), st.integers(1, 8), st.integers(1, 24), st.booleans())
 def test_any_batch_generates_what_each_request_would_alone(
     work: list[tuple[list[int], int]], num_blocks: int, seqs: int, budget: int, cache: bool

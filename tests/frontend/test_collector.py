@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waits import PATIENCE_S
 
 from diptych_frontend.collector import Collector
 from diptych_protocol import CompletionOutput, EngineGenerateError, Logprob, RequestOutput
@@ -92,7 +93,7 @@ async def test_get_waits_for_the_next_output() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     collector.put(output(delta(0, 1)), delta=True)
-    assert (await asyncio.wait_for(waiting, 5)).outputs[0].text == "<0.1>"
+    assert (await asyncio.wait_for(waiting, PATIENCE_S)).outputs[0].text == "<0.1>"
 
 
 async def test_an_error_wakes_the_consumer_and_stays() -> None:
@@ -104,7 +105,7 @@ async def test_an_error_wakes_the_consumer_and_stays() -> None:
     collector.fail(EngineGenerateError("second"))
     collector.put(output(delta(0, 1)), delta=True)
     with pytest.raises(EngineGenerateError, match="first") as caught:
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, PATIENCE_S)
     assert caught.value is first
     with pytest.raises(EngineGenerateError, match="first"):
         collector.take()
@@ -118,4 +119,4 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
     collector.put(output(delta(0, 1)), delta=True)
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert (await asyncio.wait_for(collector.get(), 5)).outputs[0].text == "<0.1>"
+    assert (await asyncio.wait_for(collector.get(), PATIENCE_S)).outputs[0].text == "<0.1>"

@@ -36,7 +36,6 @@ def test_streamed_text_equals_the_whole(tokenizer: Tokenizer, text: str, skip: b
     assert stream(tokenizer, [], ids, skip=skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=30), data=st.data())
 def test_text_continues_any_prompt_that_ends_at_a_character(
     tokenizer: Tokenizer, text: str, data: st.DataObject
@@ -74,7 +73,7 @@ def test_a_prompt_that_ends_inside_a_character_is_not_emitted_again(tokenizer: T
 
 
 @given(ids=st.lists(st.integers(0, 49151), max_size=MAX_UNDECODED))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_token_ids_give_the_characters_of_the_whole(
     tokenizer: Tokenizer, ids: list[int]
 ) -> None:
@@ -165,7 +164,7 @@ def test_contract_B05_nothing_is_emitted_that_could_still_begin_a_stop_string_an
 ENGLISH = "One, two. three\n\nfour END five END. 12 stop stopping <|im_end|> last"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.lists(st.sampled_from([ENGLISH, "stop", " END", "\n", "a", ". t"]), max_size=4).map(
         "".join

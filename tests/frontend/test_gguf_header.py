@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_frontend.gguf_header import GGUFError, read_header
@@ -115,7 +115,7 @@ def test_a_truncated_file_is_noticed_before_its_weights_are_read(
         read_header(path).tensors()
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(data=st.data())
 def test_damage_gives_a_clear_error_or_other_values_but_nothing_else(
     small_file: Path, tmp_path: Path, data: st.DataObject

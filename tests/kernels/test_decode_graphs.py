@@ -55,10 +55,20 @@ def record(device: torch.device) -> Callable[[Compute], Compute]:
     return cuda_recorder() if device != CPU else lambda compute: compute
 
 
-@pytest.mark.parametrize("processors", [1, 6], ids=["whole contexts", "split contexts"])
-@pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "processors"),
+    [
+        pytest.param(family, processors, id=f"{family}-{contexts}", marks=marks)
+        # Triton's interpreter takes its time: each family and either form in a quick test.
+        for number, family in enumerate(FAMILIES)
+        for processors, contexts, marks in (
+            (1, "whole contexts", [pytest.mark.slow] if number else []),
+            (6, "split contexts", [] if number else [pytest.mark.slow]),
+        )
+    ],
+)
 def test_recorded_decodes_are_those_of_the_model(
-    options: dict[str, bool | int],
+    family: str,
     processors: int,
     device: torch.device,
     record: Callable[[Compute], Compute],
@@ -66,10 +76,10 @@ def test_recorded_decodes_are_those_of_the_model(
 ) -> None:
     choose_kernels(device, monkeypatch)
     monkeypatch.setattr(paged_attention, "num_processors", lambda _: processors)
-    model = make_model(config(**options), device, LONGEST)
+    model = make_model(config(**FAMILIES[family]), device, LONGEST)
     layers, own_layers = (make_cache(device, NUM_BLOCKS) for _ in range(2))
     graphs = DecodeGraphs(model, own_layers, LONGEST, record)
-    window = config(**options).sliding_window
+    window = config(**FAMILIES[family]).sliding_window
     with torch.inference_mode():
         for step in range(len(STEPS)):
             inputs = decodes(step, window, device)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from waits import PATIENCE_S
 
 from diptych_kernels.call_table import rows_of, run_all
 from diptych_kernels.cpu_level import CpuLevel, machine_level
@@ -69,7 +70,7 @@ def test_processes_that_start_at_once_have_the_same_kernels(tmp_path: Path) -> N
     names = ["run_calls-3", "run_calls-4"]
     command = [sys.executable, "-c", LOAD, str(tmp_path), *names]
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    lengths = [start.communicate(timeout=300)[0].split() for start in starts]
+    lengths = [start.communicate(timeout=PATIENCE_S)[0].split() for start in starts]
     assert [start.returncode for start in starts] == [0, 0]
     sizes = [(tmp_path / name).stat().st_size - object_files.DIGEST_BYTES for name in names]
     assert lengths == [[str(size) for size in sizes]] * 2

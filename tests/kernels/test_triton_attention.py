@@ -147,7 +147,7 @@ def test_a_window_bounds_what_a_decode_is_split_into() -> None:
     assert windowed.num_splits == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(decodes=st.lists(st.integers(1, 90), max_size=4), chunks=counts.map(lambda c: c[:2]))
 def test_the_packed_numbers_are_where_the_schedule_says(
     decodes: list[int], chunks: list[tuple[int, int]]

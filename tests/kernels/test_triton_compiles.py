@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waits import PATIENCE_S
+
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on a Hopper multiprocessor."""
 
@@ -16,7 +18,11 @@ def test_every_kernel_compiles_for_hopper_and_uses_its_units() -> None:
     script = Path(__file__).with_name("compile_for_gpu.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
     compiled = [json.loads(line) for line in run.stdout.splitlines()]

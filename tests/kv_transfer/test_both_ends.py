@@ -201,7 +201,7 @@ def test_an_undisturbed_hand_off_releases_the_lease_and_succeeds(computed: int) 
 
 
 @given(st.lists(st.sampled_from(sorted(FAULTS)), max_size=40), st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_any_order_of_faults_ends_both_sides_once_and_never_uses_foreign_kv(
     steps: list[str], early: bool
 ) -> None:

@@ -519,4 +519,4 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
-TestAnyOrderOfEvents.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrderOfEvents.settings = settings(max_examples=150, stateful_step_count=40)

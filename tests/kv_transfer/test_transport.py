@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from waits import FOR_EVER_S, PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer.events import (
     Connected,
@@ -80,12 +81,12 @@ class Ours:
         self.transport.connect(("127.0.0.1", port))
         return self.expect(Connected).peer
 
-    def expect(self, kind: type[E], timeout_s: float = 20.0) -> E:
+    def expect(self, kind: type[E], timeout_s: float = PATIENCE_S) -> E:
         """The next event of a kind."""
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(f"a {kind.__name__}", timeout_s)
         while not any(isinstance(event, kind) for event in self.events):
-            assert time.monotonic() < deadline, f"no {kind.__name__}: {self.events}"
-            self.events += self.transport.poll(deadline - time.monotonic())
+            deadline.check()
+            self.events += self.transport.poll(deadline.left_s)
         found = next(event for event in self.events if isinstance(event, kind))
         self.events.remove(found)
         return found
@@ -226,9 +227,9 @@ def test_a_fence_ends_every_transfer_before_it_reports_the_loss(ours: Ours, last
 
 
 def wait_until(done: Callable[[], bool], ours: Ours) -> None:
-    deadline = time.monotonic() + 20
+    deadline = Deadline(source_of(done))
     while not done():
-        assert time.monotonic() < deadline
+        deadline.check()
         ours.events += ours.transport.poll(0.0)
 
 
@@ -279,15 +280,13 @@ def test_an_idle_connection_costs_no_cpu(ours: Ours) -> None:
     ours.answer()
     theirs_before, before = ours.ask()["cpu"], time.process_time()
     assert ours.transport.poll(1.0) == []
-    assert time.process_time() - before < 0.05
-    assert ours.ask()["cpu"] - theirs_before < 0.05
+    assert time.process_time() - before < 0.2, "who looks again and again takes most of a processor"
+    assert ours.ask()["cpu"] - theirs_before < 0.2
 
 
 def test_another_thread_ends_a_wait(ours: Ours) -> None:
     ours.transport.wake()
-    started = time.monotonic()
-    ours.transport.poll(10.0)
-    assert time.monotonic() - started < 5.0
+    ours.transport.poll(FOR_EVER_S)
 
 
 def test_what_is_asked_of_a_lost_peer_fails(ours: Ours) -> None:
@@ -302,23 +301,26 @@ def test_what_is_asked_of_a_lost_peer_fails(ours: Ours) -> None:
 
 def test_a_port_where_nobody_listens_ends_in_a_report(ours: Ours) -> None:
     ours.transport.connect(("127.0.0.1", 1))
-    deadline = time.monotonic() + 20
+    deadline = Deadline("a report")
     while not any(isinstance(event, ConnectFailed | PeerLost) for event in ours.events):
-        assert time.monotonic() < deadline
+        deadline.check()
         ours.events += ours.transport.poll(1.0)
 
 
-def test_loading_ucx_takes_next_to_no_time() -> None:
-    """Every engine pays for it when it starts; with UCX's own default no try takes below 0.4 s."""
-    code = (
-        "import libucx, numpy, time; begin = time.perf_counter(); "
-        "import diptych_kv_transfer.ucp; print(time.perf_counter() - begin)"
-    )
+def test_ucx_is_told_before_it_is_loaded_not_to_spin() -> None:
+    """Every engine pays for loading it: with UCX's own 50 ms at each of eight functions, 0.4 s."""
+    name = "UCX_MEM_BISTRO_GRACE_DURATION"
+    code = f"""
+import os, sys
+def saw(event, arguments):
+    if event == "ctypes.dlopen" and "libuc" in str(arguments[0]):
+        print(os.environ.get({name!r}))
+sys.addaudithook(saw)
+import diptych_kv_transfer.ucp
+"""
     # What this process has loaded already is in its environment now.
     fresh = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
-
-    def took() -> float:
-        done = subprocess.run([sys.executable, "-c", code], env=fresh, capture_output=True)
-        return float(done.stdout)
-
-    assert any(took() < 0.4 for _ in range(5))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=fresh, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == {"1ms"}

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to install the CRD into"
 )
 FIRST_MINOR_WITH_RULES = 25
-COMMAND_TIMEOUT_S = 60
-ESTABLISHED_TIMEOUT_S = 20
+COMMAND_TIMEOUT_S = 120
+ESTABLISHED_TIMEOUT_S = 100
 
 
 class Cluster:

@@ -28,6 +28,7 @@ from crd_kit import (
     service_of,
     with_defaults,
 )
+from waits import PATIENCE_S, Deadline
 
 SERVER = os.environ.get("DIPTYCH_TEST_CRD_SERVER")
 PKI = Path(os.environ.get("DIPTYCH_TEST_CRD_SERVER_PKI", "."))
@@ -35,7 +36,6 @@ pytestmark = pytest.mark.skipif(
     not SERVER, reason="DIPTYCH_TEST_CRD_SERVER is the URL of no API server with CEL"
 )
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-ESTABLISHED_TIMEOUT_S = 20
 
 
 class Server:
@@ -49,9 +49,9 @@ class Server:
     def install(self) -> None:
         answer = self.http.post(DEFINITIONS, json=self.definition)
         assert answer.status_code == 201, answer.text
-        deadline = time.monotonic() + ESTABLISHED_TIMEOUT_S
+        deadline = Deadline("the CRD is served")
         while self.create(inference_service({})).status_code == 404:
-            assert time.monotonic() < deadline, "the CRD is not served"
+            deadline.check()
             time.sleep(0.1)
 
     def remove(self) -> None:
@@ -71,7 +71,7 @@ class Server:
 def server() -> Iterator[Server]:
     trust = ssl.create_default_context(cafile=str(PKI / "ca.crt"))
     trust.load_cert_chain(PKI / "admin.crt", PKI / "admin.key")
-    with httpx.Client(base_url=str(SERVER), verify=trust, timeout=20) as http:
+    with httpx.Client(base_url=str(SERVER), verify=trust, timeout=PATIENCE_S) as http:
         server = Server(http)
         server.install()
         try:

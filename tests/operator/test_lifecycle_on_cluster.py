@@ -182,7 +182,7 @@ def _served(namespace: Namespace, name: str) -> None:
         held = {d["metadata"]["labels"].get(REVISION_LABEL) for d in _deployments(namespace, name)}
         return newest and over and held - {None} == {status.get("currentRevision")}
 
-    until(f"{name} serves with one revision", look, 40)
+    until(f"{name} serves with one revision", look)
 
 
 def _deployments(namespace: Namespace, name: str) -> list[Object]:
@@ -216,7 +216,7 @@ def test_a_deleted_service_takes_everything_along(home: Home) -> None:
     namespace.degraded("short", "Unschedulable")
     assert not namespace.there("InferenceService", "short")["metadata"].get("finalizers")
     namespace.delete("InferenceService", "short")
-    until("all is gone", lambda: not namespace.children("short"), 40)
+    until("all is gone", lambda: not namespace.children("short"))
     assert namespace.get("InferenceService", "short") is None
 
 
@@ -235,7 +235,7 @@ def test_a_service_made_anew_at_once_gets_children_and_keys_of_its_own(home: Hom
         ]
         return owners == [uid] * count
 
-    until("all children are the new service's", look, 40)
+    until("all children are the new service's", look)
     namespace.settled("again")
     assert namespace.condition("again", "Degraded")["status"] == "False"
     namespace.delete("InferenceService", "again")
@@ -250,7 +250,7 @@ def test_a_service_can_be_deleted_while_no_operator_is_there(
         namespace.serve("left", suspend=True)
         namespace.settled("left")
     namespace.delete("InferenceService", "left")
-    until("all is gone", lambda: not namespace.children("left"), 40)
+    until("all is gone", lambda: not namespace.children("left"))
     assert namespace.get("InferenceService", "left") is None
 
 

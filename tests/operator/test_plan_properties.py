@@ -242,12 +242,12 @@ class Cluster(RuleBasedStateMachine):
         assert set(self.revisions) == {self.target}
 
 
-Cluster.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=25, deadline=None)
+Cluster.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=25)
 TestCluster = Cluster.TestCase
 
 
 @given(size=sizes, limits=surges)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_revision_stays_within_one_pod_of_the_ratio(
     size: Counts, limits: tuple[int, int]
 ) -> None:
@@ -260,7 +260,7 @@ def test_each_revision_stays_within_one_pod_of_the_ratio(
 
 
 @given(size=sizes, limits=surges)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_capacity_in_pairs_lacks_less_than_a_pod_of_the_smaller_pool(
     size: Counts, limits: tuple[int, int]
 ) -> None:
@@ -285,7 +285,7 @@ def test_capacity_in_pairs_lacks_less_than_a_pod_of_the_smaller_pool(
     begun=st.none() | sizes,
     limits=surges,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_from_any_state_a_rollout_ends(
     size: Counts, olds: list[Counts], begun: Counts | None, limits: tuple[int, int]
 ) -> None:
@@ -302,7 +302,7 @@ def test_from_any_state_a_rollout_ends(
     olds=st.lists(st.tuples(sizes, sizes), min_size=1, max_size=3),
     limits=surges,
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_old_pods_that_never_become_ready_hold_up_nothing(
     size: Counts, olds: list[tuple[Counts, Counts]], limits: tuple[int, int]
 ) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waits import PATIENCE_S
 
 from diptych_operator.api_types import InferenceService
 from diptych_operator.errors import SpecError
@@ -164,7 +165,7 @@ def test_the_program_takes_the_arguments_that_are_rendered(tmp_path: Path) -> No
     (container,) = found.init_containers
     arguments = [argument.replace(MODEL_CACHE_DIR, str(tmp_path)) for argument in container["args"]]
     command = [sys.executable, *container["command"][1:], *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert "spec.model.credentials: the Secret has none of the keys" in done.stderr
 

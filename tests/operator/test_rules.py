@@ -86,7 +86,7 @@ specs = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(spec=specs)
 def test_cel_and_python_agree_on_any_service(spec: dict[str, Any]) -> None:
     service = inference_service(spec)

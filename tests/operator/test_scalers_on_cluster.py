@@ -19,6 +19,7 @@ from crd_kit import EXAMPLES, without_rules
 from kube_tools import ToolUnavailable, find_tool
 from namespace_kit import KUBECONFIG, Namespace, Object, until
 from operator_kit import NO_IMAGE, Identity, Operator, running
+from waits import PATIENCE_S
 
 from diptych_operator.crd import custom_resource_definition, scaler_definition
 
@@ -46,7 +47,7 @@ class Cluster:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout
@@ -97,7 +98,7 @@ def crds_of_this_version() -> None:
     for wanted in (custom_resource_definition(), scaler_definition()):
         name = wanted["metadata"]["name"]
         command = [kubectl, "--kubeconfig", str(KUBECONFIG), "get", "crd", name, "-o", "json"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         schema = without_rules(wanted["spec"]["versions"][0]["schema"])
         installed = json.loads(found.stdout or "{}").get("spec", {}).get("versions", [{}])
         if without_rules(installed[0].get("schema")) != schema:

@@ -688,7 +688,7 @@ CASE = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(CASE, min_size=1, max_size=3))
 def test_whatever_is_seen_the_status_is_whole_and_rests(cases: list[Case]) -> None:
     """Each case follows the one before, as passes do; then time goes on and nothing else."""

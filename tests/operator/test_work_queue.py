@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from waits import PATIENCE_S
 
 from diptych_operator import work_queue
 from diptych_operator.work_queue import WorkQueue
 
-DEADLINE_S = 5.0
 Work = Callable[[str], Awaitable[float | None]]
 
 
@@ -21,7 +21,7 @@ async def running(work: Work, concurrency: int = 2) -> AsyncIterator[WorkQueue[s
     queue: WorkQueue[str] = WorkQueue(work, concurrency=concurrency, batch_s=0.01)
     task = asyncio.create_task(queue.run())
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENCE_S):
             yield queue
     finally:
         task.cancel()

@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from benchmarks.scenarios.router import engines
 from free_ports import free_port
+from waits import PATIENCE_S
 
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.model_source import resolve_model
@@ -52,7 +53,7 @@ async def app(smollm2: str) -> AsyncIterator[Any]:
         )
         client.start()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while client.why_not_ready():
                     await asyncio.sleep(0.01)
             yield build_app(client)

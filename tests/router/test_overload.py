@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from service_kit import Streaming, engine_config, generate, healthy, routing, start_engine
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.curve import new_keys
@@ -52,7 +53,7 @@ async def full(engine: AsyncLLM) -> AsyncIterator[None]:
     """Somebody else keeps the engine busy."""
     others: list[asyncio.Task[RequestOutput]] = []
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             for waiting in range(2):
                 endless = generate(engine, PROMPT, max_tokens=3000, ignore_eos=True)
                 others.append(asyncio.create_task(endless))
@@ -76,7 +77,7 @@ async def test_when_every_prefill_engine_is_full_the_client_is_told_to_come_back
     """The decode engine has room, but prompts are not its business."""
     (prefill, at_p), (_, at_d) = engines["prefill-0"], engines["decode-0"]
     async with routing(smollm2, keys_dir, [at_p], [at_d]) as client:
-        await healthy(client, 60)
+        await healthy(client)
         async with full(prefill):
             with pytest.raises(EngineOverloadedError, match="no other engine has room"):
                 await generate(client, PROMPT)
@@ -89,7 +90,7 @@ async def test_another_engine_is_tried_before(
 ) -> None:
     (busy, at_busy), (_, at_free), (_, at_d) = engines.values()
     async with routing(smollm2, keys_dir, [at_busy, at_free], [at_d], verify="warn") as client:
-        await healthy(client, 60)
+        await healthy(client)
         await eventually(lambda: len(client.pools.of("prefill")) == 2)
         links = {link.name: link for link in client.pools.of("prefill")}
         # A canary under way would take the decode engine's only place.
@@ -105,7 +106,7 @@ async def test_a_stream_that_has_begun_waits_for_room_in_the_decode_pool(
 ) -> None:
     (_, at_p), (decode, at_d) = engines["prefill-1"], engines["decode-0"]
     async with routing(smollm2, keys_dir, [at_p], [at_d]) as client:
-        await healthy(client, 60)
+        await healthy(client)
         async with full(decode):
             stream = Streaming(client, PROMPT, max_tokens=20)
             await eventually(lambda: client.num_held == 1)

@@ -538,7 +538,7 @@ def test_whoever_waits_for_another_answer_goes_on_when_that_one_is_over(end: str
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_invariants_hold_whatever_happens(seed: int) -> None:
     play(seed)
 

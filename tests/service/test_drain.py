@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 from free_ports import free_port
 from service_kit import engine_config, generate, start_engine
+from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.core_client import CoreClient
@@ -66,10 +67,12 @@ class Pod:
                 *("--keys", str(keys_dir)),
             ]
         )
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http_port}", timeout=30)
+        self.http = httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{self.http_port}", timeout=PATIENCE_S
+        )
         self.admin = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{admin_port}",
-            timeout=30,
+            timeout=PATIENCE_S,
             headers={"authorization": f"Bearer {TOKEN}"},
         )
         self.router = Core(f"127.0.0.1:{self.core_port}", keys_dir)
@@ -99,7 +102,7 @@ class Pod:
     async def state(self) -> Json:
         return dict((await self.admin.get("/admin/state")).json())
 
-    async def exit_code(self, within_s: float) -> int:
+    async def exit_code(self, within_s: float = PATIENCE_S) -> int:
         return await asyncio.wait_for(asyncio.to_thread(self.process.wait), within_s)
 
     async def close(self) -> None:
@@ -171,7 +174,7 @@ async def start_pod(
 
     async def start(**changes: Any) -> Pod:
         pods.append(Pod(tmp_path, keys_dir, **changes))
-        await eventually(lambda: _answers_or_ended(pods[-1]), timeout_s=60)
+        await eventually(lambda: _answers_or_ended(pods[-1]))
         assert pods[-1].process.poll() is None, "it ended at once"
         await pods[-1].router.client.describe()
         return pods[-1]
@@ -185,17 +188,15 @@ async def start_pod(
 
 
 async def test_an_idle_engine_leaves_at_once(start_pod: StartPod) -> None:
-    pod = await start_pod()
-    started = time.monotonic()
+    pod = await start_pod(drain_seconds=FOR_EVER_S)
     pod.process.terminate()
-    assert await pod.exit_code(30) == 0
-    assert time.monotonic() - started < 10.0
+    assert await pod.exit_code() == 0
     assert pod.router.told[-1].draining
 
 
 async def test_a_stream_under_way_ends_complete(start_pod: StartPod, eventually: Any) -> None:
     pod = await start_pod()
-    async with pod.stream(max_tokens=800) as events:
+    async with pod.stream(max_tokens=400) as events:
         pod.process.terminate()
         await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
         sick = await pod.http.get("/health")
@@ -208,7 +209,7 @@ async def test_a_stream_under_way_ends_complete(start_pod: StartPod, eventually:
         lines = [line async for line in events if line]
     assert lines[-1] == "data: [DONE]"
     assert msgspec.json.decode(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
-    assert await pod.exit_code(20) == 0
+    assert await pod.exit_code() == 0
 
 
 async def test_prefill_waits_for_the_reader_of_its_lease(
@@ -225,7 +226,7 @@ async def test_prefill_waits_for_the_reader_of_its_lease(
     state = await pod.state()
     assert (state["num_running"], state["leases_held"], state["drained"]) == (0, 1, False)
     await pod.router.client.call("reject_kv_transfer", "r", params)
-    assert await pod.exit_code(20) == 0
+    assert await pod.exit_code() == 0
 
 
 async def holds_a_lease(pod: Pod) -> bool:
@@ -239,13 +240,15 @@ async def test_time_runs_out_for_a_stream_that_never_ends(start_pod: StartPod) -
         pod.process.terminate()
         lines = [line async for line in events if line]
     assert "shutting_down" in lines[-1]
-    assert await pod.exit_code(20) == 0
-    assert 0.7 <= time.monotonic() - started < 15, "long before the stream would have ended"
+    assert await pod.exit_code() == 0
+    assert time.monotonic() - started >= 0.7
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 async def test_a_second_signal_does_not_wait(start_pod: StartPod, second: signal.Signals) -> None:
-    pod = await start_pod(drain_seconds=600)
+    pod = await start_pod(drain_seconds=FOR_EVER_S)
     async with pod.stream(max_tokens=7000) as events:
         pod.process.terminate()
         with pytest.raises(TimeoutError):
@@ -253,7 +256,7 @@ async def test_a_second_signal_does_not_wait(start_pod: StartPod, second: signal
         pod.process.send_signal(second)
         lines = [line async for line in events if line]
         assert "shutting_down" in lines[-1]
-    assert await pod.exit_code(20) == 0
+    assert await pod.exit_code() == 0
 
 
 async def test_an_operator_drains_over_the_admin_port(
@@ -273,12 +276,14 @@ async def test_an_operator_drains_over_the_admin_port(
     previous.write_text("previous")
     assert (await pod.admin.get("/admin/state", headers=wrong)).status_code == 200
     previous.unlink()
-    async with pod.stream(max_tokens=800) as events:
+    async with pod.stream(max_tokens=400) as events:
         impatient = await pod.admin.post("/admin/drain", params={"timeout_s": 0})
         assert impatient.json() == {**idle, "draining": True, "num_running": 1}
         await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
         assert await pod.status("/health") == 503
-        answer = asyncio.create_task(pod.admin.post("/admin/drain", params={"timeout_s": 20}))
+        answer = asyncio.create_task(
+            pod.admin.post("/admin/drain", params={"timeout_s": PATIENCE_S})
+        )
         assert [line async for line in events if line][-1] == "data: [DONE]"
         assert (await answer).json() == {**idle, "draining": True, "drained": True}
     assert await pod.status("/live") == 200
@@ -296,7 +301,9 @@ async def asked_if_alive(
     engine = await AsyncLLM.start(config, stall_limit_s=stall_limit_s)
     app = httpx.ASGITransport(build_app(engine))
     try:
-        async with httpx.AsyncClient(transport=app, base_url="http://engine", timeout=30) as http:
+        async with httpx.AsyncClient(
+            transport=app, base_url="http://engine", timeout=PATIENCE_S
+        ) as http:
 
             async def live() -> Json:
                 answer = await http.get("/live")
@@ -307,6 +314,7 @@ async def asked_if_alive(
         engine.shutdown()
 
 
+@pytest.mark.slow
 async def test_a_busy_core_is_alive() -> None:
     config = engine_config("busy", HEAVY, max_num_batched_tokens=STEP_TOKENS)
     async with asked_if_alive(config, STALL_LIMIT_S) as (engine, live, _):
@@ -329,12 +337,11 @@ async def test_a_busy_core_is_alive() -> None:
 async def test_a_stopped_core_with_work_is_stalled(eventually: Any) -> None:
     limit_s = 2.0  # far below the silence after which the core is lost
     async with asked_if_alive(engine_config("stopped", SLOW), limit_s) as (engine, live, http):
-        endless = asyncio.create_task(generate(engine, [7] * 8, max_tokens=8000, ignore_eos=True))
+        endless = asyncio.create_task(generate(engine, [7] * 8, max_tokens=4000, ignore_eos=True))
         await eventually(lambda: engine.stats_by_engine()["stopped"].num_running == 1)
         os.kill(engine.description.pid, signal.SIGSTOP)
         stopped = time.monotonic()
         try:
-            assert (await live())["status_code"] == 200, "not at once"
             reason = await eventually(lambda: _reason_if_sick(live))
             waited = time.monotonic() - stopped
         finally:
@@ -471,6 +478,7 @@ async def test_a_request_that_is_not_decoding_stays(
     await eventually(lambda: nothing_is_held(cores))
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_revisions_exchange_nothing(smollm2: str, keys_dir: Path, eventually: Any) -> None:
     config = engine_config("old", "dummy://", revision="00c0ffee")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from core_kit import EXACT, make_core
 from pooling_kit import hidden_states, runner_of
 from service_kit import Pair, generate
+from waits import PATIENCE_S
 
 from diptych_engine.core import EngineCore
 from diptych_frontend.async_llm import AsyncLLM
@@ -254,7 +255,7 @@ async def url(request: pytest.FixtureRequest, pair: Pair) -> AsyncIterator[str]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def api(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 
@@ -281,7 +282,7 @@ async def test_the_openai_client_gets_embeddings_of_every_form_of_input(
 
 
 async def test_dimensions_and_encoding(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         made = []
         for form in ("float", "base64", None):
             body = {"model": "smollm2", "input": "short", "dimensions": 7, "user": "u"}
@@ -330,7 +331,7 @@ async def test_a_bad_request_is_answered_with_the_field_at_fault(
     url: str, change: dict[str, Any], status: int, param: str, complaint: str
 ) -> None:
     body = {"model": "smollm2", "input": "text", **change}
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         answer = await http.post("/v1/embeddings", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param)
@@ -340,7 +341,7 @@ async def test_a_bad_request_is_answered_with_the_field_at_fault(
 async def test_a_client_that_leaves_ends_all_its_inputs(
     url: str, pair: Pair, eventually: Any
 ) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         body = {"model": "smollm2", "input": [LONG[i:] for i in range(20)]}
         asked = asyncio.create_task(http.post("/v1/embeddings", json=body))
         await eventually(lambda: busy(pair.prefill))
@@ -350,7 +351,7 @@ async def test_a_client_that_leaves_ends_all_its_inputs(
 
 
 async def test_embeddings_are_counted(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         before = (await http.get("/metrics")).text
         await http.post("/v1/embeddings", json={"model": "smollm2", "input": [[1, 2], [3, 4, 5]]})
         after = (await http.get("/metrics")).text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from service_kit import Core, cores, engine_config, routing
+from waits import PATIENCE_S
 
 from diptych_protocol import (
     EngineOverloadedError,
@@ -48,12 +49,12 @@ async def test_a_prompt_waits_for_an_engine_and_takes_the_first_that_can(
         generating = asyncio.create_task(anext(client.generate([1, 2], SamplingParams(), "g")))
         pooling = asyncio.create_task(embed(client, LONG[:20]))
         await eventually(lambda: client.num_held > 0)
-        assert (await asyncio.wait_for(pooling, 60)).finished
+        assert (await asyncio.wait_for(pooling, PATIENCE_S)).finished
         assert client.num_held == 1
         generating.cancel()
         await asyncio.wait((generating,))
     async with routing(MODEL, keys_dir, [NOBODY], [second], verify="off") as client:
-        assert (await asyncio.wait_for(embed(client, LONG[:20]), 60)).finished
+        assert (await asyncio.wait_for(embed(client, LONG[:20]), PATIENCE_S)).finished
     async with routing(MODEL, keys_dir, [NOBODY], [NOBODY], hold_seconds=0) as client:
         with pytest.raises(EngineOverloadedError, match="no engine is usable"):
             await embed(client, [1])
@@ -67,14 +68,14 @@ async def test_a_prompt_goes_to_another_engine_when_its_own_is_lost(
     """There is no decode engine at all: nothing is to be decoded."""
     addresses = [core.address for core in two]
     async with routing(MODEL, keys_dir, addresses, [NOBODY], verify="off") as client:
-        await eventually(lambda: len(client.pools.of("prefill")) == 2, timeout_s=60)
+        await eventually(lambda: len(client.pools.of("prefill")) == 2)
         asked = asyncio.create_task(embed(client, LONG))
         chosen = await eventually(
             lambda: next((link for link in client.pools.of("prefill") if link.open_tokens), None)
         )
         two[addresses.index(chosen.endpoint.removeprefix("tcp://"))].kill()
         assert not asked.done()
-        output = await asyncio.wait_for(asked, 60)
+        output = await asyncio.wait_for(asked, PATIENCE_S)
         assert output.outputs.data.shape == (4,)
         assert output.prompt_token_ids == LONG
         assert all(link.open_tokens == 0 for link in client.pools.links.values())

@@ -175,7 +175,7 @@ async def test_a_router_pairs_what_differs_in_geometry_only(tmp_path: Path, keys
         engine_config("d", toy, block_size=32, **small),
     ) as (prefill, decode):
         async with routing(toy, keys_dir, [prefill.address], [decode.address]) as client:
-            await healthy(client, 60)
+            await healthy(client)
             output = await generate(client, TokensPrompt(prompt_token_ids=prompt), ignore_eos=True)
             assert list(output.outputs[0].token_ids) == expected
             assert output.metrics["prefill"] == "p"

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from service_kit import engine_config, generate, start_engine
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app, serve_http
@@ -51,7 +52,7 @@ class Pods:
         assert answer.status_code == 200, answer.text
         lent: Json = answer.json()["kv_transfer_params"]
         assert lent["do_remote_prefill"] is True
-        async with asyncio.timeout(20):  # the hinge counts it a moment later
+        async with asyncio.timeout(PATIENCE_S):  # the hinge counts it a moment later
             while await self.leases_held() != 1:
                 await asyncio.sleep(0.01)
         return lent
@@ -78,7 +79,7 @@ async def served(engine: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
     )
     try:
         host, port = await bound
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as http:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=PATIENCE_S) as http:
             yield http
     finally:
         server.cancel()
@@ -273,7 +274,7 @@ async def full(pods: Pods, path: str, lent: Json) -> int | None:
         for waiting in range(2):
             endless = generate(pods.decode, "Once upon a time", max_tokens=1500, ignore_eos=True)
             others.append(asyncio.create_task(endless))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 while (await pods.decode.refresh_stats()).num_waiting != waiting or not (
                     await pods.decode.refresh_stats()
                 ).num_running:
@@ -305,7 +306,7 @@ def waits_in_vain(stop: Callable[[AsyncLLM], Awaitable[None]], go_on: Any) -> Re
 
 
 async def until_free(pods: Pods) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not await pods.nothing_held():
             await asyncio.sleep(0.02)
 

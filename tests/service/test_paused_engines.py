@@ -18,7 +18,7 @@ async def test_a_router_avoids_paused_engines_and_takes_their_streams_elsewhere(
     with cores(keys_dir, *(engine_config(name, MODEL) for name in names)) as started:
         [prefill, *decode] = [core.address for core in started]
         async with routing(MODEL, keys_dir, [prefill], decode, verify="warn") as client:
-            await healthy(client, 60)
+            await healthy(client)
             await eventually(lambda: len(client.pools.of("decode")) == 2)
             alone = (await generate(client, PROMPT, max_tokens=200, ignore_eos=True)).outputs[0]
             stream = Streaming(client, PROMPT, max_tokens=200)

@@ -264,14 +264,14 @@ async def test_contract_C08_a_rejected_hand_off_frees_prefill_at_once(
     stats = await pair.prefill.refresh_stats()
     assert stats.blocks_free < stats.blocks_total
     await pair.decode.notify_kv_transfer_request_rejected("r", params)
-    await eventually(pair.all_blocks_free, timeout_s=2.0)
+    await eventually(pair.all_blocks_free)
     await pair.decode.notify_kv_transfer_request_rejected("r", params)  # harmless
 
 
 async def test_a_lease_that_nobody_opens_expires(pair: Pair, eventually: Any) -> None:
     await prefill_only(pair, "Nobody will ever read this cache. " * 4)
     assert not await pair.all_blocks_free()
-    await eventually(pair.all_blocks_free, timeout_s=10.0)
+    await eventually(pair.all_blocks_free)
     stats = await pair.prefill.refresh_stats()
     assert stats.kv_transfer is not None
     assert stats.kv_transfer.leases_expired >= 1

@@ -19,11 +19,12 @@ import pytest
 from core_kit import EXACT
 from free_ports import free_port
 from service_kit import Core, cores, engine_config
+from waits import PATIENCE_S
 
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
 
-LINGER_S = 1.5
+LINGER_S = 4.0
 STREAMED = 110
 """Tokens of a stream that is still under way when the router has lingered."""
 QUESTION = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
@@ -59,7 +60,7 @@ def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
 @pytest.fixture
 def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) -> Iterator[Router]:
     (keys_dir / "admin-token").write_text("sesame")
-    config = RouterConfig(model=smollm2, served_name="smollm2", drain_seconds=20)
+    config = RouterConfig(model=smollm2, served_name="smollm2", drain_seconds=PATIENCE_S)
     (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
     port, admin_port = free_port(), free_port()
     process = subprocess.Popen(
@@ -81,7 +82,7 @@ def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) ->
 
 
 async def test_its_life(router: Router, eventually: Any) -> None:
-    await eventually(router.is_ready, timeout_s=60)
+    await eventually(router.is_ready)
     assert router.http.get(f"{router.url}/live").status_code == 200
 
     # The operator's view, for holders of the token only.
@@ -94,21 +95,21 @@ async def test_its_life(router: Router, eventually: Any) -> None:
     assert [canary.ok for canary in report.canaries] == [True]
 
     # It is told to end while it answers.
-    async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client:
         started = asyncio.Event()
         stream = asyncio.create_task(read_stream(client, started))
-        await asyncio.wait_for(started.wait(), 30)
+        await asyncio.wait_for(started.wait(), PATIENCE_S)
         router.process.send_signal(signal.SIGTERM)
         begin = time.monotonic()
-        await eventually(lambda: not router.is_ready(), timeout_s=LINGER_S)
+        await eventually(lambda: not router.is_ready())
         answer = await client.post("/v1/completions", json={**QUESTION, "max_tokens": 2})
-        assert time.monotonic() - begin < LINGER_S, "otherwise this shows nothing"
+        assert router.health() is not None, "otherwise this shows nothing"
         assert answer.status_code == 200, "whoever has not heard of it yet is served"
         assert answer.headers["connection"] == "close"
         await eventually(lambda: router.health() is None)
         assert time.monotonic() - begin >= LINGER_S
         assert await stream == STREAMED, "an answer under way is finished"
-    assert await asyncio.to_thread(router.process.wait, 10) == 0
+    assert await asyncio.to_thread(router.process.wait, PATIENCE_S) == 0
 
 
 async def read_stream(client: httpx.AsyncClient, started: asyncio.Event) -> int:
@@ -145,7 +146,7 @@ def test_a_configuration_that_cannot_work_is_named(
             *("--prefill", "a:1", "--decode", "b:1", "--port", str(free_port())),
         ],
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 2

@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ import openai
 import psutil
 import pytest
 from free_ports import free_port
+from questions import COUNTING, DEMO, WHOLE
+from waits import PATIENCE_S, wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
-FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE = [{"role": "user", "content": WHOLE.words}]
 LONG = "Write a long story about a lighthouse keeper and the sea."
-START_TIMEOUT_S = 180.0
 
 
 @dataclass
@@ -38,7 +38,9 @@ class Served:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+        )
 
     def status(self) -> dict[str, Any]:
         program = Path(sys.executable).parent / "diptych"
@@ -69,15 +71,6 @@ class Served:
         }
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"still not so after {timeout_s} s")
-        time.sleep(0.05)
-    return value
-
-
 def is_ready(http: httpx.Client) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return http.get("/health").status_code == 200
@@ -96,39 +89,54 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=url, timeout=5) as http:
-            wait_for(lambda: is_ready(http), START_TIMEOUT_S)
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+            wait_until(lambda: is_ready(http))
             yield Served(url, process, env, http)
     finally:
         tree = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        code = process.wait(30)
-        _, alive = psutil.wait_procs(tree, timeout=5)
+        code = process.wait(PATIENCE_S)
+        _, alive = psutil.wait_procs(tree, timeout=PATIENCE_S)
         left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert code == 0
     assert left == [], "Ctrl-C leaves no process"
     assert list(folder.glob("diptych-*")) == [], "and no files"
 
 
+def ask_for_capital(served: Served) -> Any:
+    return served.client.chat.completions.create(
+        model="smollm2", messages=FRANCE, temperature=0, max_tokens=16
+    )
+
+
 def test_the_capital_of_france_through_the_official_client(served: Served) -> None:
-    answer = served.client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
-    assert answer.choices[0].message.content == "The capital of France is Paris."
+    answer = ask_for_capital(served)
+    assert answer.choices[0].message.content == WHOLE.answer
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
 
 
+def test_the_demos_question_is_answered(served: Served) -> None:
+    """It is what a newcomer sees first, and what `diptych demo` shows on this processor."""
+    answer = served.client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": DEMO.words}],
+        temperature=0, max_tokens=16,
+    )  # fmt: skip
+    assert (answer.choices[0].message.content or "").startswith(DEMO.answer)
+
+
 def test_the_same_answer_as_a_stream_with_usage(served: Served) -> None:
     chunks = list(
         served.client.chat.completions.create(
-            model="smollm2", messages=FRANCE, temperature=0, stream=True,
+            model="smollm2", messages=FRANCE, temperature=0, max_tokens=16, stream=True,
             stream_options={"include_usage": True},
         )
     )  # fmt: skip
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == "The capital of France is Paris."
+    assert text == WHOLE.answer
     assert chunks[-1].usage is not None
-    assert chunks[-1].usage.prompt_tokens == 37
+    assert chunks[-1].usage.prompt_tokens == 42
 
 
 def test_what_crossed_the_hinge_shows_in_the_metrics(served: Served) -> None:
@@ -140,10 +148,10 @@ def test_what_crossed_the_hinge_shows_in_the_metrics(served: Served) -> None:
 
 def test_completions_stop_n_and_logprobs(served: Served) -> None:
     answer = served.client.completions.create(
-        model="smollm2", prompt="1, 2, 3, 4,", temperature=0, max_tokens=12, n=2,
+        model="smollm2", prompt=COUNTING.words, temperature=0, max_tokens=12, n=2,
         stop=[" 7"], logprobs=2,
     )  # fmt: skip
-    assert [c.text for c in answer.choices] == [" 5, 6,"] * 2
+    assert [c.text for c in answer.choices] == [COUNTING.answer.removesuffix(" 7")] * 2
     assert {c.finish_reason for c in answer.choices} == {"stop"}
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -167,14 +175,16 @@ def test_bad_requests_name_their_field(
     served: Served, change: dict[str, Any], error: type[openai.APIStatusError], param: str
 ) -> None:
     with pytest.raises(error) as caught:
-        served.client.completions.create(**{"model": "smollm2", "prompt": "x", **change})
+        served.client.completions.create(
+            **{"model": "smollm2", "prompt": "x", "max_tokens": 1, **change}
+        )
     assert caught.value.param == param
 
 
 async def stream_text(served: Served, started: asyncio.Event | None = None) -> str:
     """The text of a long greedy answer."""
     client = openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=90
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
     )
     text = ""
     async with client:
@@ -193,13 +203,13 @@ async def stream_text(served: Served, started: asyncio.Event | None = None) -> s
     return text
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 async def test_a_killed_engine_breaks_no_stream_and_comes_back(served: Served, role: str) -> None:
     expected = await stream_text(served)
     victim = served.core_of(role)
     started = asyncio.Event()
     stream = asyncio.create_task(stream_text(served, started))
-    await asyncio.wait_for(started.wait(), 30)
+    await asyncio.wait_for(started.wait(), PATIENCE_S)
     victim.kill()
     if role == "decode":
         # Its only engine is gone: the stream may end with an error, never with other text.
@@ -207,8 +217,8 @@ async def test_a_killed_engine_breaks_no_stream_and_comes_back(served: Served, r
             assert await stream == expected
     else:
         assert await stream == expected
-    await asyncio.to_thread(wait_for, lambda: is_ready(served.http), 60)
-    await asyncio.to_thread(wait_for, lambda: all_ready(served), 60)
+    await asyncio.to_thread(wait_until, lambda: is_ready(served.http))
+    await asyncio.to_thread(wait_until, lambda: all_ready(served))
     assert await stream_text(served) == expected
 
 
@@ -220,15 +230,17 @@ def all_ready(served: Served) -> bool:
 
 def test_a_killed_prefill_engine_does_not_stop_new_requests(served: Served) -> None:
     served.core_of("prefill").kill()
-    answer = served.client.chat.completions.create(model="smollm2", messages=FRANCE, temperature=0)
-    assert answer.choices[0].message.content == "The capital of France is Paris."
-    wait_for(lambda: all_ready(served), 60)
+    assert ask_for_capital(served).choices[0].message.content == WHOLE.answer
+    wait_until(lambda: all_ready(served))
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(served: Served) -> None:
     body = {"model": "smollm2", "prompt": LONG, "max_tokens": 2000, "stream": True}
     with httpx.stream(
-        "POST", f"{served.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=60
+        "POST",
+        f"{served.url}/v1/completions",
+        json={**body, "ignore_eos": True},
+        timeout=PATIENCE_S,
     ) as response:
         next(response.iter_lines())
 
@@ -236,4 +248,4 @@ def test_a_client_that_hangs_up_frees_its_blocks(served: Served) -> None:
         free, blocks = served.metric("kv_cache_blocks_free"), served.metric("kv_cache_blocks")
         return len(free) == 2 and list(free.values()) == list(blocks.values())
 
-    wait_for(all_free)
+    wait_until(all_free)

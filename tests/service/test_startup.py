@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_protocol import EngineConfig, EngineDeadError
@@ -18,5 +19,5 @@ async def test_a_core_that_ends_before_it_listens_ends_the_wait_for_it() -> None
         device="cpu",
     )
     with pytest.raises(EngineDeadError, match="exited with code"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await AsyncLLM.start(config)

@@ -40,4 +40,4 @@ class Service(RuleBasedStateMachine):
 
 
 TestService = Service.TestCase
-TestService.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestService.settings = settings(max_examples=40, stateful_step_count=20)

@@ -6,10 +6,10 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from core_kit import DUMMY
+from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_engine import AsyncLLM, EngineArgs
 from diptych_protocol import RequestOutput, RequestOutputKind, SamplingParams
@@ -32,8 +32,8 @@ async def final(engine: AsyncLLM, request_id: str = "r", **fields: Any) -> Reque
     return output
 
 
-async def until(condition: Any, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
+async def until(condition: Any, timeout_s: float = PATIENCE_S) -> None:
+    deadline = Deadline(source_of(condition), timeout_s)
     while not condition():
-        assert time.monotonic() < deadline, "still not so"
+        deadline.check()
         await asyncio.sleep(0.01)

@@ -20,6 +20,7 @@ from chaos_load import Fate, Load
 from chaos_service import NAMES, REST_S, Engine, Footprint, Service, running
 from faulty_network import FaultyNetwork
 from sensitive_model import Question, questions, save_sensitive_model
+from waits import PATIENCE_S
 
 CONCURRENCY = 8
 WARM_UP_S, COOL_DOWN_S = 0.3, 0.3
@@ -93,7 +94,7 @@ async def _footprints(service: Service) -> list[str]:
     return grown
 
 
-async def settled(condition: Callable[[], bool], within_s: float = 15.0) -> None:
+async def settled(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     """Wait for something that engines do by themselves. Raises `TimeoutError`."""
     async with asyncio.timeout(within_s):
         while not condition():

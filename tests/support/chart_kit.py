@@ -18,7 +18,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "diptych"
 RELEASE, NAMESPACE = "diptych", "diptych-system"
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 Object = dict[str, Any]
 Values = Mapping[str, Any]

@@ -5,8 +5,9 @@ On the import path of the tests (pytest's `pythonpath`).
 
 from __future__ import annotations
 
-import time
 from typing import Any
+
+from waits import Deadline
 
 from diptych_engine.build_core import build_core
 from diptych_engine.core import EngineCore
@@ -16,7 +17,6 @@ CLIENT = b"client"
 VOCABULARY = 64
 DUMMY = f"dummy://?vocab_size={VOCABULARY}&num_hidden_layers=2&hidden_size=32"
 """A small model with random weights and no tokenizer."""
-TIMEOUT_S = 60.0
 EXACT = "none"
 """Weight packing of tests that compare answers token for token, however they were batched."""
 
@@ -66,9 +66,9 @@ def run(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[Engine
     for request in requests:
         core.add(request, CLIENT)
     outputs: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = Deadline("an end of every request")
     while not all(made and made[-1].finished for made in outputs.values()):
-        assert time.monotonic() < deadline, "the core does not come to an end"
+        deadline.check()
         for output in step(core):
             outputs[output.request_id].append(output)
     return outputs

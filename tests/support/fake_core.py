@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 import zmq.asyncio
+from waits import PATIENCE_S
 
 from diptych_protocol import (
     EngineCoreOutput,
@@ -59,7 +60,7 @@ class FakeCore:
 
     async def added(self, count: int) -> list[EngineCoreRequest]:
         """Wait for so many requests."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 added = [w for _, kind, w in self.heard if kind is EngineCoreRequestType.ADD]
                 if len(added) >= count:
@@ -68,7 +69,7 @@ class FakeCore:
 
     async def aborted(self) -> list[str]:
         """Wait for an abort; all ids that were aborted so far."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 ids = [i for _, kind, w in self.heard if kind is EngineCoreRequestType.ABORT
                        for i in w]  # fmt: skip

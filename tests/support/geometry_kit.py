@@ -6,17 +6,16 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from control_kit import Owner
 from core_kit import core_request
+from waits import Deadline, source_of
 
 from diptych_protocol import FinishReason, KVTransferConfig, KVTransferStats, fingerprint
 
-DEADLINE_S = 30.0
 Geometry = tuple[int, int]
 """Block size, tensor-parallel size."""
 
@@ -58,9 +57,9 @@ class Engines:
         """Let all engines go on until it holds, but for those that are to stand still."""
         engines = [engine for engine in self._engines.values() if engine not in but]
         wakes = [engine.core.connector.wake_fd for engine in engines]  # type: ignore[union-attr]
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = Deadline(source_of(condition))
         while not condition():
-            assert time.monotonic() < deadline, "it does not come"
+            deadline.check()
             if not any(engine.core.has_work for engine in engines):
                 select.select(wakes, [], [], 0.05)
             for engine in engines:

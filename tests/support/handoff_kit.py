@@ -22,6 +22,7 @@ from checkpoint_kit import SIZES, random_tensors, save_model
 from core_kit import CLIENT, core_request, make_core
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_frontend.collector import Collector
 from diptych_frontend.output_processor import OutputProcessor, fan_out
@@ -52,7 +53,6 @@ from diptych_router.request_table import RequestTable
 
 BLOCK = 4
 MAX_MODEL_LEN = 96
-DEADLINE_S = 30.0
 EOS = 0
 _COUNT = itertools.count()
 _staging: list[Staging] = ["auto"]
@@ -165,9 +165,9 @@ def drive_all(
     """All outputs of requests that are sent to a core as they are, one a step."""
     made: dict[str, list[EngineCoreOutput]] = {m.request_id: [] for m in messages}
     to_come = list(messages)
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = Deadline("an end of every request")
     while not all(outputs and outputs[-1].finished for outputs in made.values()):
-        assert time.monotonic() < deadline, "it does not come to an end"
+        deadline.check()
         if to_come:
             engine.core.add(to_come.pop(0), CLIENT)
         for output in engine.turn():
@@ -264,7 +264,7 @@ class LocalRouter:
     ) -> None:
         """move_after: when a stream has so many tokens, the first decode engine begins to leave."""
         self.fleet = LocalFleet(prefill, decode)
-        self.table = RequestTable(self.fleet, hold_seconds=DEADLINE_S, max_held=8)
+        self.table = RequestTable(self.fleet, hold_seconds=PATIENCE_S, max_held=8)
         self.outputs = OutputProcessor(tokenizer)
         self._move_after = move_after
 
@@ -371,9 +371,9 @@ class LocalRouter:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Go on until something is so."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = Deadline(source_of(condition))
         while not condition():
-            assert time.monotonic() < deadline, "it does not come"
+            deadline.check()
             self.turn()
 
 

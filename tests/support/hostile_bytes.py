@@ -9,6 +9,7 @@ import random
 import time
 
 import msgspec
+from waits import PATIENCE_S
 from wire_kit import ABORT, ADD, UTILITY, Client, request
 
 from diptych_kv_transfer.actions import Peer
@@ -29,7 +30,6 @@ from diptych_kv_transfer.messages import (
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import UtilityCall
 
-MAX_WAIT_S = 20.0
 BATCH = 500
 """So many messages are under way at most."""
 
@@ -109,7 +109,7 @@ def pester_hinge(address: tuple[str, int], rng: random.Random, count: int) -> in
 
 def _visit(transport: UcxTransport, address: tuple[str, int]) -> Peer:
     """Connect and say who we are; whether we are let in shows later."""
-    deadline = time.monotonic() + MAX_WAIT_S
+    deadline = time.monotonic() + PATIENCE_S
     transport.connect(address)
     while time.monotonic() < deadline:
         for event in transport.poll(0.2):
@@ -125,7 +125,7 @@ def _visit(transport: UcxTransport, address: tuple[str, int]) -> Peer:
 def _is_answered(transport: UcxTransport, peer: Peer, lease: str) -> bool:
     """Ask for a lease that is not there; False: we were cut off."""
     transport.send(peer, encode(Open(lease, "digest", 0, [])))
-    deadline = time.monotonic() + MAX_WAIT_S
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for event in transport.poll(0.2):
             match event:

@@ -43,7 +43,7 @@ CHILD_KINDS = (
     *("PodDisruptionBudget", "NetworkPolicy", "Secret"),
 )
 COMMAND_TIMEOUT_S = 60
-SOON_S = 40.0
+SOON_S = 120.0
 """Within it the operator has done what needs no pod, on a machine that is busy with other tests."""
 POLL_S = 0.1
 

@@ -140,9 +140,9 @@ class Operator:
 def running(operator: Operator, *, leading: bool = True) -> Iterator[Operator]:
     """Waits until it leads (or at least stands by), and ends it at the end whatever happens."""
     try:
-        until("the operator is up", operator.metrics, 30)
+        until("the operator is up", operator.metrics)
         if leading:
-            until("the operator leads", operator.leads, 30)
+            until("the operator leads", operator.leads)
         yield operator
     finally:
         operator.process.kill()

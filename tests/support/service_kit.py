@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from free_ports import free_port
+from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.core_launcher import CoreProcess
@@ -165,7 +166,7 @@ async def routing(
         client.shutdown()
 
 
-async def healthy(pools: PoolClient, timeout_s: float = 20.0) -> None:
+async def healthy(pools: PoolClient, timeout_s: float = PATIENCE_S) -> None:
     """Wait until both pools are up."""
     async with asyncio.timeout(timeout_s):
         while True:
@@ -208,6 +209,6 @@ class Streaming:
         async for output in outputs:
             self.token_ids += output.outputs[0].token_ids
 
-    async def done(self, timeout_s: float = 60.0) -> list[int]:
+    async def done(self, timeout_s: float = PATIENCE_S) -> list[int]:
         await asyncio.wait_for(self._task, timeout_s)
         return self.token_ids

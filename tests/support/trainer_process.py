@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 
 from checkpoint_kit import random_tensors
+from waits import PATIENCE_S
 
 from diptych_engine.weights.trainer import WeightSender
 
 
 def main() -> None:
     port, *seeds = map(int, sys.argv[1:])
-    sender = WeightSender("127.0.0.1", port, num_workers=1, timeout_s=20.0)
+    sender = WeightSender("127.0.0.1", port, num_workers=1, timeout_s=PATIENCE_S)
     sender.join()
     for seed in seeds:
         sender.send(random_tensors(seed))

@@ -25,7 +25,7 @@ async def test_contract_Q06_a_dead_process_is_noticed_though_nobody_buried_it(
 ) -> None:
     assert not client.errored
     process.kill()
-    await eventually(lambda: client.errored, 1.0)
+    await eventually(lambda: client.errored)
     assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
     with pytest.raises(EngineDeadError, match=rf"Engine process \(pid {process.pid}\) died\."):
         await client.check_health()

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import PATIENCE_S, Deadline, source_of
 
 PART = 16 << 20
-DEADLINE_S = 60
 
 
 def start(store: Any, folder: Path, uri: str, *arguments: str) -> subprocess.Popen[str]:
@@ -39,14 +39,14 @@ def start(store: Any, folder: Path, uri: str, *arguments: str) -> subprocess.Pop
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=DEADLINE_S)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = Deadline(source_of(condition))
     while not condition():
-        assert time.monotonic() < deadline
+        deadline.check()
         time.sleep(0.01)
 
 
@@ -61,7 +61,9 @@ def large(store: Any) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_process_that_was_killed_is_continued(
     store: Any, large: bytes, tmp_path: Path, signum: signal.Signals
 ) -> None:
@@ -133,7 +135,7 @@ def certified(store: Any, tmp_path: Path) -> Iterator[Path]:
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
          "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
          "-keyout", str(key), "-out", str(certificate)],
-        check=True, capture_output=True, timeout=DEADLINE_S,
+        check=True, capture_output=True, timeout=PATIENCE_S,
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waits import PATIENCE_S
 
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai import build_app, serve_http
@@ -288,7 +289,7 @@ async def http_socket(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a real server."""
     async with (
         serving(app, drain_timeout_s=2.0) as url,
-        httpx.AsyncClient(base_url=url, timeout=10) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield client
 
@@ -315,12 +316,12 @@ def base_url() -> Iterator[str]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        if not ready.wait(10):
+        if not ready.wait(PATIENCE_S):
             raise TimeoutError("the server did not start")
         yield started[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

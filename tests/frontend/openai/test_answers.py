@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waits import PATIENCE_S
 
 from diptych_frontend.openai import asgi, build_app
 from diptych_protocol import (
@@ -43,7 +44,7 @@ def events(text: str) -> list[Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_frontend.openai import build_app
@@ -212,11 +212,7 @@ JUNK = st.recursive(
 FIELDS = sorted({name for _, changes in CASES for name in changes})
 
 
-@settings(
-    max_examples=200,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=200)
 @given(path=st.sampled_from(sorted(BASE)), changes=st.dictionaries(st.sampled_from(FIELDS), JUNK))
 def test_no_json_in_any_field_is_the_servers_fault(
     echo_app: Any, path: str, changes: dict[str, Any]

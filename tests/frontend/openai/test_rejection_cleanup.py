@@ -10,6 +10,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import PATIENCE_S
 
 from diptych_frontend.openai import build_app
 from diptych_frontend.openai.promised_prefill import PromiseFinder, promised_prefill
@@ -43,7 +44,7 @@ async def post(http: httpx.AsyncClient, path: str, content: Any, request_id: str
 
 
 async def settled(engine: Any, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while len(engine.rejected) < count:
             await asyncio.sleep(0.005)
 
@@ -128,18 +129,18 @@ async def test_trouble_with_the_report_does_not_touch_the_answer(
     engine.notify_kv_transfer_request_rejected = notify
     async with (
         serve(build_app(engine), drain_timeout_s=0.1) as url,
-        httpx.AsyncClient(base_url=url, timeout=5) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         for _ in range(2):
             assert await post(http, PATHS[0], body(PATHS[0], temperature=-1)) == 400
-            await asyncio.wait_for(called.wait(), 5)
+            await asyncio.wait_for(called.wait(), PATIENCE_S)
             called.clear()
     if trouble == "it raises":
         assert "P is gone" in caplog.text
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_promise_is_found_in_pieces_of_any_size(data: st.DataObject) -> None:
     """Also behind a text that speaks of it."""
     quoted = json.dumps({"kv_transfer_params": {"do_remote_prefill": True}})

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waits import PATIENCE_S
 
 from diptych_frontend.openai import Site, build_app, listen, serve_http, serve_sites
 
@@ -29,7 +30,7 @@ async def start(app: Any, **options: Any) -> tuple[asyncio.Task[None], str]:
             **options,
         )
     )
-    return serving, await asyncio.wait_for(ready, 5)
+    return serving, await asyncio.wait_for(ready, PATIENCE_S)
 
 
 def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
@@ -37,7 +38,11 @@ def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
         port = taken.getsockname()[1]
         program = f"from diptych_frontend.openai import listen; listen('127.0.0.1', {port})"
         ended = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
@@ -62,11 +67,11 @@ async def test_a_signal_lets_streams_finish_and_accepts_no_more(
             await anext(lines)
             engine.gate.clear()
             os.kill(os.getpid(), number)
-            await asyncio.wait_for(closed(url), 5)
+            await asyncio.wait_for(closed(url), PATIENCE_S)
             assert not serving.done()
             engine.gate.set()
             assert [line async for line in lines if line][-1] == "data: [DONE]"
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, PATIENCE_S)
 
 
 async def closed(url: str) -> None:
@@ -86,7 +91,7 @@ async def test_what_outlasts_the_drain_is_told_so(engine: Any, how: str) -> None
     before = asyncio.all_tasks()
     patience = 60 if how == "second signal" else 0.2
     serving, url = await start(build_app(engine), drain_timeout_s=patience)
-    async with httpx.AsyncClient(base_url=url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         request = http.build_request("POST", "/v1/completions", json=BODY | {"stream": True})
         answer = await http.send(request, stream=True)
         lines = answer.aiter_lines()
@@ -102,7 +107,7 @@ async def test_what_outlasts_the_drain_is_told_so(engine: Any, how: str) -> None
         if how == "second signal":
             await closed(url)
             os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait((serving,), timeout=10)
+        await asyncio.wait((serving,), timeout=PATIENCE_S)
         assert serving.done()
         assert serving.cancelled() == (how == "cancelled")
         assert "shutting_down" in [line async for line in lines if line][-1]
@@ -132,18 +137,18 @@ async def test_everything_is_served_until_the_server_is_drained(engine: Any, how
     async with httpx.AsyncClient() as http:
         assert (await http.get(f"{urls[0]}/health")).status_code == 200
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), PATIENCE_S)
         for url in urls:
             assert (await http.get(f"{url}/health")).status_code == 200
     if how == "second signal":
         os.kill(os.getpid(), signal.SIGINT)
     elif how != "drain timeout":
         drained.set()
-    await asyncio.wait((serving,), timeout=5)
+    await asyncio.wait((serving,), timeout=PATIENCE_S)
     assert serving.done()
     assert str(serving.exception()) == ("cannot drain" if how == "failed" else "None")
     for url in urls:
-        await asyncio.wait_for(closed(url), 5)
+        await asyncio.wait_for(closed(url), PATIENCE_S)
 
 
 async def test_the_same_port_serves_again_at_once(engine: Any) -> None:

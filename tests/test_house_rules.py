@@ -1,0 +1,109 @@
+"""What CONTRIBUTING.md demands of tests, where a program can see it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import hypothesis
+
+TESTS = Path(__file__).parent
+CLOCKS = {"monotonic", "perf_counter", "time"}
+TESTS_OF_ROWS = re.compile(r"((?:^@.*\n)*)^(?:async )?def test_contract_([A-Z]\d\d)_", re.MULTILINE)
+SOURCES = sorted([*TESTS.rglob("*.py"), *TESTS.parent.joinpath("e2e").glob("*.py")])
+
+
+def sources_with(words: str) -> Iterator[tuple[str, str]]:
+    """Names and texts of files that have something in them."""
+    for path in SOURCES:
+        if words in (source := path.read_text()):
+            yield path.name, source
+
+
+Node = TypeVar("Node", bound=ast.AST)
+
+
+def parts(kind: type[Node], source: str) -> Iterator[Node]:
+    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, kind))
+
+
+def reads_a_clock(node: ast.AST) -> bool:
+    return any(
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and (call.func.value.id, call.func.attr) in {("time", clock) for clock in CLOCKS}
+        for call in ast.walk(node)
+    )
+
+
+def upper_bounds_on_time(source: str) -> list[int]:
+    """Lines that assert that something took less than so long: `time.monotonic() - begin < 5`."""
+    found = []
+    for node in parts(ast.Assert, source):
+        for test in parts_of_comparisons(node):
+            sides = [test.left, *test.comparators]
+            for left, operator, right in zip(sides, test.ops, sides[1:], strict=False):
+                less, more = (left, right)
+                if isinstance(operator, ast.Gt | ast.GtE):
+                    less, more = right, left
+                elif not isinstance(operator, ast.Lt | ast.LtE):
+                    continue
+                if isinstance(less, ast.BinOp) and reads_a_clock(less) and not reads_a_clock(more):
+                    found.append(node.lineno)
+    return found
+
+
+def parts_of_comparisons(node: ast.AST) -> Iterator[ast.Compare]:
+    return (part for part in ast.walk(node) if isinstance(part, ast.Compare))
+
+
+def test_the_rule_sees_what_it_forbids() -> None:
+    assert upper_bounds_on_time("assert time.monotonic() - begin < 5") == [1]
+    assert upper_bounds_on_time("assert 5 > time.perf_counter() - begin") == [1]
+    assert upper_bounds_on_time("assert 1 <= time.monotonic() - begin < 2") == [1]
+    assert upper_bounds_on_time("assert time.monotonic() - begin >= 5") == []
+
+
+def test_no_test_asserts_that_something_was_quick() -> None:
+    """That is a matter of the machine. What a busy one makes later, it never makes sooner: a test
+    may say that something took at least so long."""
+    found = {name: upper_bounds_on_time(source) for name, source in sources_with("import time")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_there_is_one_profile_of_hypothesis_and_it_looks_at_no_clock() -> None:
+    in_force = hypothesis.settings()
+    assert in_force.deadline is None
+    assert in_force.derandomize
+    assert hypothesis.HealthCheck.too_slow in in_force.suppress_health_check
+    for name, source in sources_with("from hypothesis import"):
+        for call in parts(ast.Call, source):
+            if ast.unparse(call.func) == "settings":
+                said = {keyword.arg for keyword in call.keywords}
+                assert said <= {"max_examples", "stateful_step_count"}, name
+
+
+def test_every_request_to_a_real_model_says_how_long_its_answer_may_be() -> None:
+    """A wrong answer must not run to the end of the context."""
+    endless = []
+    for name, source in sources_with("smollm2"):
+        for call in parts(ast.Call, source):
+            if ast.unparse(call.func).endswith("completions.create"):
+                said = {keyword.arg for keyword in call.keywords}
+                if not said & {"max_tokens", None}:  # None: `**fields`
+                    endless.append(f"{name}:{call.lineno}")
+    assert endless == []
+
+
+def test_every_row_of_the_contract_has_a_quick_test() -> None:
+    quick: set[str] = set()
+    slow: set[str] = set()
+    for _, source in sources_with("def test_contract_"):
+        for decorators, row in TESTS_OF_ROWS.findall(source):
+            (slow if "@pytest.mark.slow" in decorators else quick).add(row)
+    assert slow <= quick
+    assert quick
