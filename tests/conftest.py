@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from waits import PATIENCE_S, Deadline, source_of
 
+from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
+
 # One profile for everybody, which wins over the one that Hypothesis has for CI: no limit on an
 # example's or a strategy's time, which measures the machine, and the same examples in every run,
 # so that a test that failed fails again. `max_examples=` says where a hundred are not right.
@@ -23,8 +25,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("diptych")
-
-from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 
 # UCX uses all devices of the machine, and those of tests/chaos come and go.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")

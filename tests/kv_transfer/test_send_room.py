@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_kv_transfer.actions import SendBlocks
@@ -45,7 +45,6 @@ def test_what_waits_for_a_peer_that_is_lost_is_never_begun() -> None:
     st.integers(0, 10),
     st.lists(st.tuples(st.sampled_from(["ask", "end", "lose"]), st.integers(0, 12)), max_size=60),
 )
-@settings(deadline=None)
 def test_each_send_begins_once_in_order_and_within_the_room(
     blocks: int, steps: list[tuple[str, int]]
 ) -> None:
