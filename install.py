@@ -123,8 +123,14 @@ def pinned(name: str, text: str) -> str:
 def lock_command(uv: str, output: Path) -> "list[str]":
     """Resolve all extras for every Python and machine at once, changing what is in `output` only
     where pyproject.toml asks for it. Sees PyPI and nothing else: what is locked must be there."""
-    command = [uv, "pip", "compile", "--no-config", "--quiet", "--universal", "--all-extras"]
-    command += ["--python-version", "{}.{}".format(*OLDEST), "--strip-extras"]
+    command = [uv, "pip", "compile", "--no-config", "--no-python-downloads", "--quiet"]
+    command += [
+        "--universal",
+        "--all-extras",
+        "--python-version",
+        "{}.{}".format(*OLDEST),
+        "--strip-extras",
+    ]
     command += ["--default-index", "https://pypi.org/simple", "--annotation-style", "line"]
     command += ["--custom-compile-command", "make lock", "--output-file", str(output)]
     return [*command, "pyproject.toml"]

@@ -52,10 +52,10 @@ def test_all_extras_resolve_to_wheels_that_are_locked(
     What does for all extras at once does for each of them.
     """
     found = tmp_path / "found.txt"
-    command = [UV, "pip", "compile", "--no-config", "--quiet", "--default-index", INDEX]
+    command = [UV, "pip", "compile", "--no-config", "--no-python-downloads", "--quiet"]
+    command += ["--default-index", INDEX, "--all-extras", "--constraint", install.LOCK]
     command += ["--only-binary", ":all:", "--python-version", python, "--python-platform", platform]
-    command += ["--no-header", "--no-annotate", "--constraint", install.LOCK]
-    command += ["--all-extras", "--output-file", str(found), "pyproject.toml"]
+    command += ["--no-header", "--no-annotate", "--output-file", str(found), "pyproject.toml"]
     run(command)
     locked = (ROOT / install.LOCK).read_text().splitlines()
     versions = {line.split("#")[0].split(";")[0].strip() for line in locked}
