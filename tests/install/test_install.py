@@ -123,7 +123,7 @@ def test_it_says_from_where_it_fetches_and_how_much(what: str) -> None:
     assert install.CPU_INDEX in small
     assert f"{install.CPU_TORCH_MEGABYTES} MB" in small
     assert f"{install.MEGABYTES[what]} MB" in small
-    for gpu, why in ((True, "NVIDIA GPU"), (False, "does not answer")):
+    for gpu, why in ((True, "NVIDIA GPU"), (False, "cannot be used")):
         large = install.announcement(what, gpu, "")
         assert why in large
         assert f"{install.CUDA_TORCH_MEGABYTES} MB" in large
