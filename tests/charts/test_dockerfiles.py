@@ -122,7 +122,14 @@ def test_an_image_runs_its_program_with_its_extra_and_says_its_ports(image: str)
 @pytest.mark.parametrize("extra", ["operator", "router"])
 def test_only_engines_install_torch(extra: str) -> None:
     assert "torch" in requirements("engine")
-    assert not {"torch", "ucxx-cu12", "numba", "cupy"} & requirements(extra)
+    assert not {"torch", "ucxx-cu13", "numba", "cupy"} & requirements(extra)
+
+
+def test_an_image_has_the_versions_that_were_tested(image: str) -> None:
+    build, _ = stages(IMAGES[image])
+    (command,) = (run for run in build.all("RUN") if "pip install '.[" in run)
+    assert "--constraint requirements.lock" in command
+    assert any("requirements.lock" in files.split() for files in build.all("COPY"))
 
 
 def test_the_cpu_image_takes_the_projects_torch_without_cuda() -> None:
@@ -141,4 +148,4 @@ def test_the_build_sees_the_packages_and_nothing_else() -> None:
     allowed = {line.removeprefix("!").rstrip("/") for line in lines if line.startswith("!")}
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     folders = {package.split("/")[0] for package in packages}
-    assert allowed == folders | {"pyproject.toml", "README.md", "LICENSE"}
+    assert allowed == folders | {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"}

@@ -1,0 +1,62 @@
+"""`pip install diptych`, without an extra: its commands say which extras do what."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from diptych.start import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with the packages of the project and what they always need; no extra."""
+    folder = tmp_path_factory.mktemp("base")
+    venv.create(folder / "venv", symlinks=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    (site / "diptych.pth").write_text(f"{ROOT / 'cli'}\n{ROOT / 'protocol'}\n")
+    return folder / "venv/bin/python"
+
+
+def command(name: str) -> str:
+    """The body of a console script, as pip writes it."""
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name=name)
+    assert script.value == PROJECT["scripts"][name]
+    module, _, function = script.value.partition(":")
+    return f"import sys; from {module} import {function}; sys.exit({function}())"
+
+
+@pytest.mark.parametrize("name", sorted(PROJECT["scripts"]))
+def test_without_an_extra_a_command_says_which_extras_do_what(base: Path, name: str) -> None:
+    done = subprocess.run(
+        [base, "-c", command(name), "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "pip install 'diptych[cli,engine,router]'" in done.stderr
+    for extra, what in EXTRAS.items():
+        assert f"  {extra} " in done.stderr
+        assert what in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(PROJECT["scripts"]))
+def test_with_the_extra_a_command_runs(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", command(name), "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage:" in done.stdout
+
+
+def test_every_extra_is_explained() -> None:
+    assert EXTRAS.keys() == PROJECT["optional-dependencies"].keys()
