@@ -43,14 +43,15 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def choose_kv_dtype(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, *, packed: bool
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, *, quantised: bool
 ) -> torch.dtype:
-    """Of keys and values in the cache, for a model of such a dtype with or without packed weights.
+    """Of keys and values in the cache, for a model of such a dtype, whose file's weights may be
+    quantised.
 
     Raises `InvalidRequestError` for what no attention kernel reads.
     """
     if config.kv_cache_dtype == "auto":
-        return torch.bfloat16 if packed else dtype
+        return torch.bfloat16 if quantised else dtype
     wanted = DTYPES[config.kv_cache_dtype]
     halved = device.type == "cpu" and (dtype, wanted) == (torch.float32, torch.bfloat16)
     if wanted is not dtype and not halved:

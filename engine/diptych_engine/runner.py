@@ -19,7 +19,7 @@ from diptych_engine.control.worker_memory import WorkerMemory
 from diptych_engine.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.kv_memory import KVMemory
 from diptych_engine.lora.bank import LoraBank
-from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.models import StepInputs, build_model, is_quantised, load_weights
 from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
 from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
@@ -97,7 +97,7 @@ class ModelRunner:
         level = choose_level(config)
         has_kernels = self._device.type == "cpu" and self._dtype is torch.float32
         self._packs = config.weight_packing == "auto" and has_kernels and level > CpuLevel.NONE
-        likely = choose_kv_dtype(config, self._device, self._dtype, packed=self._packs)
+        likely = choose_kv_dtype(config, self._device, self._dtype, quantised=self._packs)
         kernels: CpuKernels | None = None
         if has_kernels:
             kernels = CpuKernels(likely, source.config.head_dim, packed=self._packs)
@@ -112,8 +112,11 @@ class ModelRunner:
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
         local = shard.local(source.config)
+        # Of the model, not of the processor: engines at different levels exchange KV.
         packed = any(each.linear.packed is not None for each in self.model.packables)
-        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, packed=packed)
+        might = has_kernels and config.weight_packing == "auto"
+        quantised = packed or (might and is_quantised(source))
+        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
         self.num_blocks = num_blocks or config.num_blocks or 0
         if not self.num_blocks:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from core_kit import core_request, make_core, run
+from questions import DEMO
 
 from diptych_frontend.model_source import ModelSource, resolve_model
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
@@ -54,14 +55,20 @@ def test_a_model_gives_the_same_logits(
     assert distance < (0.05 if packs else 1e-4)
 
 
+def test_engines_of_all_levels_exchange_kv(level: CpuLevel, smollm2: str) -> None:
+    """Where nothing is packed, too, keys and values are kept as packed engines keep them."""
+    core = make_core(smollm2, weight_packing="auto", max_model_len=64, cpu_level=level.word)
+    try:
+        assert core.runner.kv_dtype_name == "bfloat16"
+    finally:
+        core.close()
+
+
 def test_the_demo_question_is_answered(level: CpuLevel, smollm2: str, source: ModelSource) -> None:
     tokenizer = source.load_tokenizer()
     assert tokenizer is not None
-    prompt = tokenizer.encode(
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        "<|im_end|>\n<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    chat = tokenizer.render_chat([{"role": "user", "content": DEMO.words}])
+    prompt = tokenizer.encode(chat, add_special_tokens=False)
     core = make_core(smollm2, weight_packing="auto", max_model_len=128, cpu_level=level.word)
     try:
         outputs = run(core, core_request("a", prompt, max_tokens=7))["a"]
@@ -69,7 +76,7 @@ def test_the_demo_question_is_answered(level: CpuLevel, smollm2: str, source: Mo
     finally:
         core.close()
     answer = tokenizer.decode([token for each in outputs for token in each.new_token_ids])
-    assert answer.startswith("The capital of Japan is Tokyo")
+    assert answer.startswith(DEMO.answer)
 
 
 @pytest.mark.skipif(machine_level() is CpuLevel.AMX, reason="this machine has all levels")

@@ -125,7 +125,7 @@ def test_without_a_right_product_nothing_is_packed_and_the_engine_answers(
     core = make_core(smollm2, weight_packing="auto", max_model_len=64)
     try:
         assert not packed_product.is_available()
-        assert core.description.compat["dtype"] == "float32"  # that of a cache without packing
+        assert core.description.compat["dtype"] == "bfloat16"  # it exchanges KV with others still
         stats = core.stats()
         assert (stats.cpu_level, stats.cpu_kernels_set_aside) == (cpu_level().word, 1)
         [output] = run(core, core_request("a", [504, 3575, 282, 4649, 314], max_tokens=1))["a"]

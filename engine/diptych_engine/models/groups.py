@@ -5,6 +5,7 @@ Block layouts: ggml-common.h of ggml (`block_q4_0`, `block_q4_1`, `block_q8_0`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -66,6 +67,11 @@ def read_groups(
         return None
     rows, columns = shape
     return _READERS[kind](raw.reshape(rows, columns // GROUP, -1))
+
+
+def has_groups(tensors: Iterable[tuple[GGMLQuantizationType, tuple[int, ...]]]) -> bool:
+    """Whether any of a file's tensors, each of a type and a shape, is such a matrix."""
+    return any(kind in _READERS and len(shape) == 2 for kind, shape in tensors)
 
 
 def _read_q4_0(blocks: NDArray[np.uint8]) -> Groups:

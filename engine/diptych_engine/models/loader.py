@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diptych_engine.models.groups import Groups, read_groups
+from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
@@ -79,6 +79,13 @@ def load_weights(
             _load_safetensors(slots, source, progress)
         case "dummy":
             _fill_randomly(slots, seed, progress)
+
+
+def is_quantised(source: ModelSource) -> bool:
+    """Whether it is a file whose matrices can stay packed, on processors that have the kernels."""
+    if source.format != "gguf":
+        return False
+    return has_groups((tensor.type, tensor.shape) for tensor in source.tensors().values())
 
 
 def _ignore_progress(done: int, total: int) -> None:
