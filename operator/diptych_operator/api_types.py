@@ -65,8 +65,8 @@ class Engine(SpecPart, frozen=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         Meta(
-            description="Type of keys and values in the KV cache; auto is dtype, or bfloat16 where "
-            "weights are packed. bfloat16 halves the cache and its hand-offs."
+            description="Type of keys and values in the KV cache; auto is dtype, or bfloat16 for "
+            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs."
         ),
     ] = "auto"
     block_size: Annotated[
