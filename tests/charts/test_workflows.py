@@ -49,7 +49,7 @@ def scripts() -> list[tuple[str, dict[str, Any]]]:
 
 def verb(script: str) -> str | None:
     """The target of a step that is nothing but `make TARGET`."""
-    found = re.fullmatch(r"make (\w+)( \w+=\w+)*\n?", script)
+    found = re.fullmatch(r"make ([\w-]+)( \w+=\w+)*\n?", script)
     return found[1] if found else None
 
 
