@@ -37,8 +37,11 @@ CUDA_TORCH_MEGABYTES = 2720
 GPU_SIGNS = ("dev/nvidia0", "proc/driver/nvidia", "usr/lib/wsl/lib/nvidia-smi")
 
 
-def refusal(system: str, machine: str, version: "tuple[int, int]") -> str:
-    """Why Diptych cannot be installed here and what to do, in one sentence; empty if it can."""
+def refusal(system: str, machine: str, version: "tuple[int, int]", libc: str) -> str:
+    """Why Diptych cannot be installed here and what to do, in one sentence; empty if it can.
+
+    libc: the first that `platform.libc_ver()` says; empty if it knows none.
+    """
     if system == "Darwin":
         return (
             "Diptych runs on Linux: on macOS use a container, for example "
@@ -53,6 +56,8 @@ def refusal(system: str, machine: str, version: "tuple[int, int]") -> str:
         return "Diptych needs Linux on {}; this is {} on {}.".format(
             " or ".join(MACHINES), system, machine
         )
+    if libc != "glibc":
+        return "Diptych needs a Linux with glibc, such as Debian: torch has no wheels for others."
     if not OLDEST <= version <= NEWEST:
         return (
             "Diptych needs Python {}.{} to {}.{}, and this is {}.{}: install one of those, "
@@ -142,11 +147,21 @@ def bare_environment(environment: "dict[str, str]") -> "dict[str, str]":
 
 
 def make_environment(venv: Path) -> Path:
-    """Returns the Python of the virtual environment, which is made if it is not there."""
+    """Returns the Python of the virtual environment, which is made if it is not there.
+
+    One that was interrupted while it was made has no pip yet, and is made again.
+    """
     python = venv / "bin" / "python"
-    if not python.exists() and subprocess.call([sys.executable, "-m", "venv", str(venv)]):
-        shutil.rmtree(str(venv), ignore_errors=True)
-        sys.exit("Python's venv module is missing or incomplete: apt-get install python3-venv")
+    if python.exists() and not subprocess.call([str(python), "-c", "import pip"]):
+        return python
+    is_new = not venv.exists()
+    if subprocess.call([sys.executable, "-m", "venv", str(venv)]):
+        if is_new:
+            shutil.rmtree(str(venv), ignore_errors=True)
+        sys.exit(
+            "Python's venv module is missing or incomplete: "
+            "apt-get install python{}.{}-venv".format(*sys.version_info[:2])
+        )
     return python
 
 
@@ -202,7 +217,8 @@ def main() -> int:
     parser.add_argument("what", choices=[*EXTRAS, "lock"])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     arguments = parser.parse_args()
-    problem = refusal(platform.system(), platform.machine(), sys.version_info[:2])
+    libc, _ = platform.libc_ver()
+    problem = refusal(platform.system(), platform.machine(), sys.version_info[:2], libc)
     if problem:
         print(problem, file=sys.stderr)
         return 2

@@ -3,8 +3,8 @@
     python3 charts/stamp.py                              pyproject's version, the registry as it is
     python3 charts/stamp.py --registry ghcr.io/somebody  the registry of a fork
 
-The version is that of pyproject.toml. It goes into the chart and the images' labels; images are
-tagged with it by who builds them. Needs nothing but Python, so that a release can call it first.
+The version is that of pyproject.toml. It goes into the chart, the CRDs, the images' labels and the
+examples that name images; images are tagged with it by who builds them. Needs nothing but Python, so that a release can call it first.
 """
 
 # ruff: noqa: INP001 (a script; charts/ is no package)
@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = Path("charts/diptych")
 OPERATOR_IMAGES = Path("operator/diptych_operator/images.py")
 DOCKERFILES = ("engine", "engine.cuda", "operator", "router")
+CRDS = ("crds", "charts/diptych/files/crds")
+EXAMPLES = {  # the images that they name
+    "full": ("diptych-engine", "diptych-router"),
+    "llama-gpu": ("diptych-engine-cuda",),
+}
 
 
 def version() -> str:
@@ -44,6 +49,14 @@ def stamps(version: str, registry: str) -> Iterator[tuple[Path, str, str]]:
     for name in DOCKERFILES:
         dockerfile = Path("docker") / f"{name}.Dockerfile"
         yield dockerfile, r"^ARG VERSION=.*$", f"ARG VERSION={version}"
+    for folder in CRDS:
+        for crd in sorted((ROOT / folder).glob("*.yaml")):
+            line = f"    diptych.dev/version: {version}"
+            yield crd.relative_to(ROOT), r"^    diptych.dev/version: .*$", line
+    for name, images in EXAMPLES.items():
+        for image in images:
+            named = f"    image: {registry}/{image}:{version}  #"
+            yield Path(f"examples/{name}.yaml"), rf"^    image: \S+/{image}:\S+  #", named
 
 
 def stamped(version: str, registry: str) -> dict[Path, str]:

@@ -12,7 +12,7 @@ WORKDIR /src
 # The dependencies alone, so that a change of code leaves their layer as it is.
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install '.[operator]' --constraint requirements.lock \&\& pip uninstall --yes diptych
+    pip install '.[operator]' --constraint requirements.lock && pip uninstall --yes diptych
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --target /opt/diptych/code .

@@ -5,8 +5,10 @@ whose `load` command imports it; on a cluster of containers use `e2e/kind/up.sh`
 is the base (Debian's Python), its Python dependencies, for engine and router the demo's model, and
 last the project's own code. All but the code is kept between runs, by a hash of its recipe.
 
-    python e2e/images.py                        build all three and load them
-    python e2e/images.py --only router operator --no-load
+    make images                                                    build all three and load them
+    PYTHONPATH=. python e2e/images.py --only router operator --no-load
+
+The engine's torch comes from PyTorch's index of CPU wheels, if that answers.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+
+import install
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 IMAGE_TAG = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
@@ -228,11 +232,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     kube = Kube(arguments.kube.resolve())
     lock: Path = arguments.source / "requirements.lock"
     common = [python_layer(build), code_layer(arguments.source, build)]
+    index = install.torch_index(False, install.CPU_INDEX, install.PROBE_S)
     for component in arguments.only:
         started = time.monotonic()
         requirements = requirements_of(arguments.source, component)
         recipe = content_name(f"deps-{component}", [*requirements, lock.read_text()])
-        layers = [package_layer(build / recipe, ["--constraint", str(lock), *requirements])]
+        # Beside each other in two indexes, pip takes "2.13.0+cpu" for the later torch.
+        source = ["--extra-index-url", index] if index and component == "engine" else []
+        wanted = ["--constraint", str(lock), *source, *requirements]
+        layers = [package_layer(build / recipe, wanted)]
         if component in NEEDS_MODEL:
             model = build / content_name("model", [MODEL])
             layers.append(package_layer(model, ["--no-deps", MODEL]))

@@ -119,9 +119,13 @@ def test_a_release_stamps_every_file_that_has_version_or_registry() -> None:
     assert {path.name for path in stamped} == {
         *("Chart.yaml", "values.yaml", "images.py"),
         *(path.name for path in ROOT.glob("docker/*.Dockerfile")),
+        *(path.name for path in ROOT.glob("crds/*.yaml")),
+        *("full.yaml", "llama-gpu.yaml"),
     }
     for path, text in stamped.items():
-        assert ("9.8.7" in text) != ("example.org/else" in text), path
+        has_both = path.parent.name == "examples"  # whole names of images
+        assert "9.8.7" in text or "example.org/else" in text, path
+        assert ("9.8.7" in text and "example.org/else" in text) == has_both, path
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -132,6 +132,13 @@ def test_an_image_has_the_versions_that_were_tested(image: str) -> None:
     assert any("requirements.lock" in files.split() for files in build.all("COPY"))
 
 
+def test_commands_of_a_shell_are_joined_and_not_given_to_programs(image: str) -> None:
+    """A backslash before && makes it an argument of the command before."""
+    build, final = stages(IMAGES[image])
+    for command in [*build.all("RUN"), *final.all("RUN")]:
+        assert "\\&" not in command
+
+
 def test_the_cpu_image_takes_the_projects_torch_without_cuda() -> None:
     build, _ = stages(IMAGES["engine"])
     (version,) = (v.split("=")[1] for v in build.all("ARG") if v.startswith("TORCH_VERSION="))

@@ -137,7 +137,7 @@ class Bare:
         (programs / "python3").symlink_to(sys.executable)
         (programs / "helm").symlink_to(helm.path)
         self._path = f"{programs}:/usr/bin:/bin"
-        for part in ("charts", "docker", ".github", "operator"):
+        for part in ("charts", "crds", "docker", "examples", ".github", "operator"):
             shutil.copytree(ROOT / part, self.root / part)
         shutil.copy(ROOT / "pyproject.toml", self.root)
 

@@ -41,7 +41,7 @@ def index_that_never_answers() -> Iterator[str]:
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("minor", [11, 12, 13, 14])
 def test_every_python_that_is_promised_will_do(machine: str, minor: int) -> None:
-    assert install.refusal("Linux", machine, (3, minor)) == ""
+    assert install.refusal("Linux", machine, (3, minor), "glibc") == ""
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,35 @@ def test_every_python_that_is_promised_will_do(machine: str, minor: int) -> None
 def test_elsewhere_one_sentence_says_what_to_do(
     system: str, machine: str, version: tuple[int, int], remedy: str
 ) -> None:
-    sentence = install.refusal(system, machine, version)
+    sentence = install.refusal(system, machine, version, "glibc")
     assert remedy in sentence
     assert "\n" not in sentence
+
+
+def test_a_linux_without_glibc_is_told_so() -> None:
+    assert "glibc" in install.refusal("Linux", "x86_64", (3, 13), "")
+
+
+def test_an_environment_whose_making_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    """It has a Python, and no pip yet."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    python = install.make_environment(venv)
+    subprocess.run([str(python), "-c", "import pip"], check=True)
+
+
+def test_a_folder_that_was_there_before_outlives_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(SystemExit, match="-venv"):
+        install.make_environment(tmp_path)
+    assert kept.read_text() == "mine"
 
 
 def test_a_python_that_is_too_old_can_read_the_sentence() -> None:
