@@ -4,7 +4,8 @@
     python3 charts/stamp.py --registry ghcr.io/somebody  the registry of a fork
 
 The version is that of pyproject.toml. It goes into the chart, the CRDs, the images' labels and the
-examples that name images; images are tagged with it by who builds them. Needs nothing but Python, so that a release can call it first.
+examples that name images; images are tagged with it by who builds them. Needs nothing but Python,
+so that a release can call it first.
 """
 
 # ruff: noqa: INP001 (a script; charts/ is no package)
