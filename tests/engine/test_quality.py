@@ -17,6 +17,8 @@ CHATS = Path(__file__).parents[2] / "benchmarks" / "data" / "chats.txt"
 EACH = 25
 """One of so many chats is asked."""
 MAX_TOKENS = 128
+CLEAR = 0.3
+"""Logits by which a choice leads that no rounding may turn, the matrix unit's bfloat16 included."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_chats_keep_the_logits_of_float32(
     assert distance(ours, float32) < 0.02
     assert divergence(ours, float32) < 5e-4
     margins = float32.topk(2).values
-    clear = margins[:, 0] - margins[:, 1] > 0.1
+    clear = margins[:, 0] - margins[:, 1] > CLEAR
     assert clear.sum() >= len(chats) // 2
     assert torch.equal(ours.argmax(-1)[clear], float32.argmax(-1)[clear])
 
