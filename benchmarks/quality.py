@@ -78,7 +78,7 @@ def log_probabilities(
 
 @dataclass
 class Comparison:
-    """Of choices in float32 and packed, summed up token by token."""
+    """Counts how often float32 and packed weights choose differently, token by token."""
 
     tokens: int = 0
     other_choices: int = 0
@@ -117,7 +117,7 @@ def compare_text(uri: str, num_tokens: int) -> dict[str, dict[str, float]]:
 
 
 def compare_chats(uri: str, num_chats: int, num_tokens: int) -> Comparison:
-    """Of the greedy answers in float32, so many tokens of each, what the packed model would say."""
+    """Read the first tokens of float32's greedy answers, and ask the packed model at each."""
     source, tokenizer = _source_of(uri)
     questions = (DATA / "chats.txt").read_text().splitlines()[:num_chats]
     chats = [

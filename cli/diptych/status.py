@@ -32,7 +32,7 @@ def with_cpus(state: RunState) -> RunState:
 
 
 def read_cpus(metrics: str) -> dict[str, str]:
-    """Of each engine of a router's /metrics, by its name. Raises `ValueError` if it is none."""
+    """Each engine's facts by its name, of a router's /metrics. Raises `ValueError` if it is none."""
     words: dict[str, list[str]] = defaultdict(list)
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:

@@ -15,7 +15,7 @@ from diptych_kernels.host_arrays import to_device
 from diptych_protocol.config import Staging
 
 WINDOW_BYTES = 32 << 20
-"""Of the device's memory, for blocks on their way: large enough for the bus, small for a GPU."""
+"""How much device memory blocks on their way take: enough to fill the bus, little for a GPU."""
 
 
 class BlockCopies:

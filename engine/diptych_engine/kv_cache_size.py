@@ -13,8 +13,8 @@ from diptych_protocol import EngineConfig, InvalidRequestError
 BYTES_ON_A_CPU = 1 << 30
 """Where nobody says how much. Processes share a CPU's memory, and no share of it is an engine's."""
 BESIDE_TENSORS = 768 << 20
-"""Of a GPU, for what is no tensor of a step: recorded launches, compiled kernels, libraries' work
-spaces, the window of a hand-off, and what torch's allocator cannot use."""
+"""How much of a GPU is left for what is no tensor of a step: recorded launches, compiled kernels,
+libraries' work spaces, the window of a hand-off, and what torch's allocator cannot use."""
 GIB = 1 << 30
 
 

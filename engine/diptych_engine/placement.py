@@ -45,7 +45,7 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def choose_kv_dtype(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, *, quantised: bool
 ) -> torch.dtype:
-    """Of keys and values in the cache, for a model of such a dtype, whose file's weights may be
+    """The type of keys and values in the cache, for a model of this dtype whose file may be
     quantised.
 
     Raises `InvalidRequestError` for what no attention kernel reads.

@@ -47,7 +47,7 @@ def give_freed_memory_back() -> None:
 
 
 def choose_level(config: EngineConfig) -> CpuLevel:
-    """Of all kernels of this process. Raises `InvalidRequestError` if the machine has it not."""
+    """Choose the level of this process's kernels. Raises `InvalidRequestError` if there is none."""
     try:
         return use_level(config.cpu_level)
     except CpuLevelError as exc:

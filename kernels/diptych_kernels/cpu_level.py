@@ -79,7 +79,7 @@ def forget() -> None:
 
 
 def is_x86_64(machine: str) -> bool:
-    """Of what `platform.machine()` says. No other processor has a level above none."""
+    """Whether `platform.machine()` names an x86-64. No other processor has a level above none."""
     return machine in ("x86_64", "AMD64")
 
 

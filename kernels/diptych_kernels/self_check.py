@@ -83,7 +83,7 @@ def _gate(kernel: Kernel) -> Results:
 
 
 def _table(kernel: Kernel) -> Results:
-    """Of two calls; what is wrong with the called kernel is so in both results."""
+    """A table of two calls; a fault of the called kernel is in both results."""
     x, actual, expected = _random(2, 3, 150), _unwritten(2, 3, 75), _unwritten(2, 3, 75)
     table = rows_of([silu_mul.call(x[i], actual[i]) for i in range(2)])
     _run(kernel, (table.ctypes.data, len(table)))

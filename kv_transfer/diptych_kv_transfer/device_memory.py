@@ -18,7 +18,7 @@ class DeviceMemory(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Of one block."""
+        """The size of one block."""
 
     def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
         """Memory of the host that copies reach quickly, and UCX too; nobody else's until it is

@@ -98,7 +98,7 @@ class Regions:
 
     @property
     def staged_bytes(self) -> int:
-        """Of all that is staged, either way. Safe to ask from another thread."""
+        """How many bytes are staged, in both directions. Safe to ask from another thread."""
         incoming = sum(staging.num_bytes for staging, _ in list(self._staged.values()))
         return incoming + sum(x.nbytes for shards in list(self._outgoing.values()) for x in shards)
 

@@ -212,7 +212,7 @@ def test_what_is_set_arrives(helm: Helm) -> None:
 
 
 def images(objects: list[Object]) -> list[str]:
-    """Of the operator, and those that it gives to services that name none: engine and router."""
+    """The operator's image, and the engine and router images that it gives to other services."""
     (container,) = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
     told = [a.partition("=") for a in container["args"] if "-image=" in a]
     assert [name for name, _, _ in told] == ["--engine-image", "--router-image"]

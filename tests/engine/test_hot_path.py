@@ -133,7 +133,7 @@ def test_a_step_does_not_grow_with_the_queue(core: EngineCore, batch: int) -> No
 
 
 def test_attention_does_not_copy_the_contexts() -> None:
-    """Of what torch makes on the way, all together is less than they are."""
+    """All memory that torch takes on the way is less than the contexts themselves."""
     batch = Batch([(512, 1)] * 8, heads=9, kv_heads=3, head_dim=64, block_size=BLOCK_SIZE)
 
     def made(attend: Callable[..., Tensor]) -> int:

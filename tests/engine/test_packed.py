@@ -31,7 +31,7 @@ from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import InvalidRequestError, LoRARequest
 
 ROUNDING = 1e-4
-"""Of inputs to 16 bits, relative to the norm of the result."""
+"""How far rounding inputs to 16 bits may move a result, relative to its norm."""
 KINDS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda k: k.name)
 
 

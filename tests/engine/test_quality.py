@@ -68,7 +68,7 @@ def test_chats_keep_the_logits_of_float32(
     lone_sequence: Callable[..., Any],
     last: int,
 ) -> None:
-    """Of all rows, and of the last ones, from which the first tokens come; as a prompt, and with
+    """All rows do, and the last ones, from which the first tokens come; as a prompt, and with
     the last tokens computed as if they had been generated."""
     sequence = lone_sequence(source, MAX_TOKENS, packs=True)
     actual = [sequence.logits_in_chunks(chat, [len(chat) - last] + [1] * last) for chat in chats]

@@ -13,7 +13,7 @@ from diptych_protocol.config import Staging
 
 @pytest.fixture(scope="module", autouse=True, params=["auto", "always"], ids=["direct", "staged"])
 def _staging(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of all engines of a module, unless a test says otherwise."""
+    """Sets the way of all engines of a module, unless a test says otherwise."""
     way: Staging = request.param
     with handoff_kit.staging(way):
         yield

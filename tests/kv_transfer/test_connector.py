@@ -41,7 +41,7 @@ def tokens_of(num_tokens: int) -> list[int]:
 
 
 def compat_of(block_bytes: int) -> dict[str, str | int]:
-    """Of a model whose blocks have that size."""
+    """The configuration of a model whose blocks have that size."""
     row_bytes = block_bytes // (2 * 2 * GEOMETRY["block_size"] * 4)
     return {"num_layers": 2, "kv_heads": 4, "head_dim": row_bytes // 4, "dtype": "float32"}
 

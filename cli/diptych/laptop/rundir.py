@@ -30,7 +30,7 @@ class PodState(msgspec.Struct, frozen=True):
     ports: dict[str, int]
     log: str
     cpu: str = ""
-    """Of an engine that answers: which instructions its kernels use, and how many are put aside."""
+    """Which instructions an engine's kernels use, and how many kernels are put aside."""
 
 
 class RunState(msgspec.Struct, frozen=True):

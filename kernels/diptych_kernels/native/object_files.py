@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 COMPILE_TIMEOUT_S = 600.0
 """Of all that one process compiles: some half a minute on the machines that we know."""
 DIGEST_BYTES = hashlib.sha256().digest_size
-"""Of what follows in a file."""
+"""The size of the digest before an object file's content."""
 
 
 def object_files(names: Sequence[str], level: CpuLevel) -> list[bytes]:
-    """Of the kernels "MODULE-NUMBER" for a level, as an earlier process left them beside the
+    """The kernels "MODULE-NUMBER" for a level, as an earlier process left them beside the
     sources or in the user's cache directory; what is missing is compiled, and left there.
 
     Raises `RuntimeError` if the compiler fails.
@@ -113,7 +113,7 @@ def _leave(compiled: bytes, place: Path) -> None:
 
 
 def _fingerprint(sources: Path, target: Target) -> str:
-    """Of all that a compiled kernel depends on: the sources, the compiler, what it compiles for."""
+    """A hash of all that a compiled kernel depends on: sources, compiler, and target."""
     digest = hashlib.sha256()
     for path in sorted(sources.glob("*.py")):
         digest.update(path.read_bytes())

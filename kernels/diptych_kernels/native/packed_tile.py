@@ -28,11 +28,11 @@ from diptych_kernels.native.vectors import (
 )
 
 QUADS = 8
-"""Of a group of 32 values: what a tile has of a column behind each other."""
+"""How many quads make a group of 32 values. A tile holds a quad's four values in one place."""
 FLOAT, QUAD, HALF, WORD = 4, 4, 2, 2
 """Bytes."""
 GROUP_BYTES, FACTOR_BYTES = QUADS * QUAD * WORD, 2 * FLOAT
-"""Of a group of one row's inputs, and of its scale and its scaled sum."""
+"""The sizes of a group of one row's inputs, and of its scale and its scaled sum."""
 ORDER = (0, 2, 1, 3)
 """In which the four inputs of a quad lie: a word of a tile holds values 0 and 1 of a quad, or 2 and
 3, so a lane's two words, masked or shifted alike, hold values 0 and 2, or 1 and 3."""

@@ -21,7 +21,7 @@ from diptych_kernels.native.vectors import (
 )
 
 LEVELS = 32767.0
-"""Of a rounded input, on either side of zero."""
+"""The largest level of a rounded input; the smallest is its negative."""
 
 
 @intrinsic

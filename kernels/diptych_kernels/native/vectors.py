@@ -50,7 +50,7 @@ def constant(number):
 
 
 def multiply_add(builder, x, y, z):
-    """Of vectors of any number of lanes."""
+    """x * y + z, for vectors of any number of lanes."""
     kind = ir.FunctionType(x.type, [x.type] * 3)
     name = f"llvm.fmuladd.v{x.type.count}f32"
     return builder.call(function(builder, name, kind), [x, y, z])

@@ -117,7 +117,7 @@ def _decode_call(
 def decode_numbers(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
 ) -> tuple[int, ...]:
-    """Of a call of either kernel for all decodes of a step."""
+    """The numbers of a call that computes all decodes of a step, by either kernel."""
     _, heads, head_dim = queries.shape
     threads = torch.get_num_threads()
     return (
@@ -134,7 +134,7 @@ def decode_numbers(
 def chunk_numbers(
     queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
 ) -> tuple[int, ...]:
-    """Of a call of either kernel for chunks."""
+    """The numbers of a call that computes a chunk, by either kernel."""
     _, heads, head_dim = queries.shape
     threads, first = torch.get_num_threads(), own.rows.start
     return (
