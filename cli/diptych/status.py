@@ -32,7 +32,10 @@ def with_cpus(state: RunState) -> RunState:
 
 
 def read_cpus(metrics: str) -> dict[str, str]:
-    """Each engine's facts by its name, of a router's /metrics. Raises `ValueError` if it is none."""
+    """Each engine's facts by its name, as /metrics of a router has them.
+
+    Raises `ValueError` if the text is no /metrics.
+    """
     words: dict[str, list[str]] = defaultdict(list)
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
