@@ -195,7 +195,7 @@ _ENGINE_GAUGES: tuple[tuple[str, str, _Engine], ...] = (
     ("engine_sleep_level",
      "1: without KV cache, weights put aside; 2: without weights; 0: awake, or only paused.",
      lambda s: s.sleep_level),
-    ("cpu_kernels_set_aside", "Kernels that gave wrong results at start; torch computes instead.",
+    ("cpu_kernels_set_aside", "Kernels wrong at start, or not to be had; torch computes instead.",
      lambda s: s.cpu_kernels_set_aside),
 )  # fmt: skip
 
