@@ -64,6 +64,8 @@ class Exchange:
     is_event_stream: bool = False
     completed: bool = False
     """The last byte of the answer was handed over."""
+    tenant: str = ""
+    """Whose request it is: the name of the API key that it came with; empty without keys."""
     admitted: bool = False
     """An engine took the request: what it holds for it is the engine's to clean up."""
 
