@@ -358,7 +358,7 @@ class EngineCore:
             [],
             finish_reason=FinishReason.ABORT,
             kv_transfer_params=self.hand_offs.grant(request),
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
         self._outputs[request.client].append(output)
         self.scheduler.finish(request, FinishReason.ABORT)

@@ -38,7 +38,12 @@ class PrefixCache:
             self.pool.remember(request.block_ids[index], request.block_hashes[index])
 
     def count_lookup(self, request: Request, num_hit_tokens: int, stats: SchedulerStats) -> None:
-        """A request has asked what is remembered of it."""
+        """A request has asked what is remembered of it.
+
+        After a preemption it finds what it has computed itself: that is a hit, but saved nothing.
+        """
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
         if self.enabled and request.reads_prefix_cache:
             stats.prefix_cache_queries += request.num_tokens
             stats.prefix_cache_hits += num_hit_tokens

@@ -100,8 +100,10 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens whose KV stands in `block_ids`."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that were not computed here (prefix cache or hinge)."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the prefix cache had when it was first admitted; None before."""
+    num_received_tokens: int = 0
+    """Tokens whose KV came from another engine, until its client is told."""
     block_ids: list[int] = field(default_factory=list)
     """Append-only while the request holds blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -160,9 +162,9 @@ class Request:
         how many tokens that adds."""
         before, remote = self.num_computed_tokens, min(self.num_remote_tokens, self.num_tokens - 1)
         self.num_computed_tokens = remote
-        self.num_cached_tokens = min(remote, self.num_prompt_tokens)
+        self.num_received_tokens = remote - before
         self.kv_transfer = None
-        return remote - before
+        return self.num_received_tokens
 
     @property
     def finished(self) -> bool:

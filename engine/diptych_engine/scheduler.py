@@ -268,9 +268,6 @@ class Scheduler:
             self.pool.take(hit)
             request.block_ids.extend(hit)
             request.num_computed_tokens = start
-            request.num_cached_tokens = max(
-                request.num_cached_tokens, min(start, request.num_prompt_tokens)
-            )
             if remote:
                 self._order_load(request)
                 continue

@@ -41,7 +41,7 @@ def apply_results(
                 request.request_id,
                 [],
                 pooling_output=result.pooled[request.request_id],
-                num_cached_tokens=request.num_cached_tokens,
+                num_cached_tokens=request.num_cached_tokens or 0,
             )
         else:
             continue
@@ -52,7 +52,7 @@ def apply_results(
 
 
 def _accept_token(request: Request, result: StepResult, position: int) -> EngineCoreOutput:
-    request_id, cached = request.request_id, request.num_cached_tokens
+    request_id, cached = request.request_id, request.num_cached_tokens or 0
     if request_id in result.failed:
         request.finish_reason = FinishReason.ERROR
         error = result.failed[request_id]
@@ -63,6 +63,8 @@ def _accept_token(request: Request, result: StepResult, position: int) -> Engine
     if ended is not None:
         request.finish_reason, request.stop_reason = ended
     output = EngineCoreOutput(request_id, [token], num_cached_tokens=cached)
+    if request.num_received_tokens:
+        output.num_received_tokens, request.num_received_tokens = request.num_received_tokens, 0
     if result.logprobs is not None:
         output.new_logprobs = _of_one_token(result.logprobs[position])
     if result.prompt_logprobs is not None:

@@ -258,6 +258,11 @@ class CoreClient:
         else:
             self._on_outputs(outputs)
 
+    @property
+    def connected(self) -> bool:
+        """There is a connection, of which the end has not been noticed."""
+        return self._connected
+
     def hear_last_words(self) -> str:
         """What the core said of its end, even if it is only now on its way to us; or nothing."""
         self._drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from diptych_protocol import (
 log = logging.getLogger(__name__)
 
 CAUSE_GRACE_S = 1.0
-"""How long after the end of a connection the process may take to end too."""
+"""How long after the end of a connection the process may take to end too, and the other way
+round."""
 MAX_OUTPUTS_AT_ONCE = 128
 """A larger step is handled in pieces, between which the event loop gets to its other work."""
 
@@ -44,6 +46,7 @@ class CoreLink:
         self._watcher: asyncio.Task[None] | None = None
         self._greeting: asyncio.Task[EngineDescription] | None = None
         self._backlog: deque[EngineCoreOutputs] = deque()
+        self._line_ended = asyncio.Event()
         self._closed = False
 
     @property
@@ -152,6 +155,9 @@ class CoreLink:
 
     async def _watch(self) -> None:
         cause = await self.core.wait()
+        if self.client.connected:  # what it said may still be on its way
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._line_ended.wait(), CAUSE_GRACE_S)
         why = self.client.hear_last_words()
         if why:
             cause = EngineDeadError(f"{cause}: {why}")
@@ -160,6 +166,7 @@ class CoreLink:
 
     def _connection_lost(self, cause: EngineDeadError) -> None:
         """The connection ended; the process, if it ended too, knows better why."""
+        self._line_ended.set()
         asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._die, cause)
 
     def _die(self, cause: EngineDeadError) -> None:

@@ -71,7 +71,7 @@ class ServerMetrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests.")
         self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that needed no prefill where they were decoded."
+            "prompt_tokens_cached", "Prompt tokens that a prefix cache had: nobody computed them."
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.ttft = self._histogram(

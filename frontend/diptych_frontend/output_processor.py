@@ -39,6 +39,8 @@ class ParentRequest:
         self.open_children: set[str] = set()
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         """As the first child learns them."""
+        self.num_cached_tokens: int | None = None
+        """Of the child that spoke first: the others find in the cache what that one computed."""
         self._unfinished = request.sampling.n
         self._answers: list[CompletionOutput] = []
 
@@ -232,7 +234,6 @@ class _Answer:
         "_kind",
         "_kv_transfer_params",
         "_logprobs",
-        "_num_cached_tokens",
         "_prompt_text",
         "_prompt_token_ids",
         "_text",
@@ -241,6 +242,7 @@ class _Answer:
         "_wants_logprobs",
         "collector",
         "external_id",
+        "num_cached_tokens",
         "parent",
         "prompt_logprobs",
         "request_id",
@@ -277,7 +279,9 @@ class _Answer:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None
+        """As the engine that computed the prompt said with the first output. An engine that goes on
+        later has its own prefix cache, which saved nobody any work."""
         self._kv_transfer_params: dict[str, Any] | None = None
 
     def advance(self, output: EngineCoreOutput) -> bool:
@@ -303,8 +307,8 @@ class _Answer:
             self._shared.prompt_logprobs = of_prompt(
                 output.new_prompt_logprobs_tensors, self._token_text
             )
-        if output.num_cached_tokens:
-            self._num_cached_tokens = output.num_cached_tokens
+        if self._shared.num_cached_tokens is None:
+            self._shared.num_cached_tokens = output.num_cached_tokens
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         reason = None if finish is None else str(finish)
@@ -355,7 +359,7 @@ class _Answer:
                 self._prompt_token_ids,
                 answers,
                 all_finished,
-                self._num_cached_tokens,
+                self._shared.num_cached_tokens or 0,
                 self._kv_transfer_params,
                 self._shared.prompt_logprobs,
             ),

@@ -260,7 +260,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     kv_transfer_params: dict[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were not computed here: prefix-cache hits and received KV."""
+    """Prompt tokens that the prefix cache of this engine had, so that it did not compute them."""
     routed_experts: None = None
     num_nans_in_logits: int = 0
     # ours
@@ -268,6 +268,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """With FinishReason.ERROR: what went wrong, in words."""
     piece_finish_reason: FinishReason | None = None
     """A resumable request has answered what it has of its prompt, and waits for the next piece."""
+    num_received_tokens: int = 0
+    """Tokens whose KV came from another engine; told once."""
 
     @property
     def finished(self) -> bool:

@@ -141,7 +141,7 @@ def complaint(
         blocks: how many the prompt fills.
         blocks_received: how many more the decode engine has received since the canary began.
     """
-    computed = prompt_tokens - max((output.num_cached_tokens for output in outputs), default=0)
+    computed = prompt_tokens - received_tokens(outputs)
     if computed > 0:
         return f"decode computed {computed} of {prompt_tokens} prompt tokens itself"
     if blocks_received < blocks:
@@ -149,6 +149,11 @@ def complaint(
     if not any(output.new_token_ids for output in outputs):
         return "decode made no token"
     return ""
+
+
+def received_tokens(outputs: Sequence[EngineCoreOutput]) -> int:
+    """Prompt tokens whose KV the decode engine says to have from elsewhere."""
+    return sum(output.num_received_tokens for output in outputs)
 
 
 def _pair(one: Candidate, other: Candidate) -> Trial:

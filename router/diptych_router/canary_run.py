@@ -21,7 +21,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.admin import CanaryReport
-from diptych_router.canary import OUTPUT_TOKENS, complaint, prompt_length
+from diptych_router.canary import OUTPUT_TOKENS, complaint, prompt_length, received_tokens
 from diptych_router.engine_link import EngineLink
 from diptych_router.routed_request import RoutedRequest, Stage
 
@@ -71,12 +71,11 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
     error = complaint(found.outputs, num_tokens, num_blocks, found.received.blocks_received)
     received = found.received
     blocks = min(num_blocks, received.blocks_received)
-    cached = max(output.num_cached_tokens for output in found.outputs)
     return msgspec.structs.replace(
         report,
         ok=not error,
         error=error,
-        computed_by_decode=num_tokens - cached,
+        computed_by_decode=num_tokens - received_tokens(found.outputs),
         # Users' blocks may have crossed meanwhile; all of them take about as many bytes.
         blocks=blocks,
         bytes=received.bytes_received * blocks // max(1, received.blocks_received),

@@ -139,3 +139,16 @@ def test_contract_M06_what_nobody_takes_is_bounded() -> None:
 def test_contract_M06_without_the_setting_nothing_is_recorded() -> None:
     core = make_core()
     assert core.scheduler.journey is None
+
+
+def test_what_a_preempted_request_finds_of_its_own_was_not_cached() -> None:
+    scheduler, log = followed(6)
+    old, young = make_request("old", [1] * 8, 12), make_request("young", [2] * 8, 12)
+    scheduler.add(old)
+    scheduler.add(young)
+    run(scheduler, ToyRunner())
+    assert scheduler.stats.num_preemptions > 0
+    assert scheduler.stats.prefix_cache_hits > 0, "it found what it had computed before"
+    assert (old.num_cached_tokens, young.num_cached_tokens) == (0, 0)
+    first = [event for event in log.take()[b""] if event.schedule_kind == "FIRST"]
+    assert [event.prefill_done_tokens for event in first] == [0, 0]

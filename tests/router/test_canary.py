@@ -139,8 +139,8 @@ def test_a_canary_fills_two_blocks_and_begins_a_third_if_there_is_room(
     assert prompt_length(block_size, limit) == expected
 
 
-def answer(cached: int, tokens: list[int]) -> list[EngineCoreOutput]:
-    return [EngineCoreOutput("c", tokens, finish_reason=FINISHED, num_cached_tokens=cached)]
+def answer(received: int, tokens: list[int]) -> list[EngineCoreOutput]:
+    return [EngineCoreOutput("c", tokens, finish_reason=FINISHED, num_received_tokens=received)]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ async def test_decode_goes_on_with_what_another_level_prefilled(
         first = await answer(prefill, "p", prompt, 1, {"do_remote_decode": True})
         rest = await answer(decode, "d", prompt, 8, first.kv_transfer_params)
         alone = await answer(prefill, "alone", prompt, 8, None)
+        received = (await decode.refresh_stats()).remote_kv_tokens
     text = renderer.decode(rest.outputs[0].token_ids)
     assert text.startswith(DEMO.answer)
     assert rest.outputs[0].token_ids == alone.outputs[0].token_ids
-    assert rest.num_cached_tokens  # of a prompt that decode has never seen: it came over the hinge
+    assert received == len(prompt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
-from waits import PATIENCE_S
+from service_kit import (
+    Core,
+    Streaming,
+    all_usable,
+    cores,
+    engine_config,
+    generate,
+    healthy,
+    link_of,
+    routing,
+)
 
 from diptych_router.engine_link import EngineLink
 from diptych_router.pool_client import PoolClient
@@ -54,16 +62,6 @@ def fleet(engines: Fleet) -> Fleet:
 def known() -> dict[str, list[int]]:
     """Answers that are known already, by prompt."""
     return {}
-
-
-async def all_usable(client: PoolClient, count: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while sum(engine.usable for engine in router_report(client).engines) < count:
-            await asyncio.sleep(0.05)
-
-
-def link_of(client: PoolClient, core: Core) -> EngineLink:
-    return next(x for x in client.pools.links.values() if x.endpoint.endswith(core.address))
 
 
 async def streams_at(client: PoolClient, link: EngineLink, eventually: Any) -> list[Streaming]:

@@ -35,8 +35,9 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_router.discovery import parse_targets
-from diptych_router.engine_link import ReadKeys
+from diptych_router.engine_link import EngineLink, ReadKeys
 from diptych_router.pool_client import PoolClient
+from diptych_router.report import router_report
 
 NUM_BLOCKS = 256
 
@@ -175,6 +176,18 @@ async def healthy(pools: PoolClient, timeout_s: float = PATIENCE_S) -> None:
                 return
             except EngineDeadError:
                 await asyncio.sleep(0.05)
+
+
+async def all_usable(client: PoolClient, count: int) -> None:
+    """Wait until the router may use so many engines."""
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(engine.usable for engine in router_report(client).engines) < count:
+            await asyncio.sleep(0.05)
+
+
+def link_of(client: PoolClient, core: Core) -> EngineLink:
+    """The router's line to an engine."""
+    return next(x for x in client.pools.links.values() if x.endpoint.endswith(core.address))
 
 
 async def generate(

@@ -169,7 +169,7 @@ class Tally:
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         for choice in output.outputs:
             self.completion_tokens += len(choice.token_ids)
-        self.cached_by_prompt[prompt_index] = output.num_cached_tokens
+        self.cached_by_prompt.setdefault(prompt_index, output.num_cached_tokens)
 
     def usage(self) -> Usage:
         return Usage(
