@@ -49,6 +49,8 @@ MAX_QUEUED_MESSAGES = 10_000
 """A client that lags further behind than this is taken for lost."""
 MAX_PENDING_CALLS = 256
 """Utility calls that may wait for their answers at the same time."""
+FEW_CLIENTS = 16
+"""So many are never looked through for those that have vanished."""
 
 
 class CoreServer:
@@ -80,6 +82,9 @@ class CoreServer:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._clients: set[bytes] = set()
+        """All that have spoken and are not known to be gone."""
+        self._look_through_at = FEW_CLIENTS
+        """At more clients than these, each is tried."""
         self._told: dict[bytes, Posture] = {}
         """Client -> the posture of the core that it was told last."""
         self._pending: dict[tuple[bytes, int], Future[Any]] = {}
@@ -199,10 +204,27 @@ class CoreServer:
                 return
             client = bytes((index,)) + identity
             self._clients.add(client)
+            if len(self._clients) > self._look_through_at:
+                self._forget_vanished()
             try:
                 self._handle(client, frames, arrays)
             except (msgspec.MsgspecError, ValueError) as exc:
                 log.warning("a client sent a malformed message, dropped: %s", exc)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that this core may have something to tell."""
+        return len(self._clients)
+
+    def _forget_vanished(self) -> None:
+        """Drop clients that have gone without a word, which only an attempt to write to them tells.
+
+        It happens each time that their number has doubled, so it costs a message for each new one.
+        """
+        nothing = wire.encoder.encode(EngineCoreOutputs())
+        for client in list(self._clients):
+            self._send_frames(client, nothing)
+        self._look_through_at = max(FEW_CLIENTS, 2 * len(self._clients))
 
     def _handle(self, client: bytes, frames: list[bytes], arrays: list[Frame]) -> None:
         if len(frames) < 2:

@@ -19,7 +19,7 @@ from waits import PATIENCE_S
 from wire_kit import ABORT, ADD, TIMEOUT_MS, UTILITY, Client, request, start
 
 from diptych_engine.core import EngineCore
-from diptych_engine.core_server import CoreServer
+from diptych_engine.core_server import FEW_CLIENTS, CoreServer
 from diptych_engine.request import Pending, StepPlan
 from diptych_protocol import FinishReason, UtilityCall, wire
 
@@ -266,6 +266,18 @@ def test_contract_B17_a_core_whose_runner_raises_says_that_it_is_dead(tmp_path: 
     assert "fell off" in str(raised[0])
     for client in (watcher, caller):
         client.socket.close()
+
+
+def test_clients_that_have_vanished_are_forgotten(tmp_path: Path) -> None:
+    """Routers come and go, each time under another identity."""
+    with served(make_core(), tmp_path) as (server, caller):
+        endpoint = caller.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        for _ in range(5 * FEW_CLIENTS):
+            visitor = Caller(endpoint)
+            visitor.until("answer", visitor.ask("is_paused"))
+            visitor.socket.close()
+            caller.until("answer", caller.ask("is_paused"))
+        assert server.num_clients <= FEW_CLIENTS + 1
 
 
 def test_what_two_calls_are_told_does_not_mix(tmp_path: Path) -> None:
