@@ -8,7 +8,7 @@ RUNS   ?= 200
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all chaos simulate lint format bench lock crds images cluster e2e clean
+.PHONY: help demo test test-slow test-all chaos simulate lint audit format bench lock crds images cluster e2e clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,14 @@ lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, sc
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/actionlint .github/workflows/*.yml
 	! [ -x $(BIN)/shellcheck ] || $(BIN)/shellcheck .ci/run .github/*.sh e2e/kind/*.sh
 	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
+	$(MAKE) audit
+
+OSV := https://api.osv.dev/v1
+audit: $(VENV)/.test ## known weaknesses of the locked dependencies, where OSV's database can be reached
+	@if $(BIN)/python -c "from urllib.request import urlopen; urlopen('$(OSV)/vulns/OSV-2020-111', timeout=10)" 2>/dev/null; \
+	then $(BIN)/pip-audit --progress-spinner off --vulnerability-service osv --osv-url $(OSV)/query \
+		--disable-pip --no-deps --requirement requirements.lock; \
+	else echo "audit skipped: $(OSV) cannot be reached from here"; fi
 
 format: $(VENV)/.test ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
