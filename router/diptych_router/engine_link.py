@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from diptych_frontend.core_client import CoreClient, HandshakeFailedError, NotConnectedError
+from diptych_frontend.pulse import Pulse
 from diptych_protocol import (
     ClientClosedError,
     CurveKeys,
@@ -36,6 +38,10 @@ STATS_TIMEOUT_S = 5.0
 RETRY_S = 0.2
 PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
+
+SILENT_S = 10.0
+"""An engine that has work and makes no step for so long gets no more of it while there are others.
+Its socket may well be alive: other threads than the hanging one hold it."""
 
 CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
 """How a utility call fails."""
@@ -75,6 +81,8 @@ class EngineLink:
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.open_tokens = 0
         """Tokens of work that this router has open or planned here."""
+        self.silent = False
+        """It has made no step for so long that it may hang."""
         self._on_news = on_news
         self._on_outputs = on_outputs
         self._on_lost = on_lost
@@ -84,6 +92,9 @@ class EngineLink:
         self._refusals = 0
         """Connections that failed for their key, one after the other."""
         self._own: dict[str, _OwnRequest] = {}
+        self._pulse = Pulse()
+        self._question: asyncio.Task[None] | None = None
+        """For a sign of life."""
         self._gone = asyncio.Event()
         self.client = self._connect()
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
@@ -110,6 +121,27 @@ class EngineLink:
         """It says that it leaves, or that somebody has paused it: new requests would wait there."""
         return self.stats.draining or self.stats.paused
 
+    def feel_pulse(self) -> None:
+        """If it has work from here, ask for a sign of life; `silent` says what came of that."""
+        if not self.up or not self.open_tokens:
+            self._pulse.excuse()
+            self._judge()
+            return
+        self._pulse.asked(time.monotonic())
+        self._judge()
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask(), name=f"pulse {self.endpoint}")
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(*CALL_ERRORS, msgspec.ValidationError):
+            await self.refresh_stats()
+
+    def _judge(self) -> None:
+        was_silent, self.silent = self.silent, self._pulse.doubtful_s(time.monotonic()) > SILENT_S
+        if self.silent != was_silent:
+            what = f"made no step for {SILENT_S:g} s" if self.silent else "makes steps again"
+            log.warning("%s engine %s %s", self.role, self.name, what)
+
     @property
     def lends(self) -> KVTransferParams | None:
         """What all its leases will say of it; None: it lends nothing, or does not say so now."""
@@ -127,6 +159,8 @@ class EngineLink:
 
     def close(self) -> None:
         self._task.cancel()
+        if self._question is not None:
+            self._question.cancel()
         self.client.close()
 
     async def refresh_stats(self, timeout_s: float = STATS_TIMEOUT_S) -> SchedulerStats:
@@ -231,6 +265,9 @@ class EngineLink:
 
     def _take_stats(self, stats: SchedulerStats) -> None:
         # An answer may be older than what the engine said unasked. None ceases to drain.
+        self._pulse.heard(stats)
+        if self.silent:
+            self._judge()
         former, self.stats = self.stats, stats
         stats.draining |= former.draining
         drains = stats.draining and not former.draining

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,19 @@ class Pools:
         return key in self.links and self.usable(self.links[key])
 
     def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
-        """As `policy.choose`, for the engines that are usable now."""
+        """As `policy.choose`, for the engines that are usable now; those that may hang are last."""
+        lively = [link for link in self.links.values() if not link.silent]
+        decision = self._choose(full, prefill_only, lively)
+        if decision is None and len(lively) < len(self.links):
+            return self._choose(full, prefill_only, self.links.values())
+        return decision
+
+    def _choose(
+        self, full: Collection[str], prefill_only: bool, links: Iterable[EngineLink]
+    ) -> Decision | None:
+        up = [link for link in links if link.up]
         prefill, decode = (
-            [_view(link, self.usable(link)) for link in self.of(role)] for role in ROLES
+            [_view(link, self.usable(link)) for link in up if link.role == role] for role in ROLES
         )
         return choose(prefill, decode, full, prefill_only=prefill_only)
 
@@ -144,7 +154,10 @@ class Pools:
 
         A revision that gets no new requests still keeps its streams, so its engines may inherit.
         """
-        fit = [_view(link, link.open_to_work and self._trusted(link)) for link in self.of("decode")]
+        fit = [
+            _view(link, link.open_to_work and self._trusted(link) and not link.silent)
+            for link in self.of("decode")
+        ]
         chosen = heir(fit, fingerprint)
         return self.links[chosen.key] if chosen is not None else None
 
@@ -226,6 +239,8 @@ class Pools:
             elif role not in self._unresolved:
                 self._unresolved.add(role)
                 log.warning("the %s pool's names cannot be resolved; it stays as it is", role)
+        for link in self.links.values():
+            link.feel_pulse()
         self._changed()
 
     async def _resolve(self, role: Role) -> set[str] | None:

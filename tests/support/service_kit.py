@@ -225,3 +225,8 @@ class Streaming:
     async def done(self, timeout_s: float = PATIENCE_S) -> list[int]:
         await asyncio.wait_for(self._task, timeout_s)
         return self.token_ids
+
+    async def leave(self) -> None:
+        """Read no further."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
