@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import overload
 
 from diptych_protocol import Logprob, LogprobsLists, LogprobsTensors
 
@@ -21,15 +23,45 @@ def of_output(lists: LogprobsLists, count: int, text_of: TokenText) -> list[dict
     return [_row(*row, text_of) for row in rows]
 
 
-def of_prompt(tensors: LogprobsTensors, text_of: TokenText) -> list[dict[int, Logprob] | None]:
-    """One row for each token of a prompt; None for the first, which nothing precedes."""
-    rows = zip(
-        tensors.logprob_token_ids.tolist(),
-        tensors.logprobs.tolist(),
-        tensors.selected_token_ranks.tolist(),
-        strict=True,
-    )
-    return [None, *(_row(*row, text_of) for row in rows)]
+Row = dict[int, Logprob] | None
+
+
+class PromptLogprobs(Sequence[Row]):
+    """One row for each token of a prompt; None for the first, which nothing precedes.
+
+    A row is made each time that it is read. All of a long prompt take a second, which an event loop
+    does not have, so it is for whoever reads them to choose where.
+    """
+
+    def __init__(self, tensors: LogprobsTensors, text_of: TokenText) -> None:
+        self._tensors = tensors
+        self._text_of = text_of
+
+    def __len__(self) -> int:
+        return 1 + self._tensors.selected_token_ranks.shape[0]
+
+    @cached_property
+    def _columns(self) -> tuple[list[list[int]], list[list[float]], list[int]]:
+        """Token ids, values and ranks, a row for each token from the second on."""
+        tensors = self._tensors
+        return (
+            tensors.logprob_token_ids.tolist(),
+            tensors.logprobs.tolist(),
+            tensors.selected_token_ranks.tolist(),
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index] - 1  # raises IndexError
+        if at < 0:
+            return None
+        token_ids, values, ranks = self._columns
+        return _row(token_ids[at], values[at], ranks[at], self._text_of)
 
 
 def _row(

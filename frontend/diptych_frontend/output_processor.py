@@ -10,7 +10,7 @@ import msgspec
 
 from diptych_frontend.collector import Collector
 from diptych_frontend.detokenizer import Detokenizer
-from diptych_frontend.logprobs import of_output, of_prompt
+from diptych_frontend.logprobs import PromptLogprobs, of_output
 from diptych_frontend.pooling_answer import PoolingAnswer
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import (
@@ -37,7 +37,7 @@ class ParentRequest:
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.open_children: set[str] = set()
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         """As the first child learns them."""
         self.num_cached_tokens: int | None = None
         """Of the child that spoke first: the others find in the cache what that one computed."""
@@ -278,7 +278,7 @@ class _Answer:
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.num_cached_tokens: int | None = None
         """As the engine that computed the prompt said with the first output. An engine that goes on
         later has its own prefix cache, which saved nobody any work."""
@@ -304,7 +304,7 @@ class _Answer:
             for token_id, row in zip(token_ids, logprobs, strict=True):
                 self._cumulative_logprob += row[token_id].logprob
         if output.new_prompt_logprobs_tensors is not None:
-            self._shared.prompt_logprobs = of_prompt(
+            self._shared.prompt_logprobs = PromptLogprobs(
                 output.new_prompt_logprobs_tensors, self._token_text
             )
         if self._shared.num_cached_tokens is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +46,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """Per token of the prompt: token id -> Logprob, its own token first; None for the first."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Facts for headers and logs, for example which engines served the request."""

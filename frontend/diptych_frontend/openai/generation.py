@@ -185,7 +185,11 @@ class GenerationRoute(Generic[R]):
                 tally.add(prompt_index, output)
                 collected[prompt_index].append(output)
         headers = decision_headers(collected[0][-1].metrics)
-        await send_bytes(send, 200, writer.answer(collected, tally), headers)
+        if job.params.logprobs is None and job.params.prompt_logprobs is None:
+            body = writer.answer(collected, tally)
+        else:  # a second's work for a long prompt
+            body = await asyncio.to_thread(writer.answer, collected, tally)
+        await send_bytes(send, 200, body, headers)
 
 
 async def _check_form(request: GenerationRequest) -> None:

@@ -54,8 +54,9 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str | None
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None] | UnsetType
-"""Per token of the prompt: its own, then the likeliest; null for the first."""
+PromptLogprobs = list[msgspec.Raw] | UnsetType
+"""Per token of the prompt: `PromptLogprob`s by token id, its own, then the likeliest; null for the
+first. Each is encoded by itself, because an encoder lets no other thread run meanwhile."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -234,10 +235,13 @@ def transfer_params(output: RequestOutput) -> KVParams:
 def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
     if output.prompt_logprobs is None:
         return UNSET
-    return [
-        None if row is None else {token: _prompt_logprob(entry) for token, entry in row.items()}
-        for row in output.prompt_logprobs
-    ]
+    return [msgspec.Raw(encode(_prompt_row(row))) for row in output.prompt_logprobs]
+
+
+def _prompt_row(row: dict[int, Logprob] | None) -> dict[int, PromptLogprob] | None:
+    if row is None:
+        return None
+    return {token: _prompt_logprob(entry) for token, entry in row.items()}
 
 
 def _prompt_logprob(entry: Logprob) -> PromptLogprob:
