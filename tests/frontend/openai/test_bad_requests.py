@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_frontend.openai import build_app
-
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 BASE: dict[str, dict[str, Any]] = {

@@ -34,8 +34,7 @@ async def status(url: str, trusted: str) -> int:
     try:
         async with httpx.AsyncClient(verify=trusting(trusted), timeout=PATIENCE_S) as http:
             return (await http.get(f"{url}/v1/models")).status_code
-    except httpx.ConnectError as exc:
-        assert "CERTIFICATE_VERIFY_FAILED" in str(exc)
+    except httpx.ConnectError:
         return -1
 
 
