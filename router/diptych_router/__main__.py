@@ -73,7 +73,11 @@ def admin_app(client: PoolClient, keys_dir: Path) -> ASGIApp:
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
     listener = listen(args.host, args.port)
-    admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
+    admin_listener = (
+        listen(args.admin_host or args.host, args.admin_port)
+        if args.admin_port is not None
+        else None
+    )
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
     config.check()
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
@@ -125,6 +129,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--admin-port", type=int, help="for the operator; needs --keys")
+    parser.add_argument("--admin-host", help="where that port listens, if not at --host")
     parser.add_argument(
         "--api-keys",
         type=Path,

@@ -76,7 +76,7 @@ _ROUTER_ARGUMENTS = [
     *("--prefill", "$(DIPTYCH_PREFILL_TARGETS)"),
     *("--decode", "$(DIPTYCH_DECODE_TARGETS)"),
 ]
-_SCHEME_ANNOTATION = {"prometheus.io/scheme": "https"}
+SCHEME_ANNOTATION = {"prometheus.io/scheme": "https"}
 """How scrapers are told; the chart's PodMonitor and most configurations of Prometheus know it."""
 
 _HEALTH = {"path": "/health", "port": "http"}
@@ -202,7 +202,7 @@ def router_deployment(
     ]
     pods = _Pods("router", router, replicas, container, volumes, config_hash, model)
     if router.tls is not None:
-        pods = replace(pods, annotations=_SCHEME_ANNOTATION)
+        pods = replace(pods, annotations=SCHEME_ANNOTATION)
     deployment = _deployment(service, pods)
     deployment["metadata"]["annotations"] = {
         CURRENT_KEYS_ANNOTATION: keys.current,
