@@ -6,6 +6,7 @@ Whoever holds such files looks at them again and again, and reads them when they
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Iterable
@@ -16,8 +17,6 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
-MAX_FILES = 256
-"""Files of one directory that are looked at; the others do not exist for us."""
 
 Mark = tuple[tuple[str, int, int, int], ...]
 """Name, size, time and identity of each file: another mark is another content."""
@@ -44,30 +43,37 @@ async def follow(*holders: Mounted) -> None:
                 log.exception("mounted files could not be looked at")
 
 
-def look(directory: Path) -> Mark:
-    """What is in a directory, less what begins with a dot: the kubelet's own, and half-written.
+def names_in(directory: Path, most: int) -> list[str]:
+    """What a directory holds, sorted, less what begins with a dot: that is the kubelet's own.
 
-    Raises `OSError` if it cannot be listed. A file that cannot be looked at is left out.
+    Raises `OSError` if it cannot be listed, also for one with more than `most` entries.
     """
     with os.scandir(directory) as entries:
-        seen = (entry for entry in entries if not entry.name.startswith("."))
-        return tuple(sorted(_marks(islice(seen, MAX_FILES))))
+        found = (entry.name for entry in entries if not entry.name.startswith("."))
+        names = list(islice(found, most + 1))
+    if len(names) > most:
+        raise OSError(f"{directory} holds more than {most} files")
+    return sorted(names)
 
 
-def _marks(entries: Iterable[os.DirEntry[str]]) -> Iterable[tuple[str, int, int, int]]:
-    for entry in entries:
-        try:
-            if entry.is_file():
-                status = entry.stat()
-                yield entry.name, status.st_size, status.st_mtime_ns, status.st_ino
-        except OSError:
-            continue  # a link whose file has just gone
+def mark(directory: Path, names: Iterable[str]) -> Mark:
+    """How these files are now; one that cannot be looked at is left out."""
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError):  # a link whose file has just gone
+            status = os.stat(os.path.join(directory, name))
+            found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(found)
 
 
 def read(path: Path, most: int) -> bytes:
-    """The file's content. Raises `OSError`, also for one of more than `most` bytes."""
-    with path.open("rb") as file:
-        content = file.read(most + 1)
+    """The content of a file. Raises `OSError`, also for what is none, or larger than `most`."""
+    # A pipe without a writer would keep us waiting.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        content = os.read(descriptor, most + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > most:
         raise OSError(f"{path} has more than {most} bytes")
     return content

@@ -19,7 +19,7 @@ from service_kit import make_router
 
 from diptych_frontend.core_member import PULSE_INTERVAL_S
 from diptych_frontend.metrics import ServerMetrics
-from diptych_frontend.openai.app import build_app, build_probe_app
+from diptych_frontend.openai.app import METRICS_AGE_S, build_app, build_probe_app
 from diptych_protocol import SchedulerStats
 from diptych_router.engine_link import STATS_INTERVAL_S
 
@@ -104,6 +104,33 @@ async def test_a_thousand_scrapes_of_a_router_ask_no_engine(smollm2: str, eventu
     finally:
         client.shutdown()
         await engine.close()
+
+
+async def test_metrics_are_written_once_a_second_however_often_they_are_asked_for(
+    tmp_path: Path, process: Process, engine: FakeCore
+) -> None:
+    client = make_client(tmp_path, process)
+    await client.setup()
+    written = 0
+
+    def count() -> dict[str, SchedulerStats]:
+        nonlocal written
+        written += 1
+        return {}
+
+    try:
+        app = build_probe_app(client, ServerMetrics("m", count))
+        assert await scrape(app) / METRICS_AGE_S + 1 >= written > 0
+        written = 0
+        begun = time.monotonic()
+        async with asking(app) as http:
+            for number in range(100):
+                accept = f"application/openmetrics-text; version=1.0.{number}"
+                answer = await http.get("/metrics", headers={"accept": accept})
+                assert answer.headers["content-type"].startswith("application/openmetrics-text")
+        assert written <= 1 + (time.monotonic() - begun) / METRICS_AGE_S
+    finally:
+        client.close()
 
 
 @pytest.mark.parametrize(

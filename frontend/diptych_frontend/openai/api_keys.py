@@ -16,7 +16,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych_frontend.mounted import MAX_FILES, Mark, look, read
+from diptych_frontend.mounted import Mark, mark, names_in, read
 from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_protocol import InvalidRequestError
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
 """Served without a key: probes and scrapers have none."""
+MAX_KEYS = 256
 MAX_KEY_BYTES = 4096
 _NAME = re.compile(r"[-._A-Za-z0-9]{1,253}")
 _KEY = re.compile(rb"[\x21-\x7e]{1,4096}")
@@ -51,17 +52,16 @@ class ApiKeys:
     def refresh(self) -> bool:
         """Read the keys if they have changed; True if so. What is wrong with them is logged."""
         try:
-            mark = look(self._directory)
+            files = names_in(self._directory, MAX_KEYS)
         except OSError as exc:
             self._complain(f"cannot read the API keys: {exc}; nobody is let in")
             changed, self._mark, self._names = self._mark is not None, None, {}
             return changed
-        if mark == self._mark:
+        seen = mark(self._directory, files)
+        if seen == self._mark:
             return False
-        if len(mark) == MAX_FILES:
-            log.warning("%s: more than %d API keys do not count", self._directory, MAX_FILES)
-        self._mark = mark
-        self._names = self._read([name for name, *_ in mark])
+        self._mark = seen
+        self._names = self._read([name for name, *_ in seen])
         if self._names:
             self._complaint = ""
             log.info("API keys of %s", ", ".join(self.names))

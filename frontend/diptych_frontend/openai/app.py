@@ -24,6 +24,9 @@ from diptych_frontend.openai.responses import Health, ModelCard, ModelList, enco
 from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
+METRICS_AGE_S = 1.0
+"""Metrics are written at most so often, however often somebody asks for them."""
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 HEALTH_TIMEOUT_S = 5.0
 """A health check that takes longer is a failed one."""
 
@@ -98,6 +101,8 @@ class Probes:
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._written: dict[str, tuple[float, bytes, str]] = {}
+        """When metrics were last written, the text and its content type, by its format."""
 
     def routes(self) -> list[Route]:
         return [
@@ -128,8 +133,14 @@ class Probes:
         return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
-        body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+        wanted = request.headers.get("accept", "")
+        # Two formats and no further parameters, of which a client could make up any number.
+        accept = OPEN_METRICS if OPEN_METRICS.partition(";")[0] in wanted else "text/plain"
+        written = self._written.get(accept)
+        if written is None or time.monotonic() - written[0] >= METRICS_AGE_S:
+            written = (time.monotonic(), *self._metrics.exposition(accept))
+            self._written[accept] = written
+        return Response(written[1], headers={"content-type": written[2]})
 
     async def version(self, request: Request) -> Response:
         return _json({"version": version("diptych")})

@@ -7,7 +7,7 @@ import os
 import ssl
 from pathlib import Path
 
-from diptych_frontend.mounted import Mark, look
+from diptych_frontend.mounted import Mark, mark
 from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Certificate:
         One that does not fit changes nothing, and is complained about once.
         """
         try:
-            if look(self._directory) == self._mark:
+            if self._look() == self._mark:
                 return False
             self._load()
         except (OSError, ValueError) as exc:
@@ -51,8 +51,11 @@ class Certificate:
         log.info("%s: a new certificate", self._directory)
         return True
 
+    def _look(self) -> Mark:
+        return mark(self._directory, (CERTIFICATE_FILE, KEY_FILE))
+
     def _load(self) -> None:
-        self._mark = look(self._directory)
+        self._mark = self._look()
         # Where the links lead now, so that both files are of one version of the Secret.
         place = os.path.dirname(os.path.realpath(self._directory / CERTIFICATE_FILE))
         pair = os.path.join(place, CERTIFICATE_FILE), os.path.join(place, KEY_FILE)

@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from diptych_frontend.metrics import ServerMetrics
-from diptych_frontend.mounted import MAX_FILES
 from diptych_frontend.openai import build_app
-from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.openai.api_keys import MAX_KEYS, ApiKeys
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "echo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -164,10 +163,21 @@ def test_one_key_under_two_names_counts_as_the_first(folder: Path) -> None:
     assert keys.name_of(b"sesame") == "alice"
 
 
-def test_the_number_of_keys_is_bounded(tmp_path: Path) -> None:
-    for number in range(MAX_FILES + 5):
+def test_the_number_of_keys_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(MAX_KEYS):
         (tmp_path / f"client-{number}").write_text(f"key-{number}")
-    assert len(ApiKeys(tmp_path).names) == MAX_FILES
+    keys = ApiKeys(tmp_path)
+    assert len(keys.names) == MAX_KEYS
+    (tmp_path / "client-x").write_text("one more")
+    assert keys.refresh()
+    assert keys.names == [], "rather nobody than not everybody"
+    assert f"more than {MAX_KEYS} files" in caplog.text
+
+
+def test_a_pipe_is_no_key_and_keeps_nobody_waiting(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    assert ApiKeys(folder).names == ["alice", "bob"]
 
 
 def test_every_key_is_compared_whichever_is_offered(
