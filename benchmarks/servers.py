@@ -145,7 +145,8 @@ def diptych(name: str = "diptych", **config: object) -> System:
         path = folder / "engine.json"
         path.write_text(json.dumps(settings))
         return [
-            sys.executable, "-m", "diptych_engine", "--config", str(path), "--port", str(port),
+            sys.executable, "-m", "diptych_engine", "--config", str(path), "--port", "0",
+            "--api-port", str(port),
         ]  # fmt: skip
 
     return System(name, command)

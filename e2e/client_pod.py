@@ -147,10 +147,11 @@ class Traffic:
             print(json.dumps(record), flush=True)
 
 
-def fetch(url: str, body: str | None) -> str:
-    """One GET, or one POST of JSON. Raises OSError."""
+def fetch(url: str, body: str | None, key: str) -> str:
+    """One GET, or one POST of JSON, with an API key if there is one. Raises OSError."""
     data = body.encode() if body is not None else None
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    own = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **own})
     with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as response:
         text: bytes = response.read()
     return text.decode()
@@ -167,9 +168,10 @@ def main() -> None:
     single = verbs.add_parser("fetch")
     single.add_argument("url")
     single.add_argument("--body")
+    single.add_argument("--key", default="")
     arguments = parser.parse_args()
     if arguments.verb == "fetch":
-        print(fetch(arguments.url, arguments.body))
+        print(fetch(arguments.url, arguments.body, arguments.key))
     else:
         run = Traffic(arguments.url, arguments.model, arguments.max_tokens)
         run.run(arguments.concurrency)

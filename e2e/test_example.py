@@ -7,7 +7,7 @@ import time
 import pytest
 from e2e.chart import Chart
 from e2e.figures import ARTIFACTS, Figures
-from e2e.kubectl import Kubectl, Object, wait_for
+from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
 from e2e.plugin import Plugin
 from e2e.service import ENGINE_ROLES, ROLES, Service
 from e2e.traffic import Client
@@ -15,6 +15,10 @@ from e2e.traffic import Client
 QUESTION = "In a few words: what makes a bridge of two arches last for many hundreds of years?"
 SEEN_TIMEOUT_S = 180.0
 """Within this the plugin looks while both engines end a request, on a machine that is busy."""
+KEYS = "clients"
+"""A Secret of API keys."""
+KEYS_TIMEOUT_S = 240.0
+"""A kubelet looks after Secrets once in one or two minutes."""
 FIND_TORCH = "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
 
 
@@ -44,7 +48,20 @@ def test_a_chat_is_answered_and_its_blocks_moved(running: Service) -> None:
     answer = running.chat(QUESTION)
     assert answer["choices"][0]["message"]["content"]
     prompt_tokens = answer["usage"]["prompt_tokens"]
-    assert running.blocks_moved() - before >= prompt_tokens // 16
+    wait_for(
+        "the blocks are counted",
+        lambda: running.blocks_moved() - before >= prompt_tokens // 16,
+        SEEN_TIMEOUT_S,
+    )
+
+
+def test_an_engine_takes_no_requests(running: Service, client: Client) -> None:
+    for role in ENGINE_ROLES:
+        for pod in running.pods(role):
+            url = f"http://{pod['status']['podIP']}:8000"
+            assert "diptych:engine_steps_total" in client.fetch(f"{url}/metrics")
+            with pytest.raises(KubectlError, match="404"):
+                client.fetch(f"{url}/v1/models")
 
 
 def test_greedy_answers_repeat(running: Service) -> None:
@@ -83,6 +100,41 @@ def test_the_plugin_shows_what_engines_do(
         loads = wait_for("both engines are seen at work", at_work, SEEN_TIMEOUT_S)
     assert [load["role"] for load in loads] == list(ENGINE_ROLES)
     assert [[load["name"]] for load in loads] == [running.ready_pods(role) for role in ENGINE_ROLES]
+
+
+def test_a_key_lets_in_and_changes_without_a_restart(
+    running: Service, client: Client, kubectl: Kubectl
+) -> None:
+    def store(**keys: str) -> None:
+        meta = {"name": KEYS}
+        kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": keys})
+
+    def refused(key: str = "") -> bool:
+        try:
+            client.fetch(f"{running.url}/models", key=key)
+        except KubectlError as exc:
+            if "401" not in str(exc):
+                raise
+            return True
+        return False
+
+    store(alice="old")
+    running.patch_spec({"router": {"apiKeys": {"secretName": KEYS}}})
+    running.settled()
+    wait_for("the open router is gone", refused, SEEN_TIMEOUT_S)
+    assert running.status()["access"] == f"API keys of Secret {KEYS}, no TLS"
+    assert not refused("old")
+    routers = running.ready_pods("router")
+    store(alice="old", bob="new")
+    wait_for("the new key is good", lambda: not refused("new"), KEYS_TIMEOUT_S)
+    assert not refused("old")
+    kubectl.merge("secret", KEYS, {"data": {"alice": None}})
+    wait_for("the old key is not", lambda: refused("old"), KEYS_TIMEOUT_S)
+    assert not refused("new")
+    assert running.ready_pods("router") == routers, "and no router was started anew"
+    running.patch_spec({"router": {"apiKeys": None}})
+    running.settled()
+    wait_for("the API is open again", lambda: not refused(), SEEN_TIMEOUT_S)
 
 
 def test_only_engines_carry_torch(running: Service, chart: Chart, kubectl: Kubectl) -> None:

@@ -91,10 +91,11 @@ class Client:
         pod = self._kubectl.get("pod", POD)
         return pod is not None and pod["status"]["phase"] == "Running"
 
-    def fetch(self, url: str, body: Mapping[str, Any] | None = None) -> str:
+    def fetch(self, url: str, body: Mapping[str, Any] | None = None, key: str = "") -> str:
         """The answer's body. Raises `KubectlError` for a refusal or an HTTP error."""
         post = () if body is None else ("--body", json.dumps(body))
-        command = ("python", f"/e2e/{SCRIPT.name}", "fetch", url, *post)
+        own = ("--key", key) if key else ()
+        command = ("python", f"/e2e/{SCRIPT.name}", "fetch", url, *post, *own)
         return self._kubectl.exec(POD, *command, timeout_s=FETCH_TIMEOUT_S)
 
     def traffic(

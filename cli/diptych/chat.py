@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from diptych.errors import RunError
 from diptych.laptop import rundir
+from diptych.laptop.client import options
 
 TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=10.0, pool=5.0)
 Message = dict[str, str]
@@ -94,21 +96,34 @@ def _refusal(status: int, body: bytes) -> str:
     return f"HTTP {status}: {error.message if error else body[:200].decode(errors='replace')}"
 
 
-def find_service(url: str | None, model: str | None) -> tuple[str, str]:
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Whom to talk to."""
+
+    url: str
+    """Base URL of the OpenAI API, ending in /v1."""
+    model: str
+    client: dict[str, Any]
+    """Arguments of an httpx client."""
+
+
+def find_service(url: str | None, model: str | None, api_key: str | None = None) -> Service:
     """Base URL and model name to talk to: as given, else those of the newest running service."""
     if url is None:
         states = [state for state in rundir.running() if state.ready]
         if not states:
             raise RunError("no service runs here; start one with `diptych up FILE`, or give --url")
-        return states[0].url, model or states[0].model
+        found = states[0]
+        return Service(found.url, model or found.model, options(found))
     base = url.rstrip("/")
     base = base if base.endswith("/v1") else f"{base}/v1"
-    return base, model or _first_model(base)
+    client = options(api_key=api_key)
+    return Service(base, model or _first_model(base, client), client)
 
 
-def _first_model(base: str) -> str:
+def _first_model(base: str, client: dict[str, Any]) -> str:
     try:
-        response = httpx.get(f"{base}/models", timeout=TIMEOUT, trust_env=False)
+        response = httpx.get(f"{base}/models", timeout=TIMEOUT, **client)
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
@@ -120,9 +135,9 @@ def _first_model(base: str) -> str:
 class Conversation:
     """What was said so far; the service remembers nothing."""
 
-    def __init__(self, url: str, model: str, options: dict[str, Any], system: str | None) -> None:
-        self._url = url
-        self._body = {"model": model, **options}
+    def __init__(self, service: Service, options: dict[str, Any], system: str | None) -> None:
+        self._service = service
+        self._body = {"model": service.model, **options}
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._opening)
 
@@ -136,8 +151,9 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         answer: list[str] = []
-        async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
-            async for piece in stream_chat(client, self._url, self._body | {"messages": messages}):
+        body = self._body | {"messages": messages}
+        async with httpx.AsyncClient(timeout=TIMEOUT, **self._service.client) as client:
+            async for piece in stream_chat(client, self._service.url, body):
                 answer.append(piece.text)
                 show(piece.text)
         self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from diptych.chat import TIMEOUT, ChatError, printer, stream_chat
 from diptych.errors import RunError
+from diptych.laptop.client import options
 from diptych.laptop.rundir import RunState
 
 QUESTION = "What is the name of the capital of France?"
@@ -81,7 +82,7 @@ def read_hand_off(metrics: str) -> HandOff:
 
 async def demonstrate(state: RunState, console: Console) -> None:
     """Ask, print the answer as it streams, then the table. Raises `RunError`."""
-    async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT, **options(state)) as client:
         console.print(f"\n[bold]you>[/] {QUESTION}")
         try:
             before = await _hand_off_now(client, state)

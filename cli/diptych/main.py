@@ -14,6 +14,7 @@ from rich.console import Console
 from diptych.errors import RunError
 
 if TYPE_CHECKING:
+    from diptych.laptop.door import Door
     from diptych.laptop.rundir import RunState
 
 DEFAULT_PORT = 8080
@@ -23,8 +24,9 @@ PORT_OPTION = click.option(
     type=click.IntRange(1, 65535),
     default=DEFAULT_PORT,
     show_default=True,
-    help="Port of 127.0.0.1 for the OpenAI API; all others are chosen freely.",
+    help="Port for the OpenAI API; all others are chosen freely.",
 )
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 MODEL_CACHE = Path("~/.cache/diptych/models")
 
@@ -48,24 +50,42 @@ def main() -> None:
 @main.command()
 @click.argument("file", type=SERVICE_FILE)
 @PORT_OPTION
-def up(file: Path, port: int) -> None:
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Where the API listens; anywhere but on loopback it has keys.",
+)
+@click.option(
+    "--api-keys",
+    type=FOLDER,
+    help="Each file in it is an API key, under its client's name. Left out, a key is made for the "
+    "run where there must be one.",
+)
+@click.option("--tls", type=FOLDER, help="Serve HTTPS with the tls.crt and tls.key in it.")
+def up(file: Path, port: int, host: str, api_keys: Path | None, tls: Path | None) -> None:
     """Run the service of FILE on this machine until Ctrl-C.
 
     Renders the same objects as a cluster would get and runs each pod's command as a process:
     restarted with back-off if it ends, all of them ended with this command. The cores are shared
-    out equally among the engines, unless a CPU limit in the file says otherwise.
+    out equally among the engines, unless a CPU limit in the file says otherwise. On loopback the
+    API is open, whatever Secrets the file names.
 
     \b
     Example:
       diptych up examples/smollm2.yaml
       diptych up examples/smollm2.yaml --port 9000
+      diptych up examples/smollm2.yaml --host 0.0.0.0 --api-keys keys/
     """
+    from diptych.laptop.door import Door
+
     console = Console()
 
     async def serve(state: RunState) -> None:
         lines = (
             "try:",
             f"  curl {state.url}/chat/completions -H 'Content-Type: application/json' \\",
+            *_example_credentials(state),
             f"    -d '{_example_request(state.model)}'",
             "  diptych chat",
             "  diptych status",
@@ -74,7 +94,7 @@ def up(file: Path, port: int) -> None:
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         await asyncio.Event().wait()
 
-    _run(file, port, console, serve)
+    _run(file, Door(port, host, api_keys, tls), console, serve)
 
 
 @main.command()
@@ -88,9 +108,10 @@ def demo(file: Path, port: int) -> None:
       diptych demo examples/smollm2.yaml
     """
     from diptych.demo import demonstrate
+    from diptych.laptop.door import Door
 
     console = Console()
-    _run(file, port, console, lambda state: demonstrate(state, console))
+    _run(file, Door(port), console, lambda state: demonstrate(state, console))
 
 
 @main.command()
@@ -117,6 +138,12 @@ def render(file: Path, output: str) -> None:
 @main.command()
 @click.option("--url", help="The API to talk to; left out, the newest service on this machine.")
 @click.option("--model", help="Model name; left out, the first one the API lists.")
+@click.option(
+    "--api-key",
+    envvar="OPENAI_API_KEY",
+    show_envvar=True,
+    help="For an API elsewhere; a service on this machine has its own.",
+)
 @click.option("--once", metavar="TEXT", help="Say TEXT, print the answer, and end.")
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=None)
@@ -124,6 +151,7 @@ def render(file: Path, output: str) -> None:
 def chat(
     url: str | None,
     model: str | None,
+    api_key: str | None,
     once: str | None,
     system: str | None,
     temperature: float | None,
@@ -139,11 +167,11 @@ def chat(
     """
     from diptych.chat import ChatError, Conversation, converse, find_service, printer
 
-    base, name = find_service(url, model)
+    service = find_service(url, model, api_key)
     options: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         options["temperature"] = temperature
-    conversation = Conversation(base, name, options, system)
+    conversation = Conversation(service, options, system)
     console = Console()
     if once is None:
         converse(conversation, console)
@@ -192,7 +220,7 @@ def completion(shell: str) -> None:
     click.echo(found(main, {}, "diptych", "_DIPTYCH_COMPLETE").source())
 
 
-def _run(file: Path, port: int, console: Console, while_ready: Any) -> None:
+def _run(file: Path, door: Door, console: Console, while_ready: Any) -> None:
     from diptych.laptop.model import with_local_model
     from diptych.manifest import load
     from diptych.progress import Progress
@@ -200,7 +228,14 @@ def _run(file: Path, port: int, console: Console, while_ready: Any) -> None:
 
     service = with_local_model(load(file), MODEL_CACHE.expanduser(), console)
     with Progress(console) as progress:
-        asyncio.run(run_service(file, service, port, progress, while_ready))
+        asyncio.run(run_service(file, service, door, progress, while_ready))
+
+
+def _example_credentials(state: RunState) -> list[str]:
+    """What curl needs beside the request: nothing on plain loopback."""
+    key = f"""-H "Authorization: Bearer $(cat '{state.key_file}')" """ if state.key_file else ""
+    trust = f"--cacert '{state.certificate}' " if state.certificate else ""
+    return [f"    {key}{trust}\\"] if key or trust else []
 
 
 def _example_request(model: str) -> str:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
+from diptych.laptop.client import options
 from diptych.laptop.rundir import RunState
 
 METRICS_TIMEOUT_S = 2.0
@@ -21,11 +22,11 @@ def with_cpus(state: RunState) -> RunState:
     """Ask the service's router what its engines say of their processors."""
     try:
         response = httpx.get(
-            f"{state.url.removesuffix('/v1')}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False
+            f"{state.url.removesuffix('/v1')}/metrics", timeout=METRICS_TIMEOUT_S, **options(state)
         )
         response.raise_for_status()
         cpus = read_cpus(response.text)
-    except (httpx.HTTPError, ValueError):  # it may be starting, or leaving
+    except (httpx.HTTPError, OSError, ValueError):  # it may be starting, or leaving
         return state
     pods = [msgspec.structs.replace(pod, cpu=cpus.get(pod.name, "")) for pod in state.pods]
     return msgspec.structs.replace(state, pods=pods)
@@ -70,4 +71,6 @@ def show(states: list[RunState], console: Console) -> None:
                 pod.name, pod.phase, str(port), str(pid), str(pod.restarts), pod.cpu or "-"
             )
         console.print(table)
+        if state.access:
+            console.print(f"the API: {state.access}", markup=False, highlight=False, soft_wrap=True)
         console.print(f"logs: {', '.join(logs)}", markup=False, highlight=False, soft_wrap=True)

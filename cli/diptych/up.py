@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import psutil
 
 from diptych.errors import BadInputError, RunError
+from diptych.laptop.door import Door
 from diptych.laptop.pods import (
-    LOOPBACK,
     LocalPod,
     UnsupportedPodError,
     count_ports,
@@ -38,37 +39,48 @@ WhileReady = Callable[[RunState], Awaitable[None]]
 
 
 async def up(
-    file: Path, service: InferenceService, port: int, progress: Progress, while_ready: WhileReady
+    file: Path, service: InferenceService, door: Door, progress: Progress, while_ready: WhileReady
 ) -> None:
     """Run a service, read from `file`, from start to end.
 
     Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
 
     Raises:
-        BadInputError: the file is wrong, or its model is not here.
+        BadInputError: the file is wrong, its model is not here, or the door cannot be as wanted.
         RunError: the port is taken, a pod cannot start, or the service never became ready.
     """
+    service = door.fit(file, service)
     objects = rendered(file, service)
     check_model(file, service)
-    if not is_free(port):
-        raise RunError(f"port {port} is in use; stop what listens there, or choose another --port")
+    _check_address(door)
     with RunDirectory(service.metadata.name) as run_dir:
         try:
             pods = [
                 RunningPod(pod, run_dir.log_path(pod.name))
-                for pod in _local_pods(objects, run_dir, port)
+                for pod in _local_pods(objects, run_dir, door)
             ]
         except UnsupportedPodError as exc:
             raise BadInputError(f"{file}: {exc}") from exc
         threads = model_threads(usable_processors())
         for relative, content in files(objects, threads).items():
             run_dir.write(relative, content)
-        await _Run(service, port, pods, run_dir, progress).until_done(while_ready)
+        await _Run(service, door, pods, run_dir, progress).until_done(while_ready)
 
 
-def _local_pods(objects: list[dict[str, Any]], run_dir: RunDirectory, port: int) -> list[LocalPod]:
-    spare = [free for free in free_ports(count_ports(objects) + 1) if free != port]
-    return local_pods(objects, run_dir.path, spare, port)
+def _check_address(door: Door) -> None:
+    port = door.port
+    try:
+        if not is_free(port, door.host):
+            raise RunError(
+                f"port {port} is in use; stop what listens there, or choose another --port"
+            )
+    except (socket.gaierror, UnicodeError) as exc:
+        raise BadInputError(f"--host: {door.host} is no address of this machine: {exc}") from exc
+
+
+def _local_pods(objects: list[dict[str, Any]], run_dir: RunDirectory, door: Door) -> list[LocalPod]:
+    spare = [free for free in free_ports(count_ports(objects) + 1) if free != door.port]
+    return local_pods(objects, run_dir.path, spare, door.port, door.host)
 
 
 class _Run:
@@ -77,13 +89,15 @@ class _Run:
     def __init__(
         self,
         service: InferenceService,
-        port: int,
+        door: Door,
         pods: list[RunningPod],
         run_dir: RunDirectory,
         progress: Progress,
     ) -> None:
         self._service = service
-        self._url = f"http://{LOOPBACK}:{port}/v1"
+        self._door = door
+        self._key_file = door.furnish(run_dir)
+        self._access = door.access()
         self._pods = pods
         self._run_dir = run_dir
         self._progress = progress
@@ -126,7 +140,9 @@ class _Run:
             waiting = [pod.spec.name for pod in self._pods if not pod.life.ever_ready]
             raise RunError(f"not ready within {READY_TIMEOUT_S:g} s: {', '.join(waiting)}") from exc
         self._progress.settle()
-        self._progress.say(f"ready in {time.monotonic() - begun:.1f} s: {self._url}")
+        self._progress.say(f"ready in {time.monotonic() - begun:.1f} s: {self._door.url}")
+        key = self._key_file.read_text().strip() if self._key_file is not None else ""
+        self._progress.say(f"the API: {self._door.access(key)}")
         await while_ready(self._state())
 
     def _interrupted(self) -> None:
@@ -145,7 +161,7 @@ class _Run:
         return RunState(
             service=self._service.metadata.name,
             model=self._service.served_name,
-            url=self._url,
+            url=self._door.url,
             ready=self._supervisor.ready.is_set(),
             started_at=self._started_at,
             pid=os.getpid(),
@@ -162,6 +178,9 @@ class _Run:
                 )
                 for pod in self._pods
             ],
+            access=self._access,
+            key_file=str(self._key_file or ""),
+            certificate=str(self._door.certificate or ""),
         )
 
 

@@ -1,7 +1,10 @@
-"""An engine pod: one EngineCore behind an OpenAI API.
+"""An engine pod: one EngineCore, and its front-end.
 
 `python -m diptych_engine --config FILE --port 8000
-    [--core-port 5557 --kv-port 5558 --admin-port 8081 --keys DIR]`
+    [--api-port 8001 --core-port 5557 --kv-port 5558 --admin-port 8081 --keys DIR]`
+
+Its HTTP port answers probes and scrapers. An OpenAI API it has only where `--api-port` asks for
+one, as for another project's router: whoever reaches that port has the engine's memory in hand.
 
 The first SIGTERM or SIGINT drains: readiness fails, routers are told, and the program ends with 0
 as soon as neither a request nor a lease is left, or after `drain_seconds`. The second one ends it.
@@ -26,7 +29,7 @@ from diptych_engine.admin_weights import WeightRoutes
 from diptych_frontend.admin import build_admin_app, report, seconds_of
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.metrics import ServerMetrics
-from diptych_frontend.openai.app import build_app
+from diptych_frontend.openai.app import build_app, build_probe_app
 from diptych_frontend.openai.asgi import UntilDisconnect, exchange_of
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
@@ -82,16 +85,15 @@ async def run(args: argparse.Namespace) -> None:
     if args.admin_port is not None and args.keys is None:
         raise InvalidRequestError("--admin-port needs --keys, which has its token", param="keys")
     listener = listen(args.host, args.port)
+    api_listener = listen(args.host, args.api_port) if args.api_port is not None else None
     admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
     public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
     config = pod_config(args)
     engine = await AsyncLLM.start(config, public_endpoint=public, keys_dir=args.keys)
-    app = build_app(
-        engine,
-        metrics=ServerMetrics(engine.model_name, engine.stats_by_engine),
-        refresh_stats=engine.refresh_stats,
-    )
-    sites = [Site(app, listener)]
+    metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
+    sites = [Site(build_probe_app(engine, metrics), listener)]
+    if api_listener is not None:
+        sites.append(Site(build_app(engine, metrics=metrics), api_listener))
     if admin_listener is not None:
         admin = AdminRoutes(engine, config.drain_seconds)
         routes = [
@@ -129,7 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m diptych_engine", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="HTTP port")
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port of probes and metrics")
+    parser.add_argument("--api-port", type=int, help="HTTP port of the OpenAI API, if wanted")
     parser.add_argument("--core-port", type=int, help="ZMQ port of the core, for routers")
     parser.add_argument("--kv-port", type=int, help="UCX port of the hinge")
     parser.add_argument("--admin-port", type=int, help="HTTP port for operators; needs --keys")

@@ -276,9 +276,9 @@ class CoreGroup:
         """Ask every core for its statistics now."""
         await asyncio.gather(*(member.refresh_stats() for member in self.members))
 
-    async def doubtful_s(self) -> float:
+    def doubtful_s(self) -> float:
         """For how many seconds some core gave no proof of progress."""
-        return max(await asyncio.gather(*(member.doubtful_s() for member in self.members)))
+        return max(member.doubtful_s() for member in self.members)
 
     def excuse_silence(self) -> None:
         """There was a reason for the silence of every core."""

@@ -58,7 +58,7 @@ class CoreHealth(AsyncEngine):
         """Raise if the core is dead, or stalled: it has work, or does not even say that it has
         none, and made no step within the limit."""
         self._check_usable()
-        doubtful = await self._cores.doubtful_s()
+        doubtful = self._cores.doubtful_s()
         if doubtful > self._stall_limit_s and not self._long_calls:
             raise EngineDeadError(f"stalled: the engine core made no step for {doubtful:.0f} s")
 

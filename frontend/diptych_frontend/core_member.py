@@ -7,6 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from diptych_frontend.core_client import UTILITY_TIMEOUT_S, CoreClient
 from diptych_frontend.core_launcher import TERMINATE_GRACE_S, Core
 from diptych_frontend.core_link import CoreLink
@@ -20,8 +22,9 @@ from diptych_protocol import (
     SchedulerStats,
 )
 
-PROBE_WAIT_S = 0.5
-"""A probe waits this long for the core, and otherwise goes by what is known."""
+PULSE_INTERVAL_S = 1.0
+"""Between an answer of the core and the next question. Probes and scrapers put none: they are told
+what is known."""
 TAKE_S = 0.1
 """How long to wait for outputs before looking whether the core still lives."""
 
@@ -58,8 +61,8 @@ class CoreMember:
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._pulse = Pulse()
-        self._question: asyncio.Task[None] | None = None
-        """Statistics that the core was asked for, to take its pulse."""
+        self._questions: asyncio.Task[None] | None = None
+        """Asks the core for its statistics again and again, which takes its pulse too."""
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until the core has loaded its model; harmless if it has.
@@ -67,6 +70,8 @@ class CoreMember:
         Raises what `CoreLink.greet` raises.
         """
         self.description = await self.link.greet(timeout_s)
+        if self._questions is None:
+            self._questions = asyncio.create_task(self._keep_asking(), name="core pulse")
 
     def _die(self, cause: EngineDeadError) -> None:
         if not self.dismissed:
@@ -118,18 +123,17 @@ class CoreMember:
 
     # --- is it well? --------------------------------------------------------------------------
 
-    async def doubtful_s(self) -> float:
-        """Put a question to the core; for how many seconds it gave no proof of progress."""
-        if self._question is None or self._question.done():
-            self._pulse.asked(time.monotonic())
-            self._question = asyncio.create_task(self._ask(), name="core pulse")
-        await asyncio.wait((self._question,), timeout=PROBE_WAIT_S)
+    def doubtful_s(self) -> float:
+        """For how many seconds the core gave no proof of progress, though it was asked."""
         return self._pulse.doubtful_s(time.monotonic())
 
-    async def _ask(self) -> None:
-        """The answer may come after the probe that asked: at the end of a long step."""
-        with contextlib.suppress(TimeoutError, DiptychError):
-            await self.refresh_stats()
+    async def _keep_asking(self) -> None:
+        """Until cancelled. An answer may take as long as the core's longest step."""
+        while True:
+            await asyncio.sleep(PULSE_INTERVAL_S)
+            self._pulse.asked(time.monotonic())
+            with contextlib.suppress(TimeoutError, ValueError, msgspec.MsgspecError, DiptychError):
+                await self.refresh_stats()
 
     def excuse_silence(self) -> None:
         """There was a reason for what silence there was up to now."""
@@ -149,8 +153,8 @@ class CoreMember:
     def disconnect(self) -> None:
         """Hear no more from the core. Safe to call twice, and without an event loop."""
         self.dismissed = True
-        if self._question is not None and not self._question.get_loop().is_closed():
-            self._question.cancel()
+        if self._questions is not None and not self._questions.get_loop().is_closed():
+            self._questions.cancel()
         self.link.close()
 
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:

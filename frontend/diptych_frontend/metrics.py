@@ -63,6 +63,12 @@ class ServerMetrics:
             ("model_name", "route", "status"),
             registry=self.registry,
         )
+        self._of_tenants = Counter(
+            f"{PREFIX}tenant_requests",
+            "HTTP requests that came with an API key, by the key's name and status.",
+            ("model_name", "tenant", "status"),
+            registry=self.registry,
+        )
         self._finished = Counter(
             f"{PREFIX}request_success",
             "Sequences that ended, by reason: stop, length, abort or error.",
@@ -94,9 +100,12 @@ class ServerMetrics:
         )
         return family.labels(self._model_name)
 
-    def count_answer(self, route: str, status: int) -> None:
-        """Count one HTTP answer; `route` is the route's pattern, so that labels stay few."""
+    def count_answer(self, route: str, status: int, tenant: str = "") -> None:
+        """Count one HTTP answer; `route` is the route's pattern and `tenant` the name of a key or
+        empty, so that labels stay few."""
         self._http_requests.labels(self._model_name, route, str(status)).inc()
+        if tenant:
+            self._of_tenants.labels(self._model_name, tenant, str(status)).inc()
 
     def count_end(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()

@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+"""Of a Kubernetes object."""
+
 
 class SpecPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Common to all parts a user writes: camelCase outside, and no unknown fields."""

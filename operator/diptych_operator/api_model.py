@@ -6,18 +6,15 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from diptych_operator.api_base import Rule, SpecPart, validations
+from diptych_operator.api_base import OBJECT_NAME, Rule, SpecPart, validations
 from diptych_protocol.model_uri import FORMS, Scheme
-
-_OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-"""Of a Kubernetes object."""
 
 
 class ModelCredentials(SpecPart, frozen=True):
     secret_name: Annotated[
         str,
         Meta(
-            pattern=_OBJECT_NAME,
+            pattern=OBJECT_NAME,
             max_length=253,
             title="the name of a Secret",
             description="A Secret in this namespace with the keys `token` (hf://, https://), or "
@@ -31,7 +28,7 @@ class PersistentVolume(SpecPart, frozen=True):
     claim_name: Annotated[
         str,
         Meta(
-            pattern=_OBJECT_NAME,
+            pattern=OBJECT_NAME,
             max_length=253,
             title="the name of a PersistentVolumeClaim",
             description="A PersistentVolumeClaim in this namespace.",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from diptych_operator.api_base import Rule, SpecPart, validations
+from diptych_operator.api_base import OBJECT_NAME, Rule, SpecPart, validations
 
 Quantity = Annotated[
     Annotated[int, Meta(ge=0)]
@@ -207,6 +207,33 @@ class DecodePool(SpecPart, frozen=True):
 Pool = PrefillPool | DecodePool
 
 
+class ApiKeys(SpecPart, frozen=True):
+    secret_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a Secret",
+            description="A Secret in this namespace. Each entry is a key: its name is the "
+            "client's, for metrics and logs, its value what the client sends as a bearer token. "
+            "Routers follow its changes without a restart.",
+        ),
+    ]
+
+
+class Tls(SpecPart, frozen=True):
+    secret_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a Secret",
+            description="A Secret of type kubernetes.io/tls in this namespace, as cert-manager "
+            "makes them. Routers follow its changes without a restart.",
+        ),
+    ]
+
+
 class Router(SpecPart, frozen=True):
     image: Annotated[
         str,
@@ -228,6 +255,11 @@ class Router(SpecPart, frozen=True):
             "scaling to zero, before it is refused.",
         ),
     ] = 30
+    api_keys: Annotated[
+        ApiKeys | None,
+        Meta(description="Who may use the API; left out, whoever reaches it."),
+    ] = None
+    tls: Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")] = None
     resources: Annotated[Resources, Meta(description="Compute resources of each router pod.")] = (
         Resources()
     )

@@ -107,6 +107,9 @@ class Status(_Status, frozen=True):
         int, Meta(description="The metadata.generation that this status speaks of.")
     ] = 0
     url: Annotated[str, Meta(description="Base URL of the OpenAI API inside the cluster.")] = ""
+    access: Annotated[
+        str, Meta(description="Who may use that API, and whether it is encrypted.")
+    ] = ""
     current_revision: Annotated[
         str, Meta(description="The revision that last served at its full size.")
     ] = ""

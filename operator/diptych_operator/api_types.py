@@ -208,6 +208,14 @@ class Network(SpecPart, frozen=True):
             "only, the admin port to the operator only."
         ),
     ] = "Managed"
+    engine_api: Annotated[
+        Literal["None", "OwnPods"],
+        Meta(
+            description="Whether engines have an OpenAI API of their own, for another project's "
+            "router. OwnPods: at their port 8001, which a managed policy opens to the service's "
+            "own pods only. None: they answer probes and scrapers, and the service's routers."
+        ),
+    ] = "None"
 
 
 STEP_BUDGET = Rule(

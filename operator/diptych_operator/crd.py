@@ -52,6 +52,7 @@ SERVICE_COLUMNS = _columns(
     ("Available", "string", _condition("Available", "status"), 0, "Whether the service answers."),
     ("Revision", "string", ".status.currentRevision", 0, "The revision that serves."),
     ("URL", "string", ".status.url", 1, "Base URL of the OpenAI API."),
+    ("Access", "string", ".status.access", 1, "Who may use the API."),
     ("Reason", "string", _condition("Available", "reason"), 1,
      "Why the service is available or not."),
     _AGE,

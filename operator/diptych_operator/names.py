@@ -27,12 +27,15 @@ PREVIOUS_KEYS_ANNOTATION = "diptych.dev/previous-keys"
 CONFIG_HASH_ANNOTATION = "diptych.dev/config-hash"
 """On pod templates, so that a change of configuration rolls the pods."""
 
-HTTP_PORT, ADMIN_PORT, CORE_PORT, KV_PORT = 8000, 8081, 5557, 5558
+HTTP_PORT, API_PORT, ADMIN_PORT, CORE_PORT, KV_PORT = 8000, 8001, 8081, 5557, 5558
 ENGINE_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT, "core": CORE_PORT, "kv": KV_PORT}
+ENGINE_API_PORTS = {"api": API_PORT}
+"""Of engines that have an OpenAI API of their own."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
 
 PORT_VARIABLES = {
     "http": "DIPTYCH_HTTP_PORT",
+    "api": "DIPTYCH_API_PORT",
     "admin": "DIPTYCH_ADMIN_PORT",
     "core": "DIPTYCH_CORE_PORT",
     "kv": "DIPTYCH_KV_PORT",
@@ -51,11 +54,19 @@ MODEL_CONTAINER = "model"
 CONFIG_DIR = "/etc/diptych/config"
 KEYS_DIR = "/etc/diptych/keys"
 SERVING_DIR = "/etc/diptych/serving"
+API_KEYS_DIR = "/etc/diptych/api-keys"
+TLS_DIR = "/etc/diptych/tls"
 ENGINE_FILE = "engine.json"
 ROUTER_FILE = "router.json"
 SERVING_FILE = "serving.json"
 PUBLIC_KEY_FILE = "curve-public"
 SECRET_KEY_FILE = "curve-secret"
+
+
+def engine_ports(service: InferenceService) -> dict[str, int]:
+    """Port numbers of an engine pod by their names."""
+    asked = service.spec.network.engine_api == "OwnPods"
+    return ENGINE_PORTS | ENGINE_API_PORTS if asked else ENGINE_PORTS
 
 
 def object_name(service: InferenceService, part: str, revision: str = "") -> str:

@@ -77,6 +77,7 @@ def build_status(
     return Status(
         observed_generation=generation,
         url=_url(service),
+        access=access(service),
         current_revision=current,
         update_revision=target,
         images=ImagesStatus(engine=service.spec.engine.image, router=service.spec.router.image),
@@ -91,7 +92,15 @@ def build_status(
 
 def _url(service: InferenceService) -> str:
     host = f"{object_name(service, 'router')}.{service.metadata.namespace}.svc"
-    return f"http://{host}:{HTTP_PORT}/v1"
+    scheme = "http" if service.spec.router.tls is None else "https"
+    return f"{scheme}://{host}:{HTTP_PORT}/v1"
+
+
+def access(service: InferenceService) -> str:
+    """Who may use the API, in words."""
+    keys, tls = service.spec.router.api_keys, service.spec.router.tls
+    who = "open to whoever reaches it" if keys is None else f"API keys of Secret {keys.secret_name}"
+    return f"{who}, {'no TLS' if tls is None else f'TLS of Secret {tls.secret_name}'}"
 
 
 def _current_revision(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +19,11 @@ from diptych_frontend.curve import read_key_ring
 from diptych_frontend.input_processor import InputProcessor
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.model_source import resolve_model
+from diptych_frontend.mounted import follow
+from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.server import Site, listen, serve_sites
+from diptych_frontend.openai.tls import Certificate
 from diptych_frontend.output_processor import OutputProcessor
 from diptych_frontend.program import run_program
 from diptych_frontend.renderer import TextRenderer
@@ -27,6 +32,8 @@ from diptych_router.discovery import parse_targets
 from diptych_router.leaving import Leaving
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import router_report
+
+log = logging.getLogger(__name__)
 
 
 def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolClient:
@@ -66,20 +73,28 @@ def admin_app(client: PoolClient, keys_dir: Path) -> ASGIApp:
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
     listener = listen(args.host, args.port)
-    admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
+    admin_listener = (
+        listen(args.admin_host or args.host, args.admin_port)
+        if args.admin_port is not None
+        else None
+    )
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
     config.check()
+    keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
+    certificate = Certificate(args.tls) if args.tls is not None else None
+    log.info("%s", _openness(args.host, keys, certificate))
     client = build_pool_client(config, args)
     app = build_app(
         client,
         metrics=ServerMetrics(client.model_name, client.stats_by_engine),
-        refresh_stats=client.refresh_stats,
+        api_keys=keys,
     )
     leaving = Leaving(app, client, args.linger_seconds)
-    sites = [Site(leaving, listener)]
+    sites = [Site(leaving, listener, certificate.context if certificate is not None else None)]
     if admin_listener is not None:
         sites.append(Site(admin_app(client, args.keys), admin_listener))
     client.start()
+    following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
     try:
         await serve_sites(
             *sites,
@@ -87,7 +102,14 @@ async def run(args: argparse.Namespace) -> None:
             drain_timeout_s=args.linger_seconds + config.drain_seconds,
         )
     finally:
+        following.cancel()
         client.shutdown()
+
+
+def _openness(host: str, keys: ApiKeys | None, certificate: Certificate | None) -> str:
+    """Who may use the API, in a line."""
+    who = "open to whoever reaches it" if keys is None else f"{len(keys.names)} API keys"
+    return f"the API at {host}: {who}, {'TLS' if certificate is not None else 'no TLS'}"
 
 
 def seconds(text: str) -> float:
@@ -107,6 +129,20 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--admin-port", type=int, help="for the operator; needs --keys")
+    parser.add_argument("--admin-host", help="where that port listens, if not at --host")
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="DIR",
+        help="let nobody use the API without the content of one of these files, whose names are "
+        "the clients'; read again when they change",
+    )
+    parser.add_argument(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="serve HTTPS with DIR/tls.crt and DIR/tls.key, read again when they change",
+    )
     parser.add_argument(
         "--linger-seconds",
         type=seconds,

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 30.0
 STATS_TIMEOUT_S = 5.0
+STATS_INTERVAL_S = 1.0
+"""An engine says how it fares with what it computes for this router; one that computes nothing for
+it is asked so often."""
 RETRY_S = 0.2
 PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
@@ -247,7 +250,21 @@ class EngineLink:
             self.description = description
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
             self._tell_news()
-            await self._gone.wait()
+            await self._follow_stats()
+
+    async def _follow_stats(self) -> None:
+        """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask."""
+        while not await self._lost_within(STATS_INTERVAL_S):
+            try:
+                await self.refresh_stats()
+            except (*CALL_ERRORS, msgspec.ValidationError) as exc:
+                log.debug("no statistics from %s: %s", self.name, exc)
+
+    async def _lost_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._gone.wait()
+        return self._gone.is_set()
 
     def _tell_news(self) -> None:
         try:

@@ -24,6 +24,7 @@ from diptych_operator.names import (
     SERVICE_LABEL,
 )
 from diptych_operator.reasons import ConditionType
+from diptych_operator.render.pods import SCHEME_ANNOTATION
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 ALERTS = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
@@ -151,6 +152,10 @@ def test_pods_are_scraped_where_the_operator_serves(
     (endpoint,) = spec["podMetricsEndpoints"]
     assert endpoint["port"] in ENGINE_PORTS
     assert endpoint["port"] in ROUTER_PORTS
+    (scheme,) = endpoint["relabelings"]
+    told = "__meta_kubernetes_pod_annotation_" + re.sub(r"\W", "_", next(iter(SCHEME_ANNOTATION)))
+    assert scheme["sourceLabels"] == [told]
+    assert re.fullmatch(scheme["regex"], SCHEME_ANNOTATION["prometheus.io/scheme"])
     # Prometheus turns what is no letter in a label into an underscore.
     for label in (SERVICE_LABEL, ROLE_LABEL):
         assert any(re.sub(r"\W", "_", label) in expression for expression in EXPRESSIONS)

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from waits import Deadline
 
-from diptych.chat import ChatError, Conversation, Piece, find_service, read_event
+from diptych.chat import ChatError, Conversation, Piece, Service, find_service, read_event
 from diptych.demo import HandOff, Timing, read_hand_off
 from diptych.errors import RunError
 from diptych.main import main
@@ -84,7 +84,7 @@ def test_errors_and_nonsense_in_a_stream_are_told(data: str, message: str) -> No
 
 
 async def test_a_conversation_is_sent_whole_and_can_be_reset(url: str) -> None:
-    conversation = Conversation(url, "small", {}, "be brief")
+    conversation = Conversation(Service(url, "small", {}), {}, "be brief")
     assert await said(conversation, "count") == "2 messages"
     assert await said(conversation, "count") == "4 messages"
     conversation.reset()
@@ -93,7 +93,7 @@ async def test_a_conversation_is_sent_whole_and_can_be_reset(url: str) -> None:
 
 @pytest.mark.parametrize("text", ["refuse", "break"])
 async def test_a_turn_that_fails_leaves_no_trace(url: str, text: str) -> None:
-    conversation = Conversation(url, "small", {}, None)
+    conversation = Conversation(Service(url, "small", {}), {}, None)
     with pytest.raises(ChatError):
         await said(conversation, text)
     assert await said(conversation, "count") == "1 messages"
@@ -108,8 +108,8 @@ def test_the_prompt_reads_lines_until_the_end_of_input(url: str) -> None:
 
 
 def test_the_model_is_the_first_that_the_service_lists(url: str) -> None:
-    assert find_service(url, None) == (url, "small")
-    assert find_service(url.removesuffix("/v1"), "other") == (url, "other")
+    found = [find_service(url, None), find_service(url.removesuffix("/v1"), "other")]
+    assert [(one.url, one.model) for one in found] == [(url, "small"), (url, "other")]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 from waits import PATIENCE_S
 
-from diptych.kubectl.cluster import refusal
+from diptych.kubectl.cluster import Access, Cluster, refusal
 from diptych.kubectl.main import main
 from diptych.main import main as laptop
 
@@ -127,3 +129,28 @@ def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
 )
 def test_refusals_name_the_remedy(status: int, body: bytes, path: str, words: str) -> None:
     assert words in refusal(status, body, path)
+
+
+@pytest.mark.parametrize(("https", "name"), [(False, "svc-router-0"), (True, "https:svc-router-0")])
+def test_metrics_of_a_router_are_read_in_the_way_that_it_speaks(
+    tmp_path: Path, https: bool, name: str
+) -> None:
+    asked: list[str] = []
+
+    class ApiServer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"text")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), ApiServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        file = kubeconfig(tmp_path, f"http://127.0.0.1:{server.server_address[1]}")
+        cluster = Cluster.connect(Access(file, namespace="ns"))
+        assert cluster.metrics("svc-router-0", 8000, https=https) == "text"
+        server.shutdown()
+    assert asked == [f"/api/v1/namespaces/ns/pods/{name}:8000/proxy/metrics"]

@@ -157,3 +157,13 @@ def test_what_only_a_cluster_can_give_is_refused_in_words(
     template = {"spec": {"containers": [{"name": "engine", **container}]}}
     with pytest.raises(UnsupportedPodError, match=message):
         pods(prefill={"replicas": 1, "podTemplate": template})
+
+
+def test_an_engine_has_an_api_where_the_service_asks_for_one() -> None:
+    for asked in (False, True):
+        network = {"engineApi": "OwnPods"} if asked else {}
+        for pod in (pods(network=network)[f"svc-{role}-0"] for role in ("prefill", "decode")):
+            assert ("--api-port" in pod.command) == asked
+            if asked:
+                at = pod.command.index("--api-port")
+                assert pod.command[at + 1] == str(pod.ports["api"])

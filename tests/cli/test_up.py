@@ -334,3 +334,14 @@ def test_the_demo_asks_shows_what_it_took_and_ends(
     assert rows["transport"] == "tcp"
     assert float(rows["time to first token (ms)"]) > 0
     assert up.state() == {}
+
+
+def test_it_says_in_a_line_who_may_use_the_api(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    router = {**small_service()["spec"]["router"], "apiKeys": {"secretName": "clients"}}
+    up = start(small_service(router=router))
+    up.wait_ready()
+    line = "the API: open on loopback, no keys; no TLS"
+    wait_until(lambda: line in up.output)
+    assert line in up.run("status").stdout

@@ -133,7 +133,9 @@ def test_it_has_a_status_subresource_a_short_name_and_columns() -> None:
     assert [column["name"] for column in columns if column["priority"] == 0] == [
         "Model", "Prefill", "Decode", "KV", "Available", "Revision", "Age",
     ]  # fmt: skip
-    assert [column["name"] for column in columns if column["priority"] == 1] == ["URL", "Reason"]
+    assert [column["name"] for column in columns if column["priority"] == 1] == [
+        "URL", "Access", "Reason",
+    ]  # fmt: skip
 
 
 def test_a_scaler_has_the_three_paths_of_a_scale_and_a_size_that_is_always_there() -> None:

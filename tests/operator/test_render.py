@@ -46,6 +46,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         "decode": {"replicas": 5, "resources": {"requests": {"cpu": "500m", "memory": "2Gi"}}},
         "router": {"replicas": 2, "image": "example.org/router:1"},
     },
+    "front_door": {
+        "router": {"apiKeys": {"secretName": "clients"}, "tls": {"secretName": "llm.example.org"}},
+        "network": {"engineApi": "OwnPods"},
+    },
     "pod_template": {
         "prefill": {
             "replicas": 1,
@@ -147,6 +151,8 @@ SAME_REVISION: list[dict[str, Any]] = [
     {"router": {"replicas": 3}},
     {"transfer": {"leaseSeconds": 20}},
     {"suspend": True},
+    {"router": {"apiKeys": {"secretName": "clients"}, "tls": {"secretName": "tls"}}},
+    {"network": {"engineApi": "OwnPods"}},
 ]
 OTHER_REVISION: list[dict[str, Any]] = [
     {"model": {"uri": "dummy://?num_hidden_layers=3"}},
@@ -206,6 +212,45 @@ def test_only_the_services_own_pods_reach_the_ports_of_engines() -> None:
         assert [port["port"] for port in anybody["ports"]] == [8000]
         assert [port["port"] for port in operator["ports"]] == [8081]
         assert operator["from"][0]["podSelector"]
+
+
+@pytest.mark.parametrize("engine_api", ["None", "OwnPods"])
+def test_engines_take_requests_of_the_services_own_pods_only_and_if_asked(engine_api: str) -> None:
+    objects = render(service({"network": {"engineApi": engine_api}}), SECRETS)
+    asked = engine_api == "OwnPods"
+    engines = [
+        d for d in by_kind(objects, "Deployment").values() if "router" not in str(d["metadata"])
+    ]
+    assert len(engines) == 2
+    for deployment in engines:
+        container = deployment["spec"]["template"]["spec"]["containers"][0]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ("--api-port" in container["args"]) == ("api" in ports) == asked
+        assert ports.get("api", 8001) == 8001
+    for name in ("svc-prefill", "svc-decode"):
+        policy = by_kind(objects, "NetworkPolicy")[name]["spec"]["ingress"]
+        others = [rule for rule in policy if "from" not in rule or "namespaceSelector" in str(rule)]
+        opened = {port["port"] for rule in others for port in rule["ports"]}
+        assert opened == {8000, 8081}, "scrapers, and the operator"
+
+
+def test_a_router_reads_its_keys_and_its_certificate_from_secrets_of_the_user() -> None:
+    objects = render(service(FEATURES["front_door"]), SECRETS)
+    router = by_kind(objects, "Deployment")["svc-router"]["spec"]["template"]
+    container = router["spec"]["containers"][0]
+    mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"] if m.get("readOnly")}
+    volumes = {volume["name"]: volume.get("secret", {}) for volume in router["spec"]["volumes"]}
+    for option, name, secret in (
+        ("--api-keys", "api-keys", "clients"), ("--tls", "tls", "llm.example.org")
+    ):  # fmt: skip
+        assert container["args"][container["args"].index(option) + 1] == mounts[name]
+        assert volumes[name] == {"secretName": secret, "defaultMode": 0o440}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[kind]["httpGet"]["scheme"] == "HTTPS"
+    (port,) = by_kind(objects, "Service")["svc-router"]["spec"]["ports"]
+    assert (port["name"], port["appProtocol"], port["port"]) == ("https", "https", 8000)
+    assert router["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
+    assert by_kind(objects, "Secret").keys().isdisjoint({"clients", "llm.example.org"})
 
 
 @pytest.mark.parametrize(

@@ -428,6 +428,7 @@ def test_the_fields_around_the_conditions() -> None:
     status = Case(observed=observed, desired=Counts(1, 1)).at()
     assert status.observed_generation == 7
     assert status.url == "http://svc-router.ns.svc:8000/v1"
+    assert status.access == "open to whoever reaches it, no TLS"
     pools = [
         (p.summary, p.desired, p.ready, p.updated, p.draining)
         for p in (status.prefill, status.decode, status.router)

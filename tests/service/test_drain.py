@@ -58,17 +58,19 @@ class Pod:
     def __init__(self, folder: Path, keys_dir: Path, **changes: Any) -> None:
         config = engine_config("pod-0", SLOW, num_blocks=512, **changes)
         (folder / "engine.json").write_bytes(msgspec.json.encode(config))
-        self.http_port, self.core_port, kv_port, admin_port = (free_port() for _ in range(4))
+        http_port, api_port, self.core_port, kv_port, admin_port = (free_port() for _ in range(5))
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "diptych_engine", "--config", str(folder / "engine.json")),
-                *("--port", str(self.http_port), "--core-port", str(self.core_port)),
-                *("--kv-port", str(kv_port), "--admin-port", str(admin_port)),
+                *("--port", str(http_port), "--api-port", str(api_port)),
+                *("--core-port", str(self.core_port), "--kv-port", str(kv_port)),
+                *("--admin-port", str(admin_port)),
                 *("--keys", str(keys_dir)),
             ]
         )
-        self.http = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{self.http_port}", timeout=PATIENCE_S
+        self.http, self.api = (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S)
+            for port in (http_port, api_port)
         )
         self.admin = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{admin_port}",
@@ -84,7 +86,7 @@ class Pod:
 
     async def complete(self, **body: Any) -> Json:
         wanted = {"model": "smollm2", "prompt": [5] * 40, "ignore_eos": True, **body}
-        answer = await self.http.post("/v1/completions", json=wanted)
+        answer = await self.api.post("/v1/completions", json=wanted)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
@@ -92,7 +94,7 @@ class Pod:
     async def stream(self, max_tokens: int) -> AsyncIterator[AsyncIterator[str]]:
         """The events of an answer that has begun."""
         body = {"model": "smollm2", "prompt": [5] * 40, "ignore_eos": True, "stream": True}
-        async with self.http.stream(
+        async with self.api.stream(
             "POST", "/v1/completions", json={**body, "max_tokens": max_tokens}
         ) as answer:
             events = answer.aiter_lines()
@@ -108,6 +110,7 @@ class Pod:
     async def close(self) -> None:
         self.router.client.close()
         await self.http.aclose()
+        await self.api.aclose()
         await self.admin.aclose()
         self.process.kill()
         self.process.wait()
@@ -272,6 +275,8 @@ async def test_an_operator_drains_over_the_admin_port(
     for path in ("/admin/state", "/admin/drain"):
         assert (await pod.admin.request("POST", path, headers=wrong)).status_code == 401
     assert (await pod.http.get("/admin/state")).status_code == 404, "not on the public port"
+    asking = await pod.http.post("/v1/completions", json={"model": "smollm2", "prompt": "a"})
+    assert asking.status_code == 404, "requests come from routers, or at the port asked for"
     assert (await pod.admin.get("/admin/is_paused")).json()["is_paused"] is False
     previous.write_text("previous")
     assert (await pod.admin.get("/admin/state", headers=wrong)).status_code == 200
@@ -329,6 +334,7 @@ async def test_a_busy_core_is_alive() -> None:
             silent = time.monotonic() - last_step
             assert well or silent > STALL_LIMIT_S - 0.5, "many long steps are not a stall"
             asked += 1
+            await asyncio.sleep(0.1)  # it answers at once, from what is known
             if sum(task.done() for task in work) > ended:
                 ended, last_step = sum(task.done() for task in work), time.monotonic()
         assert asked > 5

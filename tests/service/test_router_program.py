@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
 
 LINGER_S = 4.0
+CERTIFICATES = Path(__file__).parents[1] / "support" / "certificates"
 STREAMED = 110
 """Tokens of a stream that is still under way when the router has lingered."""
 QUESTION = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
@@ -151,3 +154,58 @@ def test_a_configuration_that_cannot_work_is_named(
     )
     assert done.returncode == 2
     assert words in done.stderr.decode()
+
+
+def chat(client: httpx.Client, key: str) -> int:
+    """The status of a request with a key; there is no engine that could answer it."""
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "?"}], "n": 0}
+    return client.post(
+        "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
+    ).status_code
+
+
+async def test_keys_and_certificate_are_followed_without_a_restart(
+    smollm2: str, tmp_path: Path, eventually: Any
+) -> None:
+    keys, tls = tmp_path / "keys", tmp_path / "tls"
+    keys.mkdir()
+    (keys / "alice").write_text("old")
+    shutil.copytree(CERTIFICATES / "first", tls)
+    config = RouterConfig(model=smollm2, served_name="smollm2", hold_seconds=0)
+    (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "diptych_router", "--config", tmp_path / "router.json"),
+            *("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--port", str(port)),
+            *("--api-keys", keys, "--tls", tls),
+        ]
+    )
+
+    def client(certificate: str) -> httpx.Client:
+        trust = ssl.create_default_context(cafile=str(CERTIFICATES / certificate / "tls.crt"))
+        return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=PATIENCE_S)
+
+    def answers(certificate: str) -> bool:
+        with contextlib.suppress(httpx.TransportError), client(certificate) as http:
+            return http.get("/live").status_code == 200
+        return False
+
+    try:
+        await eventually(lambda: answers("first"))
+        with client("first") as http:
+            assert [chat(http, key) for key in ("wrong", "old", "new")] == [401, 400, 401]
+            (keys / "alice-2").write_text("new")
+            await eventually(lambda: chat(http, "new") == 400)
+            assert chat(http, "old") == 400, "both are good"
+            (keys / "alice").unlink()
+            await eventually(lambda: chat(http, "old") == 401)
+            assert chat(http, "new") == 400
+            shutil.copytree(CERTIFICATES / "second", tls, dirs_exist_ok=True)
+            await eventually(lambda: answers("second"))
+            assert not answers("first")
+            assert chat(http, "new") == 400, "connections that are open stay"
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

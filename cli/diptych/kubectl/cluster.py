@@ -93,9 +93,10 @@ class Cluster:
         query = {"fieldSelector": "type=Warning", "limit": str(MAX_EVENTS)}
         return self._list(self._core("events"), query)
 
-    def metrics(self, pod: str, port: int) -> str:
+    def metrics(self, pod: str, port: int, *, https: bool = False) -> str:
         """`/metrics` of a pod, through the API server: no port-forward, no way to the pod."""
-        path = f"{self._core('pods')}/{quote(pod, safe='')}:{port}/proxy/metrics"
+        name = f"https:{quote(pod, safe='')}" if https else quote(pod, safe="")
+        path = f"{self._core('pods')}/{name}:{port}/proxy/metrics"
         return self._request(path, {}, "text/plain").decode(errors="replace")
 
     def _core(self, kind: str) -> str:

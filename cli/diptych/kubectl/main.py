@@ -169,13 +169,13 @@ def top(
     from diptych.kubectl import top as view
 
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
-    cluster.service(name)
-    before, seen_at = _samples(cluster, name), time.monotonic()
+    https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
+    before, seen_at = _samples(cluster, name, https), time.monotonic()
 
     def look() -> list[view.Load]:
         nonlocal before, seen_at
         time.sleep(interval)
-        now, at = _samples(cluster, name), time.monotonic()
+        now, at = _samples(cluster, name, https), time.monotonic()
         found = view.loads(before, now, at - seen_at)
         before, seen_at = now, at
         return found
@@ -211,7 +211,7 @@ def _warnings(cluster: Cluster) -> list[dict[str, Any]]:
         return []
 
 
-def _samples(cluster: Cluster, name: str) -> dict[str, Sample]:
+def _samples(cluster: Cluster, name: str, https: bool) -> dict[str, Sample]:
     """From all ready routers that answer. Raises `ClusterError` if none does."""
     from diptych.kubectl.top import merged, read_samples
     from diptych_operator.names import HTTP_PORT
@@ -227,7 +227,7 @@ def _samples(cluster: Cluster, name: str) -> dict[str, Sample]:
     found, problems = [], list[ClusterError]()
     for router in routers:
         try:
-            found.append(read_samples(cluster.metrics(router, HTTP_PORT)))
+            found.append(read_samples(cluster.metrics(router, HTTP_PORT, https=https)))
         except ClusterError as exc:
             problems.append(exc)
         except ValueError as exc:

@@ -101,6 +101,7 @@ def details(view: ServiceView) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"{view.namespace}/{view.name}  {view.model}", style="bold"),
         Text(f"url       {status.url or '-'}"),
+        Text(f"access    {status.access or '-'}"),
         Text(f"revision  {_revisions(status)}"),
         Text(f"rollout   {_rollout(status)}"),
         Text(f"transfer  {_transfer(status)}"),

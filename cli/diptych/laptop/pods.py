@@ -2,7 +2,8 @@
 
 What differs from a cluster, and nothing else does:
 
-- every container port becomes a free port of 127.0.0.1, in the environment and in probes;
+- every container port becomes a free port of 127.0.0.1, in the environment and in probes; only the
+  API of routers may listen elsewhere;
 - a Service's `name.namespace.svc:port` becomes the list of loopback addresses of its pods;
 - mounted ConfigMaps and Secrets are folders of the run directory; other volumes are left out;
 - the first container of a pod runs as a process of the user, with the user's environment below its
@@ -40,6 +41,13 @@ _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 _PORT_OF_VARIABLE = {variable: port for port, variable in PORT_VARIABLES.items()}
 
 
+def reached_at(host: str) -> str:
+    """The host of URLs, on this machine, of what listens at `host`."""
+    if host in ("0.0.0.0", "::"):
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host
+
+
 class UnsupportedPodError(ValueError):
     """A podTemplate asks for something that only a cluster can give."""
 
@@ -53,10 +61,12 @@ class HttpProbe:
     period_s: float
     timeout_s: float
     failure_threshold: int
+    scheme: str = "http"
+    host: str = LOOPBACK
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}{self.path}"
+        return f"{self.scheme}://{self.host}:{self.port}{self.path}"
 
 
 DECODE_NICENESS = 10
@@ -92,6 +102,8 @@ class _Placed:
     labels: dict[str, str]
     spec: Object
     ports: dict[str, int]
+    host: str
+    """Where its API listens."""
 
     @property
     def container(self) -> Object:
@@ -112,14 +124,19 @@ def count_ports(objects: Iterable[Object]) -> int:
 
 
 def local_pods(
-    objects: Sequence[Object], run_dir: Path, free_ports: Sequence[int], router_port: int
+    objects: Sequence[Object],
+    run_dir: Path,
+    free_ports: Sequence[int],
+    router_port: int,
+    router_host: str = LOOPBACK,
 ) -> list[LocalPod]:
     """Every pod of every Deployment.
 
-    `free_ports` holds at least `count_ports(objects)` ports; the first router takes `router_port`.
-    Raises `UnsupportedPodError` naming pod and field.
+    `free_ports` holds at least `count_ports(objects)` ports; the first router takes `router_port`,
+    and all routers' APIs listen at `router_host`. Raises `UnsupportedPodError` naming pod and
+    field.
     """
-    placed = _place(objects, free_ports, router_port)
+    placed = _place(objects, free_ports, router_port, router_host)
     targets = _targets(objects, placed)
     return [_local_pod(pod, run_dir, targets) for pod in placed]
 
@@ -162,7 +179,9 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     return _REFERENCE.sub(replacement, text)
 
 
-def _place(objects: Sequence[Object], free_ports: Sequence[int], router_port: int) -> list[_Placed]:
+def _place(
+    objects: Sequence[Object], free_ports: Sequence[int], router_port: int, router_host: str
+) -> list[_Placed]:
     ports = iter(free_ports)
     front_door_taken = False
     placed: list[_Placed] = []
@@ -177,7 +196,8 @@ def _place(objects: Sequence[Object], free_ports: Sequence[int], router_port: in
             namespace = deployment["metadata"]["namespace"]
             # Here is one revision only, so no name needs to tell it.
             name = f"{labels[SERVICE_LABEL]}-{labels[ROLE_LABEL]}-{index}"
-            placed.append(_Placed(name, namespace, labels, template["spec"], own))
+            host = router_host if labels.get(ROLE_LABEL) == "router" else LOOPBACK
+            placed.append(_Placed(name, namespace, labels, template["spec"], own, host))
     return placed
 
 
@@ -210,6 +230,8 @@ def _local_pod(pod: _Placed, run_dir: Path, targets: Mapping[str, str]) -> Local
         value = localised(_value(pod, variable))
         env[variable["name"]] = expand(value, env)
     command = [*container.get("command", []), *container.get("args", [])]
+    if pod.host != LOOPBACK:
+        command += ["--admin-host", LOOPBACK]
     if not container.get("command"):
         raise UnsupportedPodError(f"{pod.name}: command is missing; images do not run on a laptop")
     return LocalPod(
@@ -228,7 +250,7 @@ def _local_pod(pod: _Placed, run_dir: Path, targets: Mapping[str, str]) -> Local
 def _value(pod: _Placed, variable: Object) -> str:
     name = variable["name"]
     if name == BIND_HOST_VARIABLE:
-        return LOOPBACK
+        return pod.host
     if name == LINGER_VARIABLE:
         return "0"  # nobody but the user sends requests here, and the user said stop
     if name in _PORT_OF_VARIABLE:
@@ -274,6 +296,8 @@ def _probe(pod: _Placed, kind: str) -> HttpProbe | None:
         period_s=probe.get("periodSeconds", 10),
         timeout_s=probe.get("timeoutSeconds", 1),
         failure_threshold=probe.get("failureThreshold", 3),
+        scheme=probe["httpGet"].get("scheme", "HTTP").lower(),
+        host=reached_at(pod.host),
     )
 
 

@@ -17,12 +17,14 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def is_free(port: int) -> bool:
-    """Whether a server can listen on the port now."""
-    with socket.socket() as probe:
+def is_free(port: int, host: str = LOOPBACK) -> bool:
+    """Whether a server can listen there now. Raises `socket.gaierror` for a host that is none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind(address)
             probe.listen(1)
         except OSError:
             return False

@@ -48,6 +48,12 @@ class RunState(msgspec.Struct, frozen=True):
     pid_created: float
     """With `pid` it identifies the owner for good; process ids come round again."""
     pods: list[PodState] = []
+    access: str = ""
+    """Who may use the API, without telling a key."""
+    key_file: str = ""
+    """Holds a key that is good here; empty if none is needed."""
+    certificate: str = ""
+    """The file of the API's certificate; empty without TLS."""
 
 
 class RunDirectory:
@@ -81,6 +87,12 @@ class RunDirectory:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         partial.replace(target)
+
+    def link(self, relative: str, directory: Path) -> None:
+        """Let a folder here be somebody else's, which stays when this one goes."""
+        target = self.path / relative
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.symlink_to(directory.resolve(), target_is_directory=True)
 
     def save(self, state: RunState) -> None:
         self.write(STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=2))

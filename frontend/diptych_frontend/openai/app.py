@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from importlib.metadata import version
 
 from starlette.requests import Request
@@ -14,33 +13,33 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.metrics import ServerMetrics
-from diptych_frontend.openai.asgi import AccessLogStyle, ApiKey, BodyReader, Boundary
+from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
+from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.embeddings import EmbeddingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
-from diptych_protocol import DiptychError, EngineClient, InvalidRequestError
+from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
+METRICS_AGE_S = 1.0
+"""Metrics are written at most so often, however often somebody asks for them."""
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 HEALTH_TIMEOUT_S = 5.0
 """A health check that takes longer is a failed one."""
-REFRESH_TIMEOUT_S = 1.0
-
-RefreshStats = Callable[[], Awaitable[object]]
 
 
 def build_app(
     engine: EngineClient,
     *,
     served_names: Sequence[str] = (),
-    api_key: str | None = None,
+    api_keys: ApiKeys | None = None,
     metrics: ServerMetrics | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     access_log: AccessLogStyle = "off",
     extra_routes: Sequence[BaseRoute] = (),
-    refresh_stats: RefreshStats | None = None,
 ) -> ASGIApp:
     """The OpenAI-compatible server of one engine client.
 
@@ -48,17 +47,15 @@ def build_app(
         engine: started and stopped by the caller.
         served_names: the names under which clients may ask for the model; the engine's own name
             if there are none.
-        api_key: if set, all routes but probes and metrics want it as a bearer token.
+        api_keys: if given, all routes but probes and metrics want one as a bearer token.
         metrics: one that knows `stats_by_engine` also reports on the engines.
         max_body_bytes: larger request bodies are refused with 413.
         access_log: one line a request on the logger `diptych.access`.
         extra_routes: further Starlette routes, behind the same layers.
-        refresh_stats: brings the engines' statistics up to date before metrics are written.
     """
     names = tuple(served_names) or (engine.model_name,)
     metrics = metrics or ServerMetrics(engine.model_name)
     known = frozenset(names)
-    probes = Probes(engine, metrics, refresh_stats)
     models = Models(engine, names)
     completions = GenerationRoute(CompletionApi(), engine, known, metrics)
     chat = GenerationRoute(ChatApi(), engine, known, metrics)
@@ -71,21 +68,24 @@ def build_app(
             Route("/v1/kv_transfer/reject", RejectRoute(engine), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
-            Route("/health", probes.health),
-            Route("/live", probes.live),
-            Route("/ping", probes.health, methods=["GET", "POST"]),
-            Route("/metrics", probes.metrics),
-            Route("/version", probes.version),
+            *Probes(engine, metrics).routes(),
             *extra_routes,
         ],
         redirect_slashes=False,
         default=_unknown_path,
     )
     app: ASGIApp = BodyReader(router, max_body_bytes)
-    if api_key is not None:
-        app = ApiKey(app, api_key)
+    if api_keys is not None:
+        app = KeyGate(app, api_keys)
     app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log)
     return RejectionCleanup(app, engine)
+
+
+def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
+    """What probes and scrapers ask, and nothing else: it takes no body, and nobody's prompt."""
+    routes = Probes(engine, metrics).routes()
+    router = Router(routes, redirect_slashes=False, default=_unknown_path)
+    return Boundary(router, on_answer=metrics.count_answer, access_log="off")
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,14 +93,25 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Probes:
-    """What machines ask about this server."""
+    """What machines ask about this server.
 
-    def __init__(
-        self, engine: EngineClient, metrics: ServerMetrics, refresh_stats: RefreshStats | None
-    ) -> None:
+    Anybody may ask, so the answers are what is known: no question is put to an engine for them.
+    """
+
+    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._refresh_stats = refresh_stats
+        self._written: dict[str, tuple[float, bytes, str]] = {}
+        """When metrics were last written, the text and its content type, by its format."""
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health),
+            Route("/live", self.live),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+        ]
 
     async def health(self, request: Request) -> Response:
         """Readiness: 200, or 503 with the reason."""
@@ -122,13 +133,14 @@ class Probes:
         return _json(Health("ok"))
 
     async def metrics(self, request: Request) -> Response:
-        if self._refresh_stats is not None:
-            # An engine that is busy or gone leaves its last statistics standing.
-            with contextlib.suppress(TimeoutError, DiptychError):
-                async with asyncio.timeout(REFRESH_TIMEOUT_S):
-                    await self._refresh_stats()
-        body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+        wanted = request.headers.get("accept", "")
+        # Two formats and no further parameters, of which a client could make up any number.
+        accept = OPEN_METRICS if OPEN_METRICS.partition(";")[0] in wanted else "text/plain"
+        written = self._written.get(accept)
+        if written is None or time.monotonic() - written[0] >= METRICS_AGE_S:
+            written = (time.monotonic(), *self._metrics.exposition(accept))
+            self._written[accept] = written
+        return Response(written[1], headers={"content-type": written[2]})
 
     async def version(self, request: Request) -> Response:
         return _json({"version": version("diptych")})

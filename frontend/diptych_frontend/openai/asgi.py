@@ -1,13 +1,12 @@
 """The ASGI layers around the routes: identity of a request, errors, key, body, disconnects.
 
-From the outside in: `RejectionCleanup` (its own module), `Boundary`, `ApiKey`, `BodyReader`, and
-the routes. All of them share one `Exchange` per request.
+From the outside in: `RejectionCleanup` (its own module), `Boundary`, `KeyGate` (its own module),
+`BodyReader`, and the routes. All of them share one `Exchange` per request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import re
@@ -36,8 +35,6 @@ LOOKED_THROUGH = 4
 """So many times the largest body are read of one that is too large: it may say which blocks wait
 for it elsewhere."""
 EXCHANGE_KEY = "diptych.exchange"
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
-"""Served without the API key: probes and scrapers have none."""
 
 AccessLogStyle = Literal["off", "plain", "json"]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -90,10 +87,10 @@ class Boundary:
         self,
         app: ASGIApp,
         *,
-        on_answer: Callable[[str, int], None],
+        on_answer: Callable[[str, int, str], None],
         access_log: AccessLogStyle,
     ) -> None:
-        """`on_answer(route path, status)` is called once for each answered request."""
+        """`on_answer(route path, status, tenant)` is called once for each answered request."""
         self._app = app
         self._on_answer = on_answer
         self._access_log = access_log
@@ -129,18 +126,20 @@ class Boundary:
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         status = exchange.status or 499  # the client left before there was an answer
         route = getattr(scope.get("route"), "path", "other")
-        self._on_answer(route, status)
+        self._on_answer(route, status, exchange.tenant)
         if self._access_log == "off":
             return
         seconds = time.perf_counter() - exchange.started_at
         method, path, request_id = scope["method"], scope["path"], exchange.request_id
         if self._access_log == "plain":
             access_logger.info(
-                "%s %s %s %d %.3fs", request_id, method, path.encode(), status, seconds
+                "%s %s %s %s %d %.3fs",
+                *(request_id, exchange.tenant or "-", method, path.encode(), status, seconds),
             )
             return
         entry = {
             "request_id": request_id,
+            "tenant": exchange.tenant,
             "method": method,
             "path": path,
             "status": status,
@@ -199,25 +198,6 @@ async def send_bytes(
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-class ApiKey:
-    """Lets nobody past without the key, except to the paths of probes and scrapers."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._credentials = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            offered = (header(scope, b"authorization") or "").encode("latin-1")
-            if not hmac.compare_digest(offered, self._credentials):
-                raise InvalidRequestError(
-                    "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
-                    status=401,
-                    code="invalid_api_key",
-                )
-        await self._app(scope, receive, send)
 
 
 class BodyReader:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
@@ -61,6 +62,8 @@ class Site:
 
     app: ASGIApp
     listener: socket.socket
+    tls: ssl.SSLContext | None = None
+    """Without one the site speaks plain HTTP."""
 
 
 async def serve_http(
@@ -168,6 +171,8 @@ class _Server(uvicorn.Server):
             # uvicorn's own type is whole seconds, but it only hands this on to asyncio.wait_for.
             timeout_graceful_shutdown=drain_timeout_s,  # type: ignore[arg-type]
         )
+        if (tls := site.tls) is not None:
+            config.ssl_context_factory = lambda config, default: tls
         super().__init__(config)
         self.listener = site.listener
         self._on_ready = on_ready

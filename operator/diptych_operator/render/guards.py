@@ -47,7 +47,9 @@ def disruption_budget(service: InferenceService, role: Role, cluster: Cluster) -
 
 def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> dict[str, Any]:
     """Pods of the service reach each other on every port, because UCX listens on ports of its own
-    choice; anybody reaches HTTP; only the operator reaches the admin port."""
+    choice; only the operator reaches the admin port. Anybody reaches a router's API, and what
+    engines have on the same port: answers for probes and scrapers. The API that an engine may have
+    is at another port, so it is the service's own."""
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.metadata.name}}}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: cluster.operator_namespace}},

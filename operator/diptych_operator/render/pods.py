@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diptych_operator.api_pools import Pool, Resources, Router
 from diptych_operator.api_types import InferenceService
 from diptych_operator.errors import SpecError
 from diptych_operator.names import (
+    API_KEYS_DIR,
     BIND_HOST_VARIABLE,
     CONFIG_DIR,
     CONFIG_HASH_ANNOTATION,
     CURRENT_KEYS_ANNOTATION,
     ENGINE_FILE,
-    ENGINE_PORTS,
     KEYS_DIR,
     KEYS_LABEL,
     LINGER_VARIABLE,
@@ -25,8 +26,10 @@ from diptych_operator.names import (
     ROUTER_PORTS,
     SERVING_DIR,
     SERVING_FILE,
+    TLS_DIR,
     Role,
     dns_target,
+    engine_ports,
     metadata,
     object_name,
     selector,
@@ -60,6 +63,7 @@ _ENGINE_ARGUMENTS = [
     *("--core-port", "$(DIPTYCH_CORE_PORT)"),
     *("--kv-port", "$(DIPTYCH_KV_PORT)"),
 ]
+_ENGINE_API_ARGUMENTS = ["--api-port", "$(DIPTYCH_API_PORT)"]
 _ROUTER_COMMAND = ["python", "-m", "diptych_router"]
 _ROUTER_ARGUMENTS = [
     *("--config", f"$(DIPTYCH_CONFIG_DIR)/{ROUTER_FILE}"),
@@ -72,6 +76,8 @@ _ROUTER_ARGUMENTS = [
     *("--prefill", "$(DIPTYCH_PREFILL_TARGETS)"),
     *("--decode", "$(DIPTYCH_DECODE_TARGETS)"),
 ]
+SCHEME_ANNOTATION = {"prometheus.io/scheme": "https"}
+"""How scrapers are told; the chart's PodMonitor and most configurations of Prometheus know it."""
 
 _HEALTH = {"path": "/health", "port": "http"}
 _LIVE = {"path": "/live", "port": "http"}
@@ -117,6 +123,7 @@ class _Pods:
     config_hash: str
     model: ModelMount
     revision: str = ""
+    annotations: Mapping[str, str] = field(default_factory=dict)
 
 
 def engine_deployment(
@@ -131,17 +138,18 @@ def engine_deployment(
     """One pool of one revision. Raises `SpecError` for a podTemplate that does not fit."""
     pool: Pool = service.spec.prefill if role == "prefill" else service.spec.decode
     transport = service.spec.transfer.transport
+    ports = engine_ports(service)
     environment = [
-        *_environment(ENGINE_PORTS),
+        *_environment(ports),
         *([_variable("UCX_TLS", UCX_TLS[transport])] if transport in UCX_TLS else []),
     ]
     container = {
         "name": "engine",
         "image": service.spec.engine.image,
         "command": _ENGINE_COMMAND,
-        "args": _ENGINE_ARGUMENTS,
+        "args": [*_ENGINE_ARGUMENTS, *(_ENGINE_API_ARGUMENTS if "api" in ports else [])],
         "env": environment,
-        "ports": _container_ports(ENGINE_PORTS),
+        "ports": _container_ports(ports),
         **_ENGINE_PROBES,
         **_resources(pool.resources),
     }
@@ -172,18 +180,29 @@ def router_deployment(
         "name": "router",
         "image": router.image,
         "command": _ROUTER_COMMAND,
-        "args": _ROUTER_ARGUMENTS,
+        "args": [
+            *_ROUTER_ARGUMENTS,
+            *(("--api-keys", API_KEYS_DIR) if router.api_keys is not None else ()),
+            *(("--tls", TLS_DIR) if router.tls is not None else ()),
+        ],
         "env": environment,
         "ports": _container_ports(ROUTER_PORTS),
-        **_ROUTER_PROBES,
+        **(_ROUTER_PROBES if router.tls is None else _over_https(_ROUTER_PROBES)),
         **_resources(router.resources),
     }
     volumes = [
         _config_volume("config", object_name(service, "router")),
         keys_volume(service, keys),
         _config_volume("serving", object_name(service, "serving")),
+        *(
+            {"name": name, "secret": {"secretName": source.secret_name, "defaultMode": 0o440}}
+            for name, source in (("api-keys", router.api_keys), ("tls", router.tls))
+            if source is not None
+        ),
     ]
     pods = _Pods("router", router, replicas, container, volumes, config_hash, model)
+    if router.tls is not None:
+        pods = replace(pods, annotations=SCHEME_ANNOTATION)
     deployment = _deployment(service, pods)
     deployment["metadata"]["annotations"] = {
         CURRENT_KEYS_ANNOTATION: keys.current,
@@ -229,7 +248,13 @@ def _selected(service: InferenceService, pods: _Pods) -> dict[str, str]:
 
 def _pod_template(service: InferenceService, pods: _Pods) -> dict[str, Any]:
     role = pods.role
-    mount_paths = {"config": CONFIG_DIR, "keys": KEYS_DIR, "serving": SERVING_DIR}
+    mount_paths = {
+        "config": CONFIG_DIR,
+        "keys": KEYS_DIR,
+        "serving": SERVING_DIR,
+        "api-keys": API_KEYS_DIR,
+        "tls": TLS_DIR,
+    }
     container = pods.container | {
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -251,7 +276,7 @@ def _pod_template(service: InferenceService, pods: _Pods) -> dict[str, Any]:
     return {
         "metadata": {
             "labels": own_labels,
-            "annotations": {CONFIG_HASH_ANNOTATION: pods.config_hash},
+            "annotations": {CONFIG_HASH_ANNOTATION: pods.config_hash, **pods.annotations},
         },
         "spec": {
             "serviceAccountName": object_name(service, role),
@@ -281,6 +306,14 @@ def _pod_template(service: InferenceService, pods: _Pods) -> dict[str, Any]:
             "containers": [container],
             "volumes": [*pods.volumes, {"name": "tmp", "emptyDir": {}}, *pods.model.volumes],
         },
+    }
+
+
+def _over_https(probes: dict[str, Any]) -> dict[str, Any]:
+    """The same probes; the kubelet takes any certificate."""
+    return {
+        kind: {**probe, "httpGet": {**probe["httpGet"], "scheme": "HTTPS"}}
+        for kind, probe in probes.items()
     }
 
 

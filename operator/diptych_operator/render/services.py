@@ -6,9 +6,9 @@ from typing import Any
 
 from diptych_operator.api_types import InferenceService
 from diptych_operator.names import (
-    ENGINE_PORTS,
     HTTP_PORT,
     Role,
+    engine_ports,
     metadata,
     selector,
 )
@@ -17,12 +17,15 @@ from diptych_operator.names import (
 def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:
     """Its DNS name resolves to the ready engine pods of one pool: how routers find them."""
     headless = {"clusterIP": "None", "publishNotReadyAddresses": False}
-    return _service(service, role, ENGINE_PORTS, headless)
+    return _service(service, role, engine_ports(service), headless)
 
 
 def router_service(service: InferenceService) -> dict[str, Any]:
     """The service's front door: the OpenAI API."""
-    return _service(service, "router", {"http": HTTP_PORT}, {"type": "ClusterIP"})
+    found = _service(service, "router", {"http": HTTP_PORT}, {"type": "ClusterIP"})
+    if service.spec.router.tls is not None:
+        found["spec"]["ports"][0] |= {"name": "https", "appProtocol": "https"}
+    return found
 
 
 def _service(

@@ -296,6 +296,6 @@ async def test_access_logs_carry_the_request_id(
         async with serve(app) as url, httpx.AsyncClient(base_url=url) as client:
             await client.get("/version", headers={"X-Request-Id": style})
     plain, as_json = [r.getMessage() for r in caplog.records if r.name == "diptych.access"]
-    assert plain.startswith("plain GET b'/version' 200 ")
+    assert plain.startswith("plain - GET b'/version' 200 ")
     entry = json.loads(as_json)
     assert (entry["request_id"], entry["path"], entry["status"]) == ("json", "/version", 200)

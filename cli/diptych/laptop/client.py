@@ -1,0 +1,34 @@
+"""How commands of this machine talk to an API: with a key, and trusting a certificate."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+from diptych.laptop.rundir import RunState
+
+
+def options(state: RunState | None = None, api_key: str | None = None) -> dict[str, Any]:
+    """Arguments of an httpx client or call.
+
+    A service of this machine has its own key and certificate; others want `api_key`, and a
+    certificate that the system trusts. The key of a service that has just ended is empty.
+    """
+    key, trust = api_key, ssl.create_default_context()
+    if state is not None and state.certificate:
+        # It is that very one, whoever signed it and whatever name it is for.
+        trust.load_verify_locations(state.certificate)
+        trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        trust.check_hostname = False
+    if state is not None:
+        key = _read(Path(state.key_file)) if state.key_file else None
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return {"trust_env": False, "verify": trust, "headers": headers}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

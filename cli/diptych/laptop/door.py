@@ -1,0 +1,113 @@
+"""The way in to a service on this machine: where its API listens, who may use it, and how.
+
+On loopback it is open, whatever the file asks of a cluster: the Secrets that it names are not
+here. Elsewhere it has keys, those of a directory or one made for the run, and TLS if the file asks
+for it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from diptych.errors import BadInputError
+from diptych.laptop.pods import LOOPBACK, reached_at
+from diptych.laptop.rundir import RunDirectory
+from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.openai.tls import CERTIFICATE_FILE, Certificate
+from diptych_operator.api_pools import ApiKeys as ApiKeysOfSecret
+from diptych_operator.api_pools import Tls
+from diptych_operator.api_types import InferenceService
+from diptych_protocol import InvalidRequestError
+
+KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"
+"""What stands for the names of Secrets; the run directory has folders of these names."""
+MADE_KEY_NAME = "laptop"
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What the user wants; nothing of it is checked yet."""
+
+    port: int
+    host: str = LOOPBACK
+    api_keys: Path | None = None
+    """A directory like a mounted Secret: each file is a key, under its client's name."""
+    tls: Path | None = None
+    """A directory with `tls.crt` and `tls.key`."""
+
+    @property
+    def on_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def has_keys(self) -> bool:
+        return self.api_keys is not None or not self.on_loopback
+
+    @property
+    def url(self) -> str:
+        """Base URL of the OpenAI API."""
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{reached_at(self.host)}:{self.port}/v1"
+
+    def fit(self, file: Path, service: InferenceService) -> InferenceService:
+        """The service with this door instead of that of a cluster.
+
+        Raises `BadInputError` for keys or a certificate that cannot be used, or that are missing.
+        """
+        if service.spec.router.tls is not None and self.tls is None and not self.on_loopback:
+            raise BadInputError(
+                f"{file}: spec.router.tls: its Secret is a cluster's; give --tls DIR with "
+                f"{CERTIFICATE_FILE} and tls.key, or listen on {LOOPBACK}"
+            )
+        if self.api_keys is not None and not ApiKeys(self.api_keys).names:
+            raise BadInputError(
+                f"--api-keys: {self.api_keys} holds no key; each is a file, named for its client"
+            )
+        if self.tls is not None:
+            try:
+                Certificate(self.tls)
+            except InvalidRequestError as exc:
+                raise BadInputError(f"--tls: {exc}") from exc
+        router = replace(
+            service.spec.router,
+            api_keys=ApiKeysOfSecret(KEYS_NAME) if self.has_keys else None,
+            tls=Tls(TLS_NAME) if self.tls is not None else None,
+        )
+        return replace(service, spec=replace(service.spec, router=router))
+
+    def furnish(self, run_dir: RunDirectory) -> Path | None:
+        """Put keys and certificate where the router looks for them; returns a key's file."""
+        if self.tls is not None:
+            run_dir.link(f"secrets/{TLS_NAME}", self.tls)
+        if self.api_keys is not None:
+            run_dir.link(f"secrets/{KEYS_NAME}", self.api_keys)
+            return self.api_keys.resolve() / ApiKeys(self.api_keys).names[0]
+        if not self.has_keys:
+            return None
+        relative = f"secrets/{KEYS_NAME}/{MADE_KEY_NAME}"
+        run_dir.write(relative, f"sk-{secrets.token_urlsafe(24)}\n".encode())
+        return run_dir.path / relative
+
+    @property
+    def certificate(self) -> Path | None:
+        return None if self.tls is None else self.tls.resolve() / CERTIFICATE_FILE
+
+    def access(self, key: str = "") -> str:
+        """In a line: who may use the API; with the key that was made for the run, if it is given.
+
+        Names of keys are those of this moment.
+        """
+        tls = "TLS" if self.tls is not None else "no TLS"
+        if self.api_keys is not None:
+            return f"keys of {', '.join(ApiKeys(self.api_keys).names)}; {tls}"
+        if self.has_keys:
+            return f"one key, made for this run{key and f': {key}'}; {tls}"
+        return f"open on loopback, no keys; {tls}"

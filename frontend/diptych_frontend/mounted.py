@@ -1,0 +1,79 @@
+"""Files of a mounted Secret, which the kubelet exchanges under the running program.
+
+Whoever holds such files looks at them again and again, and reads them when they have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 1.0
+
+Mark = tuple[tuple[str, int, int, int], ...]
+"""Name, size, time and identity of each file: another mark is another content."""
+
+
+class Mounted(Protocol):
+    """What a program holds of a directory."""
+
+    def refresh(self) -> bool:
+        """Look at the files, and read them if they have changed; True if something is new.
+
+        Never raises for what is in the directory, nor for what is not.
+        """
+
+
+async def follow(*holders: Mounted) -> None:
+    """Keep all of them fresh until cancelled."""
+    while True:
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        for holder in holders:
+            try:
+                holder.refresh()
+            except Exception:  # the next look may be luckier, and the others want theirs
+                log.exception("mounted files could not be looked at")
+
+
+def names_in(directory: Path, most: int) -> list[str]:
+    """What a directory holds, sorted, less what begins with a dot: that is the kubelet's own.
+
+    Raises `OSError` if it cannot be listed, also for one with more than `most` entries.
+    """
+    with os.scandir(directory) as entries:
+        found = (entry.name for entry in entries if not entry.name.startswith("."))
+        names = list(islice(found, most + 1))
+    if len(names) > most:
+        raise OSError(f"{directory} holds more than {most} files")
+    return sorted(names)
+
+
+def mark(directory: Path, names: Iterable[str]) -> Mark:
+    """How these files are now; one that cannot be looked at is left out."""
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError):  # a link whose file has just gone
+            status = os.stat(os.path.join(directory, name))
+            found.append((name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(found)
+
+
+def read(path: Path, most: int) -> bytes:
+    """The content of a file. Raises `OSError`, also for what is none, or larger than `most`."""
+    # A pipe without a writer would keep us waiting.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        content = os.read(descriptor, most + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > most:
+        raise OSError(f"{path} has more than {most} bytes")
+    return content

@@ -1,0 +1,135 @@
+"""Who may use the API: holders of a key, each with a name for metrics and logs.
+
+The keys are the files of a mounted Secret: a file's name is the client's name, its content the key.
+Several are good at once, so a client changes keys without a gap: the new one is added, the client
+moves over, the old one goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from diptych_frontend.mounted import Mark, mark, names_in, read
+from diptych_frontend.openai.asgi import exchange_of, header
+from diptych_protocol import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
+"""Served without a key: probes and scrapers have none."""
+MAX_KEYS = 256
+MAX_KEY_BYTES = 4096
+_NAME = re.compile(r"[-._A-Za-z0-9]{1,253}")
+_KEY = re.compile(rb"[\x21-\x7e]{1,4096}")
+"""What an Authorization header carries as it is."""
+
+
+class ApiKeys:
+    """The keys of a directory, as they were when it was last looked at."""
+
+    def __init__(self, directory: Path) -> None:
+        """Reads the keys. A directory without a usable key lets nobody in, and the log says so."""
+        self._directory = directory
+        self._mark: Mark | None = None
+        self._complaint = ""
+        self._pepper = secrets.token_bytes(32)
+        self._names: dict[bytes, str] = {}
+        """By the digest of the key."""
+        self.refresh()
+
+    @property
+    def names(self) -> list[str]:
+        """Whose keys are good now."""
+        return sorted(self._names.values())
+
+    def refresh(self) -> bool:
+        """Read the keys if they have changed; True if so. What is wrong with them is logged."""
+        try:
+            files = names_in(self._directory, MAX_KEYS)
+        except OSError as exc:
+            self._complain(f"cannot read the API keys: {exc}; nobody is let in")
+            changed, self._mark, self._names = self._mark is not None, None, {}
+            return changed
+        seen = mark(self._directory, files)
+        if seen == self._mark:
+            return False
+        self._mark = seen
+        self._names = self._read([name for name, *_ in seen])
+        if self._names:
+            self._complaint = ""
+            log.info("API keys of %s", ", ".join(self.names))
+        else:
+            self._complain(f"{self._directory} holds no API key; nobody is let in")
+        return True
+
+    def name_of(self, key: bytes) -> str | None:
+        """Whose key it is, or None. Takes as long whichever key it is, or nearly is."""
+        offered = self._digest(key)
+        found = None
+        for digest, name in self._names.items():
+            if hmac.compare_digest(digest, offered):
+                found = name
+        return found
+
+    def _read(self, files: list[str]) -> dict[bytes, str]:
+        names: dict[bytes, str] = {}
+        for name in files:
+            try:
+                key = read(self._directory / name, MAX_KEY_BYTES).strip()
+            except OSError as exc:
+                log.warning("an API key is left out: %s", exc)
+                continue
+            if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
+                log.warning(
+                    "the API key %r is left out: its name must be letters, digits, '-', '_' and "
+                    "'.', the key one line of visible ASCII characters",
+                    name[:253],
+                )
+                continue
+            first = names.setdefault(self._digest(key), name)
+            if first != name:
+                log.warning("the API keys %s and %s are equal; it counts as %s", first, name, first)
+        return names
+
+    def _digest(self, key: bytes) -> bytes:
+        """Equal lengths to compare, and nothing to be learnt from how a comparison went."""
+        return hashlib.blake2b(key, key=self._pepper, digest_size=32).digest()
+
+    def _complain(self, text: str) -> None:
+        """Once, until there is something else to say."""
+        if text != self._complaint:
+            log.error("%s", text)
+        self._complaint = text
+
+
+class KeyGate:
+    """Lets nobody past without a key, except to the paths of probes and scrapers."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            name = self._keys.name_of(_offered(scope))
+            if name is None:
+                raise InvalidRequestError(
+                    "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            exchange_of(scope).tenant = name
+        await self._app(scope, receive, send)
+
+
+def _offered(scope: Scope) -> bytes:
+    """The key in the request's Authorization header; empty without one."""
+    scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""

@@ -1,0 +1,77 @@
+"""TLS for the public port, with the certificate of a mounted Secret of type kubernetes.io/tls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from pathlib import Path
+
+from diptych_frontend.mounted import Mark, mark
+from diptych_protocol import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+CERTIFICATE_FILE, KEY_FILE = "tls.crt", "tls.key"
+
+
+class Certificate:
+    """A server's certificate and key; new connections use those that were read last."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `InvalidRequestError` if there is no pair of certificate and key that fits."""
+        self._directory = directory
+        self._mark: Mark | None = None
+        self._complaint = ""
+        self.context = _new_context()
+        try:
+            self._load()
+        except (OSError, ValueError) as exc:
+            raise InvalidRequestError(
+                f"{directory} must hold {CERTIFICATE_FILE} and {KEY_FILE}, a PEM certificate "
+                f"(with its chain) and its key without a password: {exc}",
+                param="tls",
+            ) from exc
+
+    def refresh(self) -> bool:
+        """Read the pair if it has changed; True if there is a new one.
+
+        One that does not fit changes nothing, and is complained about once.
+        """
+        try:
+            if self._look() == self._mark:
+                return False
+            self._load()
+        except (OSError, ValueError) as exc:
+            if str(exc) != self._complaint:
+                log.error("%s: %s; the former certificate stays", self._directory, exc)
+            self._complaint = str(exc)
+            return False
+        self._complaint = ""
+        log.info("%s: a new certificate", self._directory)
+        return True
+
+    def _look(self) -> Mark:
+        return mark(self._directory, (CERTIFICATE_FILE, KEY_FILE))
+
+    def _load(self) -> None:
+        self._mark = self._look()
+        # Where the links lead now, so that both files are of one version of the Secret.
+        place = os.path.dirname(os.path.realpath(self._directory / CERTIFICATE_FILE))
+        pair = os.path.join(place, CERTIFICATE_FILE), os.path.join(place, KEY_FILE)
+        # Tried first: a context that is given a key of another certificate is left without any.
+        _new_context().load_cert_chain(*pair, password=_no_password)
+        self.context.load_cert_chain(*pair, password=_no_password)
+
+
+def _new_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _no_password() -> str:
+    """Instead of asking at the terminal."""
+    raise ValueError("the key is protected by a password")

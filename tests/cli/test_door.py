@@ -1,0 +1,151 @@
+"""Where the API of a service on this machine listens, and who may use it."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from diptych.errors import BadInputError
+from diptych.laptop import client
+from diptych.laptop.door import Door
+from diptych.laptop.pods import LOOPBACK, count_ports, local_pods
+from diptych.laptop.rundir import RunDirectory, RunState
+from diptych_operator.api_types import InferenceService
+from diptych_operator.parse import parse
+from diptych_operator.render import ServiceSecrets, render
+from diptych_protocol import CurveKeys
+
+CERTIFICATE = Path(__file__).parents[1] / "support" / "certificates" / "first"
+FILE = Path("service.yaml")
+ASKS_ALL = {"apiKeys": {"secretName": "clients"}, "tls": {"secretName": "certificate"}}
+
+
+def service(**router: Any) -> InferenceService:
+    raw = {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "svc"},
+        "spec": {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}, "router": router},
+    }
+    return parse(yaml.safe_dump(raw))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    (folder / "alice").write_text("sesame")
+    (folder / "bob").write_text("open-up")
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with RunDirectory("svc") as directory:
+        yield directory
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+@pytest.mark.parametrize("router", [{}, ASKS_ALL])
+def test_on_loopback_the_api_is_open_whatever_a_cluster_would_want(
+    host: str, router: dict[str, Any], run_dir: RunDirectory
+) -> None:
+    door = Door(8080, host)
+    fitted = door.fit(FILE, service(**router)).spec.router
+    assert (fitted.api_keys, fitted.tls) == (None, None)
+    assert door.furnish(run_dir) is None
+    assert door.access() == "open on loopback, no keys; no TLS"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8080/v1"), ("::", "http://127.0.0.1:8080/v1"),
+        ("192.0.2.7", "http://192.0.2.7:8080/v1"), ("2001:db8::1", "http://[2001:db8::1]:8080/v1"),
+        ("pc.example", "http://pc.example:8080/v1"),
+    ],
+)  # fmt: skip
+def test_elsewhere_there_is_a_key_made_for_the_run(
+    host: str, url: str, run_dir: RunDirectory
+) -> None:
+    door = Door(8080, host)
+    fitted = door.fit(FILE, service())
+    assert fitted.spec.router.api_keys is not None
+    file = door.furnish(run_dir)
+    assert file is not None
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    key = file.read_text().strip()
+    assert len(key) > 32
+    assert key not in door.access()
+    assert door.access(key) == f"one key, made for this run: {key}; no TLS"
+    assert door.url == url
+
+    pods = pods_of(fitted, run_dir, door)
+    command = pods["svc-router-0"].command
+    assert command[command.index("--api-keys") + 1] == str(file.parent)
+    assert command[command.index("--host") + 1] == host
+    assert command[command.index("--admin-host") + 1] == LOOPBACK
+    for engine in ("svc-prefill-0", "svc-decode-0"):
+        assert pods[engine].command.count(host) == 0
+
+
+def test_keys_and_certificate_of_the_user_are_followed_where_they_are(
+    keys: Path, run_dir: RunDirectory
+) -> None:
+    door = Door(8080, api_keys=keys, tls=CERTIFICATE)
+    fitted = door.fit(FILE, service())
+    file = door.furnish(run_dir)
+    assert door.access() == "keys of alice, bob; TLS"
+    pods = pods_of(fitted, run_dir, door)
+    command = pods["svc-router-0"].command
+    mounted = Path(command[command.index("--api-keys") + 1])
+    (keys / "carol").write_text("new")
+    assert (mounted / "carol").read_text() == "new"
+    assert (Path(command[command.index("--tls") + 1]) / "tls.key").exists()
+    readiness = pods["svc-router-0"].readiness
+    assert readiness is not None
+    assert readiness.url == "https://127.0.0.1:8080/health"
+
+    state = RunState(
+        "svc", "svc", door.url, True, 0.0, 1, 0.0,
+        key_file=str(file), certificate=str(door.certificate),
+    )  # fmt: skip
+    options = client.options(state, "a key of somewhere else")
+    assert options["headers"] == {"Authorization": "Bearer sesame"}
+    assert client.options(None, "k")["headers"] == {"Authorization": "Bearer k"}
+
+
+def test_the_users_folders_outlive_the_run(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with RunDirectory("svc") as directory:
+        Door(8080, api_keys=keys).furnish(directory)
+    assert not directory.path.exists()
+    assert (keys / "alice").read_text() == "sesame"
+
+
+@pytest.mark.parametrize(
+    ("door", "words"),
+    [
+        (Door(1, "0.0.0.0"), "spec.router.tls: its Secret is a cluster's; give --tls DIR"),
+        (Door(1, api_keys=Path("/nonexistent")), "--api-keys: /nonexistent holds no key"),
+        (Door(1, tls=Path("/nonexistent")), "--tls: /nonexistent must hold tls.crt and tls.key"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(door: Door, words: str) -> None:
+    with pytest.raises(BadInputError) as caught:
+        door.fit(FILE, service(**ASKS_ALL))
+    assert words in str(caught.value)
+
+
+def pods_of(fitted: InferenceService, run_dir: RunDirectory, door: Door) -> dict[str, Any]:
+    objects = render(fitted, ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token"))
+    ports = range(20000, 20000 + count_ports(objects))
+    pods = local_pods(objects, run_dir.path, ports, door.port, door.host)
+    return {pod.name: pod for pod in pods}

@@ -1,0 +1,202 @@
+"""Who gets in with API keys, and under which name, while their files come and go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.openai import build_app
+from diptych_frontend.openai.api_keys import MAX_KEYS, ApiKeys
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "echo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "alice").write_text("sesame")
+    (tmp_path / "bob").write_text("open-up\n")
+    return tmp_path
+
+
+def mount(directory: Path, version: str, keys: dict[str, str]) -> None:
+    """What the kubelet does: a new folder, a link that is exchanged, and links through it."""
+    new = directory / f"..{version}"
+    new.mkdir()
+    for name, key in keys.items():
+        (new / name).write_text(key)
+    (directory / "..data_tmp").symlink_to(new.name)
+    os.replace(directory / "..data_tmp", directory / "..data")
+    for name in keys:
+        if not (directory / name).is_symlink():
+            (directory / name).symlink_to(Path("..data") / name)
+    for former in directory.glob("[!.]*"):
+        if former.name not in keys:
+            former.unlink()
+
+
+def client(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+def bearer(key: str, scheme: str = "Bearer") -> dict[str, str]:
+    return {"authorization": f"{scheme} {key}"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {}, bearer("wrong"), bearer("sesam"), bearer("sesamee"), bearer(""), bearer("SESAME"),
+        {"authorization": "sesame"}, {"authorization": "Bearer"}, bearer("sesame", "Basic"),
+        bearer("alice"), bearer("caf\u00e9"),
+    ],
+)  # fmt: skip
+async def test_nobody_gets_in_without_a_key(
+    engine: Any, folder: Path, headers: dict[str, str]
+) -> None:
+    raw = {name: value.encode("latin-1") for name, value in headers.items()}
+    async with client(build_app(engine, api_keys=ApiKeys(folder))) as http:
+        answers = [
+            await http.get("/v1/models", headers=raw),
+            await http.get("/nowhere", headers=raw),
+            await http.post(CHAT, json=BODY, headers=raw),
+            await http.post("/v1/kv_transfer/reject", json={}, headers=raw),
+        ]
+    for answer in answers:
+        assert answer.status_code == 401
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/ping", "/metrics", "/version"])
+async def test_probes_and_scrapers_need_no_key(engine: Any, folder: Path, path: str) -> None:
+    async with client(build_app(engine, api_keys=ApiKeys(folder))) as http:
+        assert (await http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+async def test_each_key_has_a_name_for_metrics_and_logs(
+    engine: Any, folder: Path, scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="diptych.access")
+    metrics = ServerMetrics("echo")
+    keys = ApiKeys(folder)
+    app = build_app(engine, api_keys=keys, metrics=metrics, access_log="json")
+    async with client(app) as http:
+        for key in ("sesame", "open-up", "open-up"):
+            answer = await http.post(CHAT, json=BODY, headers=bearer(key, scheme))
+            assert answer.status_code == 200, answer.text
+        await http.post(CHAT, json=BODY, headers=bearer("wrong", scheme))
+        text = (await http.get("/metrics")).text
+    counted = [line for line in text.splitlines() if line.startswith("diptych:tenant_requests_t")]
+    assert counted == [
+        f'diptych:tenant_requests_total{{model_name="echo",status="200",tenant="{name}"}} {count}'
+        for name, count in (("alice", "1.0"), ("bob", "2.0"))
+    ]
+    lines = [record.getMessage() for record in caplog.records if record.name == "diptych.access"]
+    assert sum('"tenant": "bob"' in line for line in lines) == 2
+    assert not any("sesame" in record.getMessage() for record in caplog.records)
+
+
+def test_keys_are_rotated_under_the_running_server(tmp_path: Path) -> None:
+    mount(tmp_path, "1", {"alice": "old"})
+    keys = ApiKeys(tmp_path)
+    assert not keys.refresh(), "nothing has changed"
+    mount(tmp_path, "2", {"alice": "old", "alice-2": "new"})
+    assert keys.refresh()
+    assert (keys.name_of(b"old"), keys.name_of(b"new")) == ("alice", "alice-2")
+    mount(tmp_path, "3", {"alice-2": "new"})
+    assert keys.refresh()
+    assert (keys.name_of(b"old"), keys.name_of(b"new")) == (None, "alice-2")
+    mount(tmp_path, "4", {"alice-2": "newer"})
+    assert keys.refresh()
+    assert (keys.name_of(b"new"), keys.name_of(b"newer")) == (None, "alice-2")
+
+
+def test_no_key_lets_nobody_in_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(tmp_path / "absent")
+    for _ in range(3):
+        keys.refresh()
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    (tmp_path / "absent").mkdir()
+    for _ in range(3):
+        keys.refresh()
+    assert keys.name_of(b"") is None
+    assert "holds no API key" in caplog.text
+    assert len(caplog.records) == 2
+    (tmp_path / "absent" / "alice").write_text("sesame")
+    assert keys.refresh()
+    assert keys.name_of(b"sesame") == "alice"
+    shutil.rmtree(tmp_path / "absent")
+    assert keys.refresh()
+    assert keys.name_of(b"sesame") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty", b""), ("blank", b" \n"), ("long", b"k" * 5000), ("two words", b"key"),
+        ("words", b"a key"), ("lines", b"a\nb"), ("binary", b"\xff\xfe"), (".hidden", b"key"),
+        ("caf\u00e9", b"key"), ("n" * 254, b"key"),
+    ],
+)  # fmt: skip
+def test_what_is_no_key_is_left_out(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    (folder / "..2026").mkdir()
+    keys = ApiKeys(folder)
+    assert keys.names == ["alice", "bob"]
+    assert keys.name_of(content) is None
+
+
+def test_one_key_under_two_names_counts_as_the_first(folder: Path) -> None:
+    (folder / "carol").write_text("sesame")
+    keys = ApiKeys(folder)
+    assert keys.name_of(b"sesame") == "alice"
+
+
+def test_the_number_of_keys_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(MAX_KEYS):
+        (tmp_path / f"client-{number}").write_text(f"key-{number}")
+    keys = ApiKeys(tmp_path)
+    assert len(keys.names) == MAX_KEYS
+    (tmp_path / "client-x").write_text("one more")
+    assert keys.refresh()
+    assert keys.names == [], "rather nobody than not everybody"
+    assert f"more than {MAX_KEYS} files" in caplog.text
+
+
+def test_a_pipe_is_no_key_and_keeps_nobody_waiting(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    assert ApiKeys(folder).names == ["alice", "bob"]
+
+
+def test_every_key_is_compared_whichever_is_offered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = 0
+    real = __import__("hmac").compare_digest
+
+    def counting(one: bytes, other: bytes) -> bool:
+        nonlocal compared
+        compared += 1
+        assert len(one) == len(other) == 32
+        return bool(real(one, other))
+
+    monkeypatch.setattr("diptych_frontend.openai.api_keys.hmac.compare_digest", counting)
+    keys = ApiKeys(folder)
+    counts = []
+    for offered in (b"sesame", b"open-up", b"wrong", b"", b"s" * 9000):
+        compared = 0
+        keys.name_of(offered)
+        counts.append(compared)
+    assert counts == [2] * 5
