@@ -284,7 +284,8 @@ class HandOffs:
     def refused(self, message: EngineCoreRequest, *, may_release: bool = True) -> None:
         """A refused hand-off must not leave its prefill pinned, whatever was wrong with it.
 
-        may_release: False if what was wrong is that the prefill was not for this request.
+        may_release: False if what was wrong is that the prefill was not for this request. Who
+        carries a reference that somebody has edited may end the lease by name, but not in passing.
         """
         self.forgo(message.request_id)
         self._withdraw(message.request_id)
@@ -292,6 +293,8 @@ class HandOffs:
         raw = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params")
         if may_release and isinstance(raw, dict) and raw.get("do_remote_prefill"):
             try:
+                if self._connector is not None:
+                    self._connector.prove(KVTransferParams.parse(raw))
                 self.reject_kv_transfer(message.request_id, raw)
             except DiptychError as exc:
                 log.info("request %s: nothing to release: %s", message.request_id, exc)

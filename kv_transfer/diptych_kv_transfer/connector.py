@@ -262,6 +262,10 @@ class KVConnector:
         """Likewise for a reference that is not for these tokens, too old, or was taken already."""
         self._references.check_use(params, digest_of(token_ids, cache_salt))
 
+    def prove(self, params: KVTransferParams) -> None:
+        """Likewise for a reference of which any field was edited, whoever it is for."""
+        self._references.check(params)
+
     def take(self, params: KVTransferParams) -> None:
         """A request has come with a reference that was checked: it serves no other."""
         self._references.take(params)
