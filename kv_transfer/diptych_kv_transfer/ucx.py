@@ -80,6 +80,11 @@ class _Connection:
     reason: str = ""
     """Why it was cut, if not by its owner."""
 
+    @property
+    def is_stranger(self) -> bool:
+        """They connected to us, and have not proven themselves."""
+        return self.address is None and self.exchange is None and not self.lost
+
     def cut(self, reason: Exception | str) -> None:
         log.info("cutting a connection: %s", reason)
         self.lost, self.reason = True, str(reason)
@@ -163,7 +168,7 @@ class UcxTransport:
             endpoint.set_close_callback(on_close)
         except RuntimeError:  # it is closed already
             connection.cut("UCX had closed it")
-        strangers = [x for x in self._connections.values() if x.address is None and not x.exchange]
+        strangers = [x for x in self._connections.values() if x.is_stranger]
         if len(strangers) > MAX_STRANGERS:
             strangers[0].cut("too many have connected that prove nothing")
 

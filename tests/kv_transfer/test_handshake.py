@@ -68,9 +68,12 @@ def test_an_impostor_is_told_a_nonce_and_nothing_else(answer: bytes) -> None:
 @given(st.binary(max_size=ANSWER_BYTES), st.binary(max_size=ANSWER_BYTES))
 def test_a_stranger_gets_no_session(first: bytes, second: bytes) -> None:
     _, theirs = pair()
-    with pytest.raises(AuthenticationError):
+    try:
         answer = theirs.receive(first)
-        assert len(answer) == ANSWER_BYTES, "a nonce and a mac, which are noise to a stranger"
+    except AuthenticationError:
+        answer = theirs.receive(nonce(3))
+    assert len(answer) == ANSWER_BYTES, "a nonce and a mac, which are noise to a stranger"
+    with pytest.raises(AuthenticationError):
         theirs.receive(second)
     assert theirs.session is None
 
@@ -92,8 +95,8 @@ def test_a_side_cannot_be_answered_with_its_own_words() -> None:
     ours, theirs = pair()
     again = Handshake(KEY, nonce(5), connects=False)
     answer = again.receive(ours.opening)
+    theirs.receive(ours.opening)
     with pytest.raises(AuthenticationError):
-        theirs.receive(ours.opening)
         theirs.receive(answer[NONCE_BYTES:])
     with pytest.raises(AuthenticationError):
         ours.receive(ours.opening + ours.receive(answer))
@@ -103,16 +106,14 @@ def test_a_side_cannot_be_answered_with_its_own_words() -> None:
 def test_a_handshake_that_somebody_edits_fails(damaged: int) -> None:
     """At each byte of it."""
     ours, theirs = pair()
+    at = damaged - NONCE_BYTES
+    answer = theirs.receive(flipped(ours.opening, damaged) if at < 0 else ours.opening)
+    if at < ANSWER_BYTES:
+        with pytest.raises(AuthenticationError):
+            ours.receive(flipped(answer, at) if at >= 0 else answer)
+        return
     with pytest.raises(AuthenticationError):
-        first = ours.opening
-        if damaged < NONCE_BYTES:
-            first = flipped(first, damaged)
-        answer = theirs.receive(first)
-        at = damaged - NONCE_BYTES
-        if 0 <= at < ANSWER_BYTES:
-            answer = flipped(answer, at)
-        proof = ours.receive(answer)
-        theirs.receive(flipped(proof, at - ANSWER_BYTES))
+        theirs.receive(flipped(ours.receive(answer), at - ANSWER_BYTES))
     assert theirs.session is None
 
 
