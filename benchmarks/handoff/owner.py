@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
 from diptych_kv_transfer.events import PeerLost, Received
+from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.ucp import address_of
 from diptych_kv_transfer.ucx import UcxTransport
 
@@ -39,7 +40,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     memory = np.full(MEMORY_BYTES, 7, np.uint8)
-    transport = UcxTransport("127.0.0.1", 0)
+    transport = UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=stream, args=(listener, memory.data), daemon=True).start()
     description = {

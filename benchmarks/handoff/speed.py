@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
 from diptych_kv_transfer.events import Connected, PeerLost, Received, TransferEnded
+from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.ucp import address_of
 from diptych_kv_transfer.ucx import UcxTransport
 
@@ -113,7 +114,7 @@ def make_transport(way: str) -> UcxTransport:
     before = os.environ.get("UCX_TLS")
     os.environ["UCX_TLS"] = WAYS[way]
     try:
-        return UcxTransport("127.0.0.1", 0)
+        return UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
     finally:
         del os.environ["UCX_TLS"]
         if before is not None:

@@ -166,7 +166,7 @@ def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
     """A hand-off driven by somebody else's router: what P sampled is ours to report first.
 
     But if the request wants to know how likely it was, the last token of the prompt is computed
-    here, and what follows it sampled, again; so it is if that router does not pass it on.
+    here, and what follows it sampled, again.
     """
     params = request.kv_transfer
     if params is None or not params.do_remote_prefill:

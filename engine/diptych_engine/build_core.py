@@ -19,14 +19,15 @@ from diptych_engine.weights.calls import WeightCalls
 from diptych_engine.worker_calls import WorkerCalls
 from diptych_frontend.model_source import resolve_model
 from diptych_kv_transfer import open_connector
-from diptych_protocol import EngineConfig, EngineDescription
+from diptych_protocol import CurveKeys, EngineConfig, EngineDescription
 from diptych_protocol.lora import numbered
 from diptych_protocol.pooling import POOLING_TASKS
 
 
-def build_core(config: EngineConfig) -> EngineCore:
+def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
     """Load the model and put the rooms of one engine together.
 
+    keys: of the service, by which its engines know each other; see `open_connector`.
     Raises `InvalidRequestError` for a configuration or model that cannot work.
     """
     config.check()
@@ -95,9 +96,11 @@ def build_core(config: EngineConfig) -> EngineCore:
                 "block_size": config.block_size,
                 "tensor_parallel_size": config.tensor_parallel_size,
             },
+            keys=keys,
         )
         description.kv_transfer_host = connector.host
         description.kv_transfer_port = connector.port
+        description.kv_transfer_proof = connector.proof
     core = EngineCore(
         description, scheduler, runner, connector, grammars, runs_ahead=runner.runs_ahead
     )

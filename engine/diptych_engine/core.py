@@ -27,7 +27,7 @@ from diptych_engine.scheduler_stats import drain_report
 from diptych_engine.sessions import go_on
 from diptych_engine.stop_condition import stop_condition
 from diptych_engine.weights.update import WeightUpdate
-from diptych_kv_transfer import KVConnector
+from diptych_kv_transfer import KVConnector, UnprovenReferenceError
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
@@ -135,7 +135,8 @@ class EngineCore:
             self._take(message, client)
         except DiptychError as exc:
             log.info("request %s refused: %s", message.request_id, exc)
-            self._refuse(message, client, str(exc))
+            unproven = isinstance(exc, UnprovenReferenceError)
+            self._refuse(message, client, str(exc), may_release=not unproven)
         except Exception:  # a defect of ours costs this request its answer, and nobody else's
             log.exception("request %s cannot be added", message.request_id)
             self._refuse(message, client, INTERNAL_ERROR)
@@ -172,12 +173,14 @@ class EngineCore:
         self.hand_offs.arrived(request)
         (self.scheduler.add if queued else self.scheduler.hold)(request)
 
-    def _refuse(self, message: EngineCoreRequest, client: bytes, error: str) -> None:
-        """Nothing of the request stays here or where its prefill waits."""
+    def _refuse(
+        self, message: EngineCoreRequest, client: bytes, error: str, *, may_release: bool = True
+    ) -> None:
+        """Nothing of the request stays here or, if it may release that, where its prefill waits."""
         begun = self.scheduler.requests.get(message.request_id)
         if begun is not None:
             self._end(begun, FinishReason.ERROR)
-        self.hand_offs.refused(message)
+        self.hand_offs.refused(message, may_release=may_release)
         self._fail(message.request_id, client, error)
 
     def _admit(self, message: EngineCoreRequest, client: bytes) -> tuple[Request, list[int]]:

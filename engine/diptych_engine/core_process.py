@@ -33,9 +33,13 @@ from diptych_protocol import (
 log = logging.getLogger(__name__)
 
 
-def serve(config: EngineConfig, endpoints: list[tuple[str, CurveKeys | None]]) -> None:
+def serve(
+    config: EngineConfig,
+    endpoints: list[tuple[str, CurveKeys | None]],
+    keys: CurveKeys | None,
+) -> None:
     """Run one engine until SIGTERM."""
-    core = build_core(config)
+    core = build_core(config, keys)
     timeout_s = config.shutdown_timeout_s
     if config.data_parallel_lockstep and config.data_parallel_size > 1:
         server: CoreServer = LockstepServer(core, endpoints, timeout_s, join_group(config))
@@ -64,11 +68,12 @@ def main() -> None:
         config = msgspec.json.decode(args.config, type=EngineConfig)
         setup_logging(config.engine_id or "engine")
         endpoints: list[tuple[str, CurveKeys | None]] = [(args.local, None)]
+        keys = None if args.keys is None else read_keys(args.keys)
         if args.public:
-            if args.keys is None:
+            if keys is None:
                 raise InvalidRequestError("--public needs --keys", param="keys")
-            endpoints.append((args.public, read_keys(args.keys)))
-        serve(config, endpoints)
+            endpoints.append((args.public, keys))
+        serve(config, endpoints, keys)
     except (InvalidRequestError, msgspec.MsgspecError) as exc:
         sys.exit(fail(2, f"bad configuration: {exc}"))
     except zmq.ZMQError as exc:

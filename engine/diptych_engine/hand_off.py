@@ -19,6 +19,7 @@ from diptych_protocol import (
     KVTransferParams,
     KVTransferStats,
 )
+from diptych_protocol.kv_transfer_params import bad_params
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +58,16 @@ class HandOffs:
     # --- requests come and go -----------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises `InvalidRequestError` if the lease that a request is to have is another's."""
+        """Raises `InvalidRequestError` if the lease that a request is to have is another's, and
+        `UnprovenReferenceError` if the one that it comes with was not lent for it."""
         params = request.kv_transfer
-        if params is None or not params.do_remote_decode or params.lease_id is None:
+        if self._connector is None or params is None:
             return
-        if params.lease_id in self._scheduler.leased:
-            raise InvalidRequestError("kv_transfer_params: there is a lease of this id already")
+        if params.do_remote_prefill:
+            tokens = request.token_ids[: params.remote_num_tokens]
+            self._connector.check(params, tokens, request.cache_salt)
+        elif params.lease_id is not None and params.lease_id in self._scheduler.leased:
+            raise bad_params("there is a lease of this id already")
 
     def arrived(self, request: Request) -> None:
         """A request was admitted: promise what it is to lend, keep alive what it is to fetch."""
@@ -72,7 +77,9 @@ class HandOffs:
         if params.do_remote_decode:
             if request.max_total_tokens == request.num_tokens + 1:  # so it will lend the prompt
                 self._promise(request, params.lease_id, request.num_tokens, self._connector)
-        elif self._scheduler.early.claim(request):
+            return
+        self._connector.take(params)
+        if self._scheduler.early.claim(request):
             self._connector.adopt_load(request.request_id)
         else:
             self.forgo(request.request_id)
@@ -132,8 +139,9 @@ class HandOffs:
 
         It is what the later ADD will be, but for the tokens that prefill samples; its
         `kv_transfer_params` have `do_remote_prefill`, `remote_engine_id`, `remote_host`,
-        `remote_port`, `epoch`, `compat`, the `lease_id` that the prefill request was given, and as
-        `remote_num_tokens` the length of its prompt (`generated_token_ids` included).
+        `remote_port`, `epoch`, `compat`, the `lease_id` that the prefill request was given, as
+        `remote_num_tokens` the length of its prompt (`generated_token_ids` included), and as
+        `proof` the prefill engine's `kv_transfer_proof`.
 
         Returns whether blocks are reserved and filled while prefill computes; False: it is only
         connected. Either way nothing is promised, nothing is answered later, and the ADD must say
@@ -152,6 +160,7 @@ class HandOffs:
         params = announced.kv_transfer
         if params is None or not params.do_remote_prefill:
             raise InvalidRequestError("only a hand-off to this engine can be announced")
+        connector.check_announced(params)
         busy = bool(scheduler.waiting) or scheduler.gate.paused  # who is here comes first
         order = None if busy else scheduler.early.reserve(announced)
         if order is None:
@@ -257,25 +266,35 @@ class HandOffs:
     def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
         """Somebody refused or lost a request before admission: free what P holds for it.
 
-        Works on either side: P ends its own lease, D tells P. Repeating it is harmless.
+        Works on either side: P ends its own lease, D tells P. Repeating it is harmless. Raises
+        `InvalidRequestError` for parameters that P has not signed. Those of a request that is here
+        or was change nothing: what becomes of the lease is its affair.
         """
         if self._connector is None:
             return
         params = KVTransferParams.naming_lease(raw_params)
+        if self._connector.is_taken(params):
+            return
         if params.remote_engine_id == self._description.engine_id:
             self._connector.revoke(params)
         else:
             self._connector.reject(params)
         log.info("request %s was rejected before admission; its lease is released", request_id)
 
-    def refused(self, message: EngineCoreRequest) -> None:
-        """A refused hand-off must not leave its prefill pinned, whatever was wrong with it."""
+    def refused(self, message: EngineCoreRequest, *, may_release: bool = True) -> None:
+        """A refused hand-off must not leave its prefill pinned, whatever was wrong with it.
+
+        may_release: False if what was wrong is that the prefill was not for this request. Who
+        carries a reference that somebody has edited may end the lease by name, but not in passing.
+        """
         self.forgo(message.request_id)
         self._withdraw(message.request_id)
         params = message.sampling_params
         raw = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params")
-        if isinstance(raw, dict) and raw.get("do_remote_prefill"):
+        if may_release and isinstance(raw, dict) and raw.get("do_remote_prefill"):
             try:
+                if self._connector is not None:
+                    self._connector.prove(KVTransferParams.parse(raw))
                 self.reject_kv_transfer(message.request_id, raw)
             except DiptychError as exc:
                 log.info("request %s: nothing to release: %s", message.request_id, exc)

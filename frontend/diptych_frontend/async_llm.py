@@ -29,7 +29,10 @@ from diptych_protocol import (
     EngineDescription,
     InvalidRequestError,
     KVTransferParams,
+    RefusedByEngineError,
+    UtilityError,
 )
+from diptych_protocol.kv_transfer_params import PARAM
 
 log = logging.getLogger(__name__)
 
@@ -265,9 +268,15 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         data_parallel_rank: int | None = None,
     ) -> None:
         KVTransferParams.naming_lease(kv_transfer_params)
-        await self._cores.call(
-            "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
-        )
+        try:
+            await self._cores.call(
+                "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
+            )
+        except UtilityError as exc:
+            why = str(exc).removeprefix("reject_kv_transfer: ")
+            if why.startswith(f"{PARAM}: "):  # nobody of this service has signed them
+                raise RefusedByEngineError(why, param=PARAM) from exc
+            raise
 
     async def scale_elastic_ep(
         self, new_data_parallel_size: int, drain_timeout: float = 300

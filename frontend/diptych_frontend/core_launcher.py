@@ -69,7 +69,9 @@ class CoreProcess:
             *("--parent-pid", str(os.getpid())),
         ]
         if self.public_endpoint is not None:
-            command += ["--public", self.public_endpoint, "--keys", str(self.keys_dir)]
+            command += ["--public", self.public_endpoint]
+        if self.keys_dir is not None:
+            command += ["--keys", str(self.keys_dir)]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def ended(self) -> EngineDeadError | None:

@@ -15,15 +15,18 @@ from diptych_frontend.pooling_answer import PoolingAnswer
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import (
     CompletionOutput,
+    DiptychError,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineGenerateError,
     EngineOverloadedError,
     FinishReason,
     Logprob,
+    RefusedByEngineError,
     RequestOutput,
     RequestOutputKind,
 )
+from diptych_protocol.kv_transfer_params import PARAM
 from diptych_protocol.wire import OVERLOADED
 
 __all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
@@ -154,9 +157,7 @@ class OutputProcessor:
             self._waiting.pop(output.request_id, None)
             if output.finish_reason is FinishReason.ERROR:
                 reason = output.error or "the engine gave no reason"
-                refused = reason.startswith(OVERLOADED)
-                failure = EngineOverloadedError if refused else EngineGenerateError
-                self.fail(output.request_id, failure(reason))
+                self.fail(output.request_id, failure_of(reason))
                 continue
             try:
                 ended = answer.advance(output)
@@ -375,6 +376,15 @@ class _Answer:
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+
+def failure_of(reason: str) -> DiptychError:
+    """What an engine core's last word on a request is to who asked."""
+    if reason.startswith(OVERLOADED):
+        return EngineOverloadedError(reason)
+    if reason.startswith(f"{PARAM}: "):
+        return RefusedByEngineError(reason, param=PARAM)
+    return EngineGenerateError(reason)
 
 
 def _wrap_int64(value: int) -> int:

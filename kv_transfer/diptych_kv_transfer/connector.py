@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import secrets
+import socket
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,14 +18,24 @@ from diptych_kv_transfer.actions import LeaseEnded, LoadEnded
 from diptych_kv_transfer.device_memory import DeviceMemory
 from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
+from diptych_kv_transfer.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.layout import Layout
 from diptych_kv_transfer.leases import LeaseTable
 from diptych_kv_transfer.load import LeaseRef
 from diptych_kv_transfer.loads import LoadTable
 from diptych_kv_transfer.messages import Hello
+from diptych_kv_transfer.references import References
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.ucx import UcxTransport
-from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats, fingerprint
+from diptych_protocol import (
+    CurveKeys,
+    InvalidRequestError,
+    KVTransferConfig,
+    KVTransferParams,
+    KVTransferStats,
+    fingerprint,
+)
+from diptych_protocol.kv_transfer_params import is_ip_literal
 
 STAGING_BYTES = 256 << 20
 """Where only blocks of another geometry are staged."""
@@ -62,24 +75,65 @@ def open_connector(
     compat: Mapping[str, str | int],
     kv_memory: Sequence[NDArray[np.uint8]] | Sequence[DeviceMemory],
     geometry: Mapping[str, int] | None = None,
+    keys: CurveKeys | None = None,
 ) -> KVConnector:
     """Listen, and start a hinge over UCX.
 
     Args:
         compat: what must be equal in engines that exchange KV, by name.
+        keys: the service's; engines with others exchange nothing with this one. None: for engines
+            that listen on loopback, which then exchange KV with whoever is there.
         geometry: what may differ, by the names of `layout.GEOMETRY`; without it, nothing may.
         kv_memory: of each rank; on the host [num_blocks, block_bytes], contiguous. It must outlive
             the connector. Blocks on a device are copied through the host.
 
     Raises `OSError` when the address cannot be had, `ValueError` when the memory is not what
-    `compat` and `geometry` say, or is on a device and they do not say what it is.
+    `compat` and `geometry` say, or is on a device and they do not say what it is, and
+    `InvalidRequestError` when it is to listen for other hosts without keys.
     """
+    config = with_literals(config)
+    key = key_of(config, keys)
     me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}))
     regions = Regions(kv_memory, Layout.of(me.compat, me.geometry))
-    transport = UcxTransport(config.listen_host, config.listen_port)
+    transport = UcxTransport(config.listen_host, config.listen_port, key)
     hinge = make_hinge(config, me, on_device=regions.on_device)
     driver = HingeThread(hinge, transport, regions, hinge.loads.staging_bytes)
-    return KVConnector(me, config, driver)
+    return KVConnector(me, config, driver, References(key))
+
+
+def with_literals(config: KVTransferConfig) -> KVTransferConfig:
+    """The same with addresses for names, which are looked up here and now, and never again.
+
+    Raises `OSError` for a name that has none.
+    """
+    return msgspec.structs.replace(
+        config,
+        listen_host=_literal(config.listen_host),
+        advertise_host=_literal(config.advertise_host or config.listen_host),
+    )
+
+
+def _literal(host: str) -> str:
+    if is_ip_literal(host):
+        return host
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(found[0][4][0])
+
+
+def key_of(config: KVTransferConfig, keys: CurveKeys | None) -> HingeKey:
+    """What an engine proves itself with, and all that it speaks to.
+
+    Raises `InvalidRequestError` without keys, unless it listens on loopback.
+    """
+    if keys is not None:
+        return HingeKey.of(keys)
+    if not ipaddress.ip_address(config.listen_host).is_loopback:
+        raise InvalidRequestError(
+            f"KV transfers on {config.listen_host} need the service's keys (--keys), by which "
+            "engines know each other; without keys, listen on loopback",
+            param="keys",
+        )
+    return PUBLIC_KEY
 
 
 def make_hinge(config: KVTransferConfig, me: Hello, *, on_device: bool = False) -> Hinge:
@@ -102,16 +156,20 @@ class KVConnector:
         me: Hello,
         config: KVTransferConfig,
         driver: HingeDriver,
+        references: References,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         """`random_bits(k)` is k bits nobody can guess; only a simulation brings its own."""
         self._me = me
         self._driver = driver
+        self._references = references
         self._random_bits = random_bits
         self._lease_seconds = config.lease_seconds
         self.host = config.advertise_host or config.listen_host
         self.port = driver.port
         self.wake_fd = driver.wake_fd
+        self.proof = references.proof_of_engine(self._named())
+        """What announcements of this engine's leases bear."""
 
     # --- lending ------------------------------------------------------------------------------
 
@@ -154,21 +212,29 @@ class KVConnector:
         """
         promised = lease_id or self.promise(request_id, None, len(block_ids), token_ids, cache_salt)
         self._driver.tell(lambda hinge, now: hinge.leases.grant(promised, block_ids, now))
+        lent = msgspec.structs.replace(
+            self._named(),
+            remote_request_id=request_id,
+            remote_block_ids=[block_ids],
+            remote_num_tokens=len(token_ids),
+            lease_id=promised,
+            first_token_ids=first_token_ids,
+            tokens_digest=digest_of(token_ids, cache_salt),
+        )
+        return self._references.sign(lent, self._lease_seconds)
+
+    def _named(self) -> KVTransferParams:
+        """What all our leases say of us."""
         return KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self._me.engine_id,
-            remote_request_id=request_id,
-            remote_block_ids=[block_ids],
             remote_host=self.host,
             remote_port=self.port,
-            remote_num_tokens=len(token_ids),
             remote_block_size=self._me.geometry.get("block_size"),
             tp_size=self._me.geometry.get("tensor_parallel_size", 1),
-            lease_id=promised,
             lease_seconds=self._lease_seconds,
             epoch=self._me.epoch,
             compat=fingerprint(self._me.compat),
-            first_token_ids=first_token_ids,
         )
 
     def withdraw(self, lease_id: str) -> None:
@@ -176,7 +242,11 @@ class KVConnector:
         self._driver.tell(lambda hinge, _now: hinge.leases.revoke(lease_id))
 
     def revoke(self, params: KVTransferParams) -> None:
-        """End the lease of our own that these parameters name."""
+        """End the lease of our own that these parameters name.
+
+        Raises `UnprovenReferenceError` unless we have signed them.
+        """
+        self._references.check_lease(params)
         self.withdraw(params.lease_id or "")
 
     def revoke_all(self) -> None:
@@ -185,13 +255,39 @@ class KVConnector:
 
     # --- fetching -----------------------------------------------------------------------------
 
+    # Whatever parameters are given here is proven before anything is made of it: all of these
+    # raise `UnprovenReferenceError` for what no engine of the service has signed.
+
+    def check(self, params: KVTransferParams, token_ids: list[int], cache_salt: str | None) -> None:
+        """Likewise for a reference that is not for these tokens, too old, or was taken already."""
+        self._references.check_use(params, digest_of(token_ids, cache_salt))
+
+    def prove(self, params: KVTransferParams) -> None:
+        """Likewise for a reference of which any field was edited, whoever it is for."""
+        self._references.check(params)
+
+    def take(self, params: KVTransferParams) -> None:
+        """A request has come with a reference that was checked: it serves no other."""
+        self._references.take(params)
+
+    def is_taken(self, params: KVTransferParams) -> bool:
+        """A request has come with this reference: the lease is its own affair."""
+        self._references.check_lease(params)
+        return self._references.is_taken(params)
+
+    def check_announced(self, params: KVTransferParams) -> None:
+        """Likewise for the parameters of an announcement."""
+        self._references.check_engine(params)
+
     def reach(self, params: KVTransferParams) -> None:
-        """Connect to a prefill engine whose blocks will be wanted."""
+        """Connect to a prefill engine whose blocks will be wanted, by an announcement."""
+        self._references.check_engine(params)
         address = self._lease_of(params).address
         self._driver.tell(lambda hinge, _now: hinge.loads.reach(address))
 
     def hold(self, request_id: str, params: KVTransferParams) -> None:
         """A request with a hand-off queues: connect to its P, and keep the lease alive."""
+        self._references.check(params)
         lease = self._lease_of(params)
         self._driver.tell(lambda hinge, now: hinge.loads.hold(request_id, lease, now))
 
@@ -214,6 +310,10 @@ class KVConnector:
         and the lease may be only promised; unless `adopt_load` follows, it ends by itself after
         `load_timeout_s`, once more in a LoadEnded if it was complete by then.
         """
+        if early:
+            self._references.check_engine(params)
+        else:
+            self._references.check(params)
         lease = self._lease_of(params)
         wanted = dict(zip(indices, local_block_ids, strict=True))
         digest, tag = digest_of(token_ids, cache_salt), self._random_bits(60)
@@ -236,6 +336,7 @@ class KVConnector:
 
     def reject(self, params: KVTransferParams) -> None:
         """Tell P that its lease is not needed. Repeating it is harmless."""
+        self._references.check_lease(params)
         lease = self._lease_of(params)
         self._driver.tell(lambda hinge, _now: hinge.loads.reject(lease))
 
@@ -257,7 +358,7 @@ class KVConnector:
         self._driver.close()
 
     def _lease_of(self, params: KVTransferParams) -> LeaseRef:
-        """The lease that parsed `do_remote_prefill` parameters name."""
+        """The lease that proven `do_remote_prefill` parameters name."""
         return LeaseRef(
             lease_id=params.lease_id or "",
             address=(params.remote_host or "", params.remote_port or 0),

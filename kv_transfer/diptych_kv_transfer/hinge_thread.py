@@ -12,7 +12,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
 
 from diptych_kv_transfer.actions import (
     Action,
@@ -39,6 +42,8 @@ from diptych_protocol import KVTransferStats
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+NO_BLOCKS = np.zeros(1, np.uint8)
+"""What is offered in place of blocks that cannot be read: nobody asks for a single byte."""
 Command = Callable[[Hinge, float], list[Action]]
 """Something that the core wants of the hinge, at a time."""
 
@@ -62,6 +67,8 @@ class HingeThread:
         """Readable while `poll_events` has something to return."""
         self._commands: deque[Command] = deque()
         self._events: deque[LeaseEnded | LoadEnded] = deque()
+        self._broken: dict[str, str] = {}
+        """Loads for whose blocks there was no room, and why."""
         self._totals = KVTransferStats()
         self._stopping = False
         self._failure: Exception | None = None
@@ -163,12 +170,16 @@ class HingeThread:
                 case SendBlocks():
                     self._send([action] if not regions.on_device else self._send_room.ask(action))
                 case ReceiveBlocks(peer, request_id, tag, runs, staged):
-                    buffers = regions.incoming(runs, request_id if staged else None)
+                    buffers = []
+                    if request_id not in self._broken:
+                        buffers = regions.incoming(runs, request_id if staged else None)
                     self._transport.receive_blocks(peer, action.key, tag, buffers)
                 case Stage(request_id, staging):
-                    regions.stage(request_id, staging)
+                    with self._costs_only(request_id):
+                        regions.stage(request_id, staging)
                 case Unpack(request_id):
-                    regions.unpack(request_id)
+                    with self._costs_only(request_id):
+                        regions.unpack(request_id)
                 case Connect(address):
                     self._transport.connect(address)
                 case Fence(peer):
@@ -176,12 +187,29 @@ class HingeThread:
                 case LeaseEnded() | LoadEnded():
                     self._report(action)
 
+    @contextmanager
+    def _costs_only(self, request_id: str) -> Iterator[None]:
+        """What goes wrong with memory, the host's or a device's, fails this load and no other.
+
+        What P sends for it nobody receives: both sides see that their sizes differ, and let go.
+        """
+        try:
+            yield
+        except Exception as exc:
+            log.exception("request %s: its blocks have no room", request_id)
+            self._broken[request_id] = f"its blocks have no room here: {exc}"
+
     def _send(self, ready: list[SendBlocks]) -> None:
         for action in ready:
-            num_blocks = sum(map(len, action.runs))
-            self._totals.blocks_sent += num_blocks
-            self._totals.bytes_sent += num_blocks * self._regions.block_bytes
-            buffers = self._regions.outgoing(action.key, action.runs)
+            try:
+                buffers = self._regions.outgoing(action.key, action.runs)
+            except Exception:  # of the host's memory or the device: it costs this transfer
+                log.exception("lease %s: its blocks cannot be sent", action.lease_id)
+                buffers = [NO_BLOCKS]
+            else:
+                num_blocks = sum(map(len, action.runs))
+                self._totals.blocks_sent += num_blocks
+                self._totals.bytes_sent += num_blocks * self._regions.block_bytes
             self._transport.send_blocks(action.peer, action.key, action.tag, buffers)
 
     def _make_room(self, event: Event) -> None:
@@ -200,6 +228,9 @@ class HingeThread:
     def _report(self, event: LeaseEnded | LoadEnded) -> None:
         if isinstance(event, LoadEnded):
             staged_bytes = self._regions.drop(event.request_id)
+            problem = self._broken.pop(event.request_id, None)
+            if problem is not None:
+                event = LoadEnded(event.request_id, False, problem)
             if event.ok:
                 num_bytes = staged_bytes or event.num_blocks * self._regions.block_bytes
                 self._totals.blocks_received += event.num_blocks

@@ -3,7 +3,8 @@
 Control messages and the frames of transfers travel on a connection's UCX stream; blocks move from
 the KV memory and into it without a copy of ours, see `exchange.py`. The owner's thread drives UCX:
 while there is anything to progress it does so, and otherwise it sleeps in epoll on the worker's
-event descriptor, so that an idle connection costs nothing.
+event descriptor, so that an idle connection costs nothing. A connection is nobody's business before
+both sides have proven that they are of one service: see `handshake.py`.
 
 Endpoints are created with error handling: a peer that dies is noticed (at once while bytes are in
 flight, by keep-alive otherwise), and an endpoint can be cut with transfers in flight, which is what
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import select
 import time
 import weakref
@@ -34,11 +36,14 @@ from diptych_kv_transfer.events import (
     TransferEnded,
 )
 from diptych_kv_transfer.exchange import Exchange, ExchangeError, Handles
+from diptych_kv_transfer.handshake import NONCE_BYTES, AuthenticationError, Handshake
+from diptych_kv_transfer.keys import HingeKey
 from diptych_kv_transfer.passage import PIECE_BYTES, Passage
 from diptych_kv_transfer.same_host import SameHost, may_read, network_transports
-from diptych_kv_transfer.stream import FRAME, MESSAGE, Stream, StreamError
+from diptych_kv_transfer.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transport import Buffer
 from diptych_kv_transfer.ucp import UcpError, libucxx
+from diptych_protocol.kv_transfer_params import is_ip_literal
 
 log = logging.getLogger(__name__)
 
@@ -54,25 +59,44 @@ OPTIONS = {
 """A UCX_* variable of the environment wins over these."""
 
 DRAIN_TIMEOUT_S = 2.0
+HANDSHAKE_TIMEOUT_S = 20.0
+"""Who has not proven itself by then is cut off."""
+MAX_STRANGERS = 64
+"""That have connected to us and not proven themselves; beyond, the oldest is cut off. An engine of
+the service is one for a round trip."""
 
 
 @dataclass(slots=True, weakref_slot=True)
 class _Connection:
     endpoint: Any
     stream: Stream
-    exchange: Exchange
+    handshake: Handshake
+    prove_by: float
+    address: Address | None
+    """What we connected to; None: they connected to us."""
+    exchange: Exchange | None = None
+    """Once the other side has proven itself."""
     lost: bool = False
+    reason: str = ""
+    """Why it was cut, if not by its owner."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """They connected to us, and have not proven themselves."""
+        return self.address is None and self.exchange is None and not self.lost
 
     def cut(self, reason: Exception | str) -> None:
         log.info("cutting a connection: %s", reason)
-        self.lost = True
+        self.lost, self.reason = True, str(reason)
 
 
 class UcxTransport:
     """See `diptych_kv_transfer.transport.Transport`."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, key: HingeKey) -> None:
         """Listen on a port of every address: UCXX offers no choice, so `host` is only for errors.
+
+        key: what the other side of each connection must have, too.
 
         Raises `OSError` when the port cannot be had, or UCX_TLS names nothing that can listen.
         """
@@ -89,6 +113,7 @@ class UcxTransport:
             self._listener: Any = libucxx.UCXListener.create(self._worker, port, self._accept)
         except libucxx.UCXError as exc:
             raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
+        self._key = key
         self._same_host = open_same_host()
         self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
@@ -124,14 +149,14 @@ class UcxTransport:
             return
         peer = self._next_peer
         self._next_peer += 1
-        stream = Stream(endpoint)
-        exchange = Exchange(
-            Handles(endpoint.handle, self._worker.handle),
-            self._same_host,
-            say=lambda frame: stream.send(FRAME, frames.encode(frame)),
-            accepted=address is None,
+        handshake = Handshake(
+            self._key, secrets.token_bytes(NONCE_BYTES), connects=address is not None
         )
-        connection = self._connections[peer] = _Connection(endpoint, stream, exchange)
+        prove_by = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        connection = _Connection(endpoint, Stream(endpoint), handshake, prove_by, address)
+        self._connections[peer] = connection
+        if handshake.opening:
+            connection.stream.shake(handshake.opening)
 
         known = weakref.ref(connection)  # or it and its endpoint would keep each other, and UCX
 
@@ -142,11 +167,32 @@ class UcxTransport:
         try:
             endpoint.set_close_callback(on_close)
         except RuntimeError:  # it is closed already
-            connection.lost = True
-        self._events.append(Connected(peer, address))
+            connection.cut("UCX had closed it")
+        strangers = [x for x in self._connections.values() if x.is_stranger]
+        if len(strangers) > MAX_STRANGERS:
+            strangers[0].cut("too many have connected that prove nothing")
+
+    def _shake(self, peer: Peer, connection: _Connection, data: bytes) -> None:
+        """Go on with the handshake; when it is over, the connection is its owner's."""
+        handshake, stream = connection.handshake, connection.stream
+        answer = handshake.receive(data)
+        if answer:
+            stream.shake(answer)
+        if handshake.session is None:
+            return
+        stream.session = handshake.session
+        connection.exchange = Exchange(
+            Handles(connection.endpoint.handle, self._worker.handle),
+            self._same_host,
+            say=lambda frame: stream.send(FRAME, frames.encode(frame)),
+            accepted=connection.address is None,
+        )
+        self._events.append(Connected(peer, connection.address))
 
     def connect(self, address: Address) -> None:
         try:
+            if not is_ip_literal(address[0]):  # a look-up would hold up every connection
+                raise ValueError("not an IP address")
             endpoint = self._worker.create_endpoint_from_hostname(*address, True)
         except (libucxx.UCXError, OSError, ValueError, OverflowError) as exc:
             self._events.append(ConnectFailed(address, str(exc)))
@@ -167,38 +213,53 @@ class UcxTransport:
         connection.stream.send(MESSAGE, data)
 
     def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        connection = self._connections.get(peer)
-        if connection is None or connection.lost:
+        exchange = self._exchange_of(peer)
+        if exchange is None:
             self._events.append(TransferEnded(key, ok=False))
         else:
-            connection.exchange.send(key, tag, buffers)
+            exchange.send(key, tag, buffers)
 
     def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        connection = self._connections.get(peer)
-        if connection is None or connection.lost:
+        exchange = self._exchange_of(peer)
+        if exchange is None:
             self._events.append(TransferEnded(key, ok=False))
             return
         try:
-            connection.exchange.receive(key, tag, buffers)
+            exchange.receive(key, tag, buffers)
         except ExchangeError as exc:
-            connection.cut(exc)
+            self._connections[peer].cut(exc)
+
+    def _exchange_of(self, peer: Peer) -> Exchange | None:
+        """None: the connection is not there, or not any more."""
+        connection = self._connections.get(peer)
+        return None if connection is None or connection.lost else connection.exchange
 
     # --- progress -----------------------------------------------------------------------------
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         self._collect()
         if not self._events and self._sleepy():
-            for descriptor, _ in self._epoll.poll(timeout_s):
+            for descriptor, _ in self._epoll.poll(self._patience(timeout_s)):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)
             self._collect()
         events, self._events = self._events, []
         return events
 
+    def _patience(self, timeout_s: float | None) -> float | None:
+        """The same, or until somebody should have proven itself."""
+        waiting = [x.prove_by for x in self._connections.values() if x.exchange is None]
+        if not waiting:
+            return timeout_s
+        left = max(0.0, min(waiting) - time.monotonic())
+        return left if timeout_s is None else min(left, timeout_s)
+
     def _sleepy(self) -> bool:
         """Nothing is left to send or to progress, and the event descriptor is armed."""
         for connection in self._connections.values():
-            if connection.lost or connection.exchange.busy or connection.stream.pending:
+            exchange = connection.exchange
+            busy = exchange is not None and exchange.busy
+            if connection.lost or busy or connection.stream.pending:
                 return False
         return not self._worker.progress_once() and bool(self._worker.arm())
 
@@ -218,20 +279,28 @@ class UcxTransport:
         if not connection.lost:
             try:
                 self._take(peer, connection)
-            except (StreamError, ExchangeError, msgspec.MsgspecError) as exc:
+            except (
+                StreamError, AuthenticationError, ExchangeError, msgspec.MsgspecError
+            ) as exc:  # fmt: skip
                 connection.cut(exc)
         if connection.lost:
             self._bury(peer, connection)
 
     def _take(self, peer: Peer, connection: _Connection) -> None:
         """Take what has arrived, and go on with what is under way."""
-        exchange = connection.exchange
         while (message := connection.stream.next_message()) is not None:
             kind, data = message
-            if kind == MESSAGE:
+            if kind == HANDSHAKE:
+                self._shake(peer, connection, data)
+            elif kind == MESSAGE:
                 self._events.append(Received(peer, data))
-            else:
-                exchange.handle(frames.decode(data))
+            elif connection.exchange is not None:
+                connection.exchange.handle(frames.decode(data))
+        exchange = connection.exchange
+        if exchange is None:
+            if connection.prove_by <= time.monotonic():
+                connection.cut("the other side has not proven who it is in time")
+            return
         ended = exchange.advance()
         self._events += ended
         if any(transfer.ok for transfer in ended):
@@ -239,7 +308,8 @@ class UcxTransport:
 
     def _bury(self, peer: Peer, connection: _Connection) -> None:
         """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
-        passages = connection.exchange.abandon()
+        exchange = connection.exchange
+        passages = [] if exchange is None else exchange.abandon()
         connection.endpoint.close_blocking()
         self._worker.cancel_inflight_requests()
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
@@ -252,7 +322,10 @@ class UcxTransport:
                 self._not_ended.append((stream, passages))
                 break
         del self._connections[peer]
-        self._events += [*connection.exchange.take_ended(), PeerLost(peer)]
+        if exchange is not None:
+            self._events += [*exchange.take_ended(), PeerLost(peer)]
+        elif connection.address is not None:
+            self._events.append(ConnectFailed(connection.address, connection.reason))
 
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)

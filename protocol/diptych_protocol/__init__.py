@@ -28,6 +28,7 @@ from diptych_protocol.errors import (
     EngineGenerateError,
     EngineOverloadedError,
     InvalidRequestError,
+    RefusedByEngineError,
     UnsupportedFeatureError,
     UtilityError,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "PromptType",
     "ReconfigureDistributedRequest",
     "ReconfigureRankType",
+    "RefusedByEngineError",
     "Renderer",
     "RequestJourneyEvent",
     "RequestJourneyEventType",

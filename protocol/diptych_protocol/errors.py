@@ -2,6 +2,7 @@
 
 DiptychError
 ├── InvalidRequestError      the caller's fault; HTTP 400 (or `status`), names the field
+│   └── RefusedByEngineError  found out by the engine core, which has told whom it concerns
 ├── EngineGenerateError      this request failed inside the engine; HTTP 500, may be retried
 ├── EngineOverloadedError    no room now; HTTP 503, retry later
 ├── EngineDeadError          the engine core is gone; HTTP 500 for all its requests
@@ -34,6 +35,10 @@ class InvalidRequestError(DiptychError, ValueError):
         self.status = status
         self.code = code
         """A machine-readable reason, as the OpenAI API's `error.code`."""
+
+
+class RefusedByEngineError(InvalidRequestError):
+    """The engine core refused the request, and gave back what others hold for it."""
 
 
 class EngineGenerateError(DiptychError):

@@ -1,12 +1,14 @@
 """`kv_transfer_params`: how a router, a prefill engine and a decode engine speak of one hand-off.
 
 The names are vLLM's, so that another project's router can drive our engines; `lease_id`,
-`lease_seconds`, `epoch`, `compat` and `first_token_ids` are ours.
+`lease_seconds`, `epoch`, `compat`, `first_token_ids`, `expires_at`, `tokens_digest` and `proof` are
+ours. What P says is signed: whoever carries it passes it on unchanged.
 """
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -19,8 +21,18 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _LEASE_ID = re.compile("[0-9a-f]{32}")
 
-LEASE_FIELDS = ("remote_engine_id", "remote_host", "remote_port", "lease_id", "epoch")
-"""What names a lease: which one, and whose."""
+LEASE_FIELDS = (
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "lease_id",
+    "epoch",
+    "compat",
+    "expires_at",
+    "proof",
+)
+"""What names a lease: which one, whose, and the proof of that."""
+PARAM = "kv_transfer_params"
 
 
 class KVTransferParams(msgspec.Struct, omit_defaults=True):
@@ -51,6 +63,13 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Tokens that P already sampled; D continues after them."""
     remote_block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Tokens that each of the blocks holds; None: as many as D's."""
+    expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
+    """Unix time, in seconds of P's clock, after which no D takes this reference. The lease itself
+    may end sooner or be renewed for longer; that P decides."""
+    tokens_digest: Name | None = None
+    """Of the tokens whose KV the blocks hold, and of all else that it depends on."""
+    proof: Name | None = None
+    """P's signature of all other fields, or, in an announcement, of its name and address."""
 
     @classmethod
     def parse(cls, raw: Any) -> KVTransferParams:
@@ -58,18 +77,14 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
         naming the field."""
         params = cls._convert(raw)
         if params.do_remote_decode and params.do_remote_prefill:
-            raise InvalidRequestError(
-                "kv_transfer_params: do_remote_decode and do_remote_prefill exclude each other",
-                param="kv_transfer_params",
-            )
+            raise bad_params("do_remote_decode and do_remote_prefill exclude each other")
         if params.do_remote_prefill:
             params._require_address()
+        elif params.proof is not None:
+            raise bad_params("what is signed has do_remote_prefill, and is passed on unchanged")
         lease_id = params.lease_id if params.do_remote_decode else None
         if lease_id is not None and not _LEASE_ID.fullmatch(lease_id):
-            raise InvalidRequestError(
-                "kv_transfer_params: a lease_id is 32 hexadecimal digits",
-                param="kv_transfer_params",
-            )
+            raise bad_params("a lease_id is 32 hexadecimal digits")
         return params
 
     @classmethod
@@ -80,6 +95,7 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
             {name: raw.get(name) for name in LEASE_FIELDS} if isinstance(raw, dict) else raw
         )
         params._require(LEASE_FIELDS)
+        params._require_literal()
         return params
 
     @classmethod
@@ -89,29 +105,41 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
         try:
             return msgspec.convert(raw, cls)
         except msgspec.ValidationError as exc:
-            raise InvalidRequestError(
-                f"kv_transfer_params: {exc}", param="kv_transfer_params"
-            ) from exc
+            raise bad_params(str(exc)) from exc
 
     def _require_address(self) -> None:
-        self._require((*LEASE_FIELDS, "remote_num_tokens", "compat"))
+        """An announcement has no lease that could expire."""
+        self._require((*(x for x in LEASE_FIELDS if x != "expires_at"), "remote_num_tokens"))
+        self._require_literal()
         if self.remote_block_ids is not None and len(self.remote_block_ids) != 1:
-            raise InvalidRequestError(
-                "kv_transfer_params: remote_block_ids must hold one list (one KV-cache group)",
-                param="kv_transfer_params",
-            )
+            raise bad_params("remote_block_ids must hold one list (one KV-cache group)")
 
     def _require(self, needed: tuple[str, ...]) -> None:
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
-            raise InvalidRequestError(
-                f"kv_transfer_params: do_remote_prefill needs {', '.join(missing)}",
-                param="kv_transfer_params",
-            )
+            raise bad_params(f"do_remote_prefill needs {', '.join(missing)}")
+
+    def _require_literal(self) -> None:
+        if self.remote_host is not None and not is_ip_literal(self.remote_host):
+            raise bad_params("remote_host must be an IP address: names are not looked up")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, defaults included, for a JSON body or msgpack."""
         return {f: getattr(self, f) for f in self.__struct_fields__}
+
+
+def bad_params(what: str) -> InvalidRequestError:
+    """The error that says what is wrong with parameters."""
+    return InvalidRequestError(f"{PARAM}: {what}", param=PARAM)
+
+
+def is_ip_literal(host: str) -> bool:
+    """Whether a host is an address as such, which nothing has to be asked for."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def fingerprint(compat: Mapping[str, Any]) -> str:

@@ -348,6 +348,8 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """Where other engines reach this one's hinge: `remote_host` of what it will lend."""
     kv_transfer_port: int = 0
     """`remote_port` of what it will lend; 0: it takes no part in hand-offs."""
+    kv_transfer_proof: str = ""
+    """`proof` of announcements: the engine's signature of its name and address."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

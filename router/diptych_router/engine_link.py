@@ -158,6 +158,7 @@ class EngineLink:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            proof=about.kv_transfer_proof,
         )
 
     def close(self) -> None:

@@ -16,10 +16,13 @@ from core_kit import core_request, generate
 from waits import Deadline, source_of
 
 from diptych_engine.early_loads import EarlyState
+from diptych_kv_transfer.keys import PUBLIC_KEY
+from diptych_kv_transfer.references import References
 from diptych_protocol import (
     FinishReason,
     InvalidRequestError,
     KVTransferConfig,
+    KVTransferParams,
     KVTransferStats,
     fingerprint,
 )
@@ -70,6 +73,7 @@ class Pair:
             "remote_port": description.kv_transfer_port,
             "epoch": description.epoch,
             "compat": fingerprint(description.compat),
+            "proof": description.kv_transfer_proof,
             "lease_id": LEASE,
             "remote_num_tokens": len(PROMPT),
             **changes,
@@ -327,7 +331,8 @@ def test_a_malformed_announcement_is_refused(pair: Pair, changes: Json) -> None:
 
 
 def test_an_announcement_of_an_engine_that_is_not_there_costs_nothing(pair: Pair) -> None:
-    assert pair.announce(remote_port=1)
+    params = KVTransferParams.parse(pair.announced(remote_port=1))
+    assert pair.announce(remote_port=1, proof=References(PUBLIC_KEY).proof_of_engine(params))
     pair.until(lambda: pair.decode.all_blocks_free, prefill=False)
     assert pair.d().early_loads_dropped == 1
 

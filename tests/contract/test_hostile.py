@@ -68,7 +68,7 @@ def hand_off(**changes: Any) -> dict[str, Any]:
     lent = {
         "do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[0]],
         "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": 2,
-        "lease_id": "00", "epoch": "e", "compat": "c",
+        "lease_id": "00", "epoch": "e", "compat": "c", "expires_at": 1, "proof": "00",
     }  # fmt: skip
     return {"extra_args": {"kv_transfer_params": {**lent, **changes}}}
 

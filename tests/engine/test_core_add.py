@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 from core_kit import CLIENT, core_request, generate, make_core, run, tokens
 
 from diptych_engine.core import EngineCore
-from diptych_protocol import FinishReason, KVTransferConfig
+from diptych_kv_transfer.connector import digest_of
+from diptych_kv_transfer.keys import PUBLIC_KEY
+from diptych_kv_transfer.references import References
+from diptych_protocol import FinishReason, KVTransferConfig, KVTransferParams
 
 PROMPT = [3, 1, 4, 1, 5]
 MAX_LENGTH = 32
@@ -25,14 +29,20 @@ def core() -> Iterator[EngineCore]:
     made.close()
 
 
+_lives = itertools.count(30.0)
+"""How long references are good: each is another one."""
+
+
 def prefilled(prompt: list[int], first: list[int], **params: Any) -> Any:
     """A hand-off by a router that leaves it to decode to tell of the first tokens."""
-    lease = {
-        "do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "127.0.0.1",
-        "remote_port": 1, "remote_num_tokens": len(prompt), "lease_id": "00", "epoch": "e",
-        "compat": "c", "remote_block_ids": [[0] * -(-len(prompt) // 16)], "first_token_ids": first,
-    }  # fmt: skip
-    return core_request("r", prompt, extra_args={"kv_transfer_params": lease}, **params)
+    lease = KVTransferParams(
+        do_remote_prefill=True, remote_engine_id="p", remote_host="127.0.0.1", remote_port=1,
+        remote_num_tokens=len(prompt), lease_id="00", epoch="e", compat="c",
+        remote_block_ids=[[0] * -(-len(prompt) // 16)], first_token_ids=first,
+        tokens_digest=digest_of(prompt, None),
+    )  # fmt: skip
+    signed = References(PUBLIC_KEY).sign(lease, next(_lives)).to_dict()
+    return core_request("r", prompt, extra_args={"kv_transfer_params": signed}, **params)
 
 
 @pytest.mark.parametrize(

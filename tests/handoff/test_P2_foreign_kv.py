@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from core_kit import tokens
-from handoff_kit import Engine, drive, engines, prompt_of, request, save_toy
+from handoff_kit import Engine, drive, engines, prompt_of, request, save_toy, signed
 from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreOutput, FinishReason
@@ -28,24 +28,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def trio(model: str) -> Iterator[list[Engine]]:
-    with engines(model, alone={}, prefill={}, decode={}) as made:
+def four(model: str) -> Iterator[list[Engine]]:
+    with engines(model, alone={}, prefill={}, decode={}, other={}) as made:
         yield made
 
 
 @pytest.fixture
-def alone(trio: list[Engine]) -> Engine:
-    return trio[0]
+def alone(four: list[Engine]) -> Engine:
+    return four[0]
 
 
 @pytest.fixture
-def prefill(trio: list[Engine]) -> Engine:
-    return trio[1]
+def prefill(four: list[Engine]) -> Engine:
+    return four[1]
 
 
 @pytest.fixture
-def decode(trio: list[Engine]) -> Engine:
-    return trio[2]
+def decode(four: list[Engine]) -> Engine:
+    return four[2]
+
+
+@pytest.fixture
+def other(four: list[Engine]) -> Engine:
+    return four[3]
 
 
 _names = iter(f"r{i}" for i in range(1 << 20))
@@ -160,10 +165,10 @@ def test_P2_a_reference_that_is_not_good_is_an_error_and_poisons_nothing(
 def test_P2_block_ids_are_hints_and_prove_nothing(
     alone: Engine, prefill: Engine, decode: Engine, change: Callable[[list[int]], list[int]]
 ) -> None:
-    """P sends the blocks of the lease, or none, whatever numbers it is told."""
+    """P sends the blocks of the lease, or none, whatever numbers it is told, and by whom."""
     decode.forget_prefixes()
     lent = lend(prefill, VICTIM)
-    made = fetch(decode, prefill, VICTIM, blocks(change)(lent))
+    made = fetch(decode, prefill, VICTIM, signed(blocks(change)(lent)))
     if made[-1].finish_reason is FinishReason.ERROR:
         assert tokens(made) == lent["first_token_ids"]
     else:
@@ -176,13 +181,19 @@ def test_P2_block_ids_are_hints_and_prove_nothing(
 @pytest.mark.parametrize("prompt", [VICTIM, ATTACKER], ids=["the same prompt", "another prompt"])
 @pytest.mark.parametrize("reused", [False, True], ids=["consumed", "stale: its blocks were reused"])
 def test_P2_a_reference_serves_once(
-    alone: Engine, prefill: Engine, decode: Engine, prompt: list[int], reused: bool
+    alone: Engine,
+    prefill: Engine,
+    decode: Engine,
+    other: Engine,
+    prompt: list[int],
+    reused: bool,
 ) -> None:
     decode.forget_prefixes()
     prefill.forget_prefixes()
     lent = lend(prefill, VICTIM)
     assert tokens(fetch(decode, prefill, VICTIM, lent)) == answer(alone, VICTIM)
     assert at_rest(prefill, decode)
+    other.forget_prefixes()
     if reused:
         prefill.forget_prefixes()
         for seed in range(20, 28):
@@ -191,8 +202,13 @@ def test_P2_a_reference_serves_once(
     refused = prefill.hinge.stale_reads_refused
     made = fetch(decode, prefill, prompt, lent)
     assert made[-1].finish_reason is FinishReason.ERROR
+    assert tokens(made) == []
+    wanted = "used here before" if prompt == VICTIM else "another prompt"
+    assert wanted in (made[-1].error or "")
+    assert prefill.hinge.stale_reads_refused == refused, "nobody asked it"
+    made = fetch(other, prefill, VICTIM, lent)
+    assert "released" in (made[-1].error or ""), "nor does it serve another engine"
     assert tokens(made) == lent["first_token_ids"], "P's token, which came with the reference"
-    assert "released" in (made[-1].error or "")
     assert prefill.hinge.stale_reads_refused == refused + 1, "prefill counts it"
     assert answer(decode, prompt) == answer(alone, prompt), "an innocent client"
     assert at_rest(prefill, decode)
@@ -233,9 +249,9 @@ def test_P2_a_prefill_engine_that_was_replaced_is_not_taken_for_the_former(
                 "remote_host": heir.core.connector.host,
                 "remote_port": heir.core.connector.port,
             }
-            made = fetch(decode, heir, VICTIM, {**lend(heir, VICTIM), "epoch": lent["epoch"]})
+            made = fetch(decode, heir, VICTIM, signed(lend(heir, VICTIM), epoch=lent["epoch"]))
             assert "restarted or replaced" in (made[-1].error or "")
-            made = fetch(decode, heir, VICTIM, {**lent, **there})
+            made = fetch(decode, heir, VICTIM, signed(lent, **there))
             assert "restarted or replaced" in (made[-1].error or "")
             assert tokens(fetch(decode, heir, VICTIM, lend(heir, VICTIM))) == answer(alone, VICTIM)
             assert at_rest(heir, decode)

@@ -158,7 +158,7 @@ def test_P5_an_adapter_that_decode_does_not_have_is_refused_and_prefill_freed(to
 
 
 def foreign(
-    pair: list[Engine], name: str, prompt: list[int], seeding: bool, **params: Any
+    pair: list[Engine], name: str, prompt: list[int], **params: Any
 ) -> tuple[list[EngineCoreOutput], list[EngineCoreOutput]]:
     """What P and D answer to a proxy that passes `kv_transfer_params` on as they are."""
     prefill, decode = pair
@@ -168,8 +168,6 @@ def foreign(
     lent = at_prefill[-1].kv_transfer_params
     if lent is None:
         return at_prefill, at_prefill  # it is over
-    if not seeding:
-        del lent["first_token_ids"]
     second = request(f"{name}-d", prompt, **params, extra_args={"kv_transfer_params": lent})
     return at_prefill, drive(decode, second, prefill)
 
@@ -188,19 +186,18 @@ FOREIGN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("seeding", [True, False], ids=["P's token goes along", "it does not"])
 @pytest.mark.parametrize("length", [30, 32], ids=["partial block", "full blocks"])
 @pytest.mark.parametrize("case", FOREIGN)
 def test_P5_a_router_that_knows_the_public_vocabulary_gets_the_same_answer(
-    toy: Toy, alone: Engine, pair: list[Engine], case: str, length: int, seeding: bool
+    toy: Toy, alone: Engine, pair: list[Engine], case: str, length: int
 ) -> None:
     params = {"max_tokens": 12, **FOREIGN[case]}
-    name, prompt = f"{case}-{length}-{seeding}", prompt_of(8, length)
+    name, prompt = f"{case}-{length}", prompt_of(8, length)
     for engine in (alone, *pair):
         engine.forget_prefixes()
     expected = drive(alone, request(name, prompt, **params))
     computed = pair[1].prompt_tokens_computed
-    at_prefill, at_decode = foreign(pair, name, prompt, seeding, **params)
+    at_prefill, at_decode = foreign(pair, name, prompt, **params)
     assert tokens(at_decode) == tokens(expected)
     assert at_decode[-1].finish_reason == expected[-1].finish_reason
     if "logprobs" in params:

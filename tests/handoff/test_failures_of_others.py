@@ -19,6 +19,7 @@ from handoff_kit import (
     prompt_of,
     request,
     save_toy,
+    signed,
 )
 from waits import Deadline
 
@@ -217,7 +218,7 @@ def test_a_prefill_engine_that_does_not_shake_hands_costs_one_request_and_its_ti
         [prefill] = stack.enter_context(engines(model, prefill={}))
         listener = stack.enter_context(silent())
         there = {"remote_host": "127.0.0.1", "remote_port": listener.getsockname()[1]}
-        lost = fetching("lost", PROMPT, {**lend(prefill, "p", PROMPT), **there})
+        lost = fetching("lost", PROMPT, signed(lend(prefill, "p", PROMPT), **there))
         if dies:
             listener.close()
         good = fetching("good", prompt_of(4, 30), lend(prefill, "p2", prompt_of(4, 30)))

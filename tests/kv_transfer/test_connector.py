@@ -23,6 +23,8 @@ from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer import LoadEnded, open_connector
 from diptych_kv_transfer.events import Connected, Event
+from diptych_kv_transfer.keys import PUBLIC_KEY
+from diptych_kv_transfer.references import References
 from diptych_kv_transfer.ucx import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
@@ -38,6 +40,11 @@ Where = Literal["host", "device"]
 def tokens_of(num_tokens: int) -> list[int]:
     """The prompt of that length."""
     return list(range(num_tokens))
+
+
+def signed(params: KVTransferParams, **changes: Any) -> KVTransferParams:
+    """A changed reference, signed by a rogue engine that has the key."""
+    return References(PUBLIC_KEY).sign(msgspec.structs.replace(params, **changes), 30.0)
 
 
 def compat_of(block_bytes: int) -> dict[str, str | int]:
@@ -228,11 +235,11 @@ def test_a_reference_that_is_not_good_is_refused_and_moves_nothing(
             assert prefill.ended(params) == "released"
             decode.memory[:] = 0
         case "forged":
-            params = msgspec.structs.replace(params, lease_id="f" * 32)
+            params = signed(params, lease_id="f" * 32)
         case "other prompt":
             tokens = [*tokens[:-1], 99]
         case "other epoch":
-            params = msgspec.structs.replace(params, epoch="before")
+            params = signed(params, epoch="before")
     ended = decode.load(params, [0, 1], [0, 1], tokens=tokens, request_id="bad")
     assert not ended.ok
     assert ended.reason
@@ -384,7 +391,7 @@ def test_connections_that_are_gone_leave_no_descriptor_behind() -> None:
     """Whatever was under way on them, and without help of the garbage collector."""
 
     def meet() -> None:
-        ours, visitor = UcxTransport("127.0.0.1", 0), UcxTransport("127.0.0.1", 0)
+        ours, visitor = (UcxTransport("127.0.0.1", 0, PUBLIC_KEY) for _ in range(2))
         visitor.connect(("127.0.0.1", ours.port))
         arrived: list[Event] = []
         deadline = Deadline("a connection")
@@ -418,7 +425,12 @@ def run_python(code: str) -> str:
 PREAMBLE = """
 import msgspec, numpy as np, os, select, socket, subprocess, sys, time
 from diptych_kv_transfer import open_connector
+from diptych_kv_transfer.keys import PUBLIC_KEY
+from diptych_kv_transfer.references import References
 from diptych_protocol import KVTransferConfig
+
+def signed(params, **changes):
+    return References(PUBLIC_KEY).sign(msgspec.structs.replace(params, **changes), 30.0)
 
 def connector(name):
     return open_connector(KVTransferConfig(), engine_id=name, epoch="1", compat={},
@@ -448,7 +460,7 @@ def test_the_preamble_hands_off_when_nothing_is_wrong() -> None:
 def test_an_impossible_port_fails_one_load_only() -> None:
     out = run_python("""
 good = p.grant("r", [0], [1], [2], None)
-load("bad", msgspec.structs.replace(good, remote_port=70000), [0])
+load("bad", signed(good, remote_port=70000), [0])
 time.sleep(0.5)
 load("good", good, [0])
 print(results(2))
@@ -462,7 +474,7 @@ def test_a_malformed_lease_id_fails_one_load_only() -> None:
 good = p.grant("r", list(range(64)), [1], [2], None)
 d.hold("good", good)
 time.sleep(0.3)
-load("bad", msgspec.structs.replace(good, lease_id="f" * 65), [0])
+load("bad", signed(good, lease_id="f" * 65), [0])
 d.start_load("good", good, list(range(64)), list(range(64)), [1], None)
 print(results(2))
 """)
@@ -471,13 +483,13 @@ print(results(2))
 
 
 def test_a_peer_that_is_gone_before_it_is_looked_at_harms_nobody() -> None:
-    ours, visitor = UcxTransport("127.0.0.1", 0), UcxTransport("127.0.0.1", 0)
+    ours, visitor = (UcxTransport("127.0.0.1", 0, PUBLIC_KEY) for _ in range(2))
     try:
         visitor.connect(("127.0.0.1", ours.port))
-        [connected] = visitor.poll(0.0)
-        assert isinstance(connected, Connected)
+        visitor.poll(0.0)
         progress_until(lambda: bool(ours._accepted), ours, visitor)
-        visitor.fence(connected.peer)
+        [peer] = visitor._connections
+        visitor.fence(peer)
         visitor.poll(0.0)
         progress_until(lambda: not ours._accepted[0].alive, ours, visitor)
         ours.poll(0.0)

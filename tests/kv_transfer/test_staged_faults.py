@@ -20,7 +20,9 @@ from copied_memory import CopiedMemory
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer import LoadEnded, open_connector
+from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.layout import GEOMETRY, Layout
+from diptych_kv_transfer.references import References
 from diptych_kv_transfer.repack import Shards, repack
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
@@ -76,7 +78,7 @@ class Prefill:
         """Of a lease that is only promised, so many blocks are computed, and will ever be."""
         whole, blocks = self.grant(), list(range(NUM_THEIRS))
         lease_id = self.ask("lend_a_part", blocks=blocks, count=count, tokens=TOKENS)
-        return msgspec.structs.replace(whole, lease_id=lease_id)
+        return References(PUBLIC_KEY).sign(msgspec.structs.replace(whole, lease_id=lease_id), 30.0)
 
     def close(self) -> None:
         self.process.kill()

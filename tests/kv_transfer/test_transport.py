@@ -25,6 +25,7 @@ from diptych_kv_transfer.events import (
     Received,
     TransferEnded,
 )
+from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.ucx import UcxTransport
 
 SEED = 21
@@ -72,7 +73,7 @@ class Ours:
 
     def __init__(self, other: Other) -> None:
         self.memory = np.zeros(MEMORY_BYTES, np.uint8)
-        self.transport = UcxTransport("127.0.0.1", 0)
+        self.transport = UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
         self.events: list[Event] = []
         self.tags = itertools.count(1 << 40)
         self.peer = self.connect(other.port)

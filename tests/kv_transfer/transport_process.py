@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from diptych_kv_transfer.events import Event, Received, TransferEnded
+from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.ucx import UcxTransport
 
 SEED = 21
@@ -23,7 +24,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     memory = np.random.default_rng(SEED).integers(1, 256, int(sys.argv[1]), np.uint8)
-    transport = UcxTransport("127.0.0.1", 0)
+    transport = UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
     print(transport.port, file=answers, flush=True)
     while True:
         for event in transport.poll(None):

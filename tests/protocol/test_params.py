@@ -60,6 +60,9 @@ GOOD = KVTransferParams(
     lease_id="ab",
     epoch="e",
     compat="c",
+    expires_at=1,
+    tokens_digest="d",
+    proof="00",
 ).to_dict()
 
 
@@ -73,12 +76,26 @@ def test_a_hand_off_survives_its_own_vocabulary() -> None:
     [
         {"remote_host": None}, {"lease_id": None}, {"remote_port": "x"}, {"epoch": None},
         {"do_remote_decode": True}, {"remote_block_ids": [[1], [2]]}, {"remote_block_ids": [1]},
-        {"remote_num_tokens": "many"}, {"compat": None},
+        {"remote_num_tokens": "many"}, {"compat": None}, {"proof": None}, {"expires_at": 1.5},
+        {"do_remote_prefill": False},
     ],
 )  # fmt: skip
 def test_incomplete_or_contradictory_hand_offs_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="kv_transfer_params"):
         KVTransferParams.parse({**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["prefill-0", "localhost", "evil.example", "", "127.1", "0x7f000001", "1.2.3.4:5", " 1.2.3.4"],
+)
+def test_only_addresses_are_connected_to(host: str) -> None:
+    """A name would be looked up by whoever is told it."""
+    for parse in (KVTransferParams.parse, KVTransferParams.naming_lease):
+        with pytest.raises(InvalidRequestError, match="remote_host"):
+            parse({**GOOD, "remote_host": host})
+    for literal in ("10.1.2.3", "fd00::1", "fe80::1%eth0"):
+        assert KVTransferParams.parse({**GOOD, "remote_host": literal}).remote_host == literal
 
 
 @pytest.mark.parametrize("raw", [None, 3, [], "x", {"do_remote_prefill": "yes"}])

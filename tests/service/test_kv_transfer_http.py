@@ -372,6 +372,64 @@ async def test_a_report_that_names_no_lease_is_refused(pods: Pods, params: Any) 
     assert answer.json()["error"]["param"] == "kv_transfer_params"
 
 
+FORGERIES: dict[str, Json] = {
+    "somebody else's address": {"remote_port": 1},
+    "a name": {"remote_host": "prefill.example"},
+    "another lease": {"lease_id": "f" * 32},
+    "another engine": {"remote_engine_id": "pod-x"},
+    "more time": {"expires_at": 1 << 40},
+    "other tokens": {"tokens_digest": "0" * 32},
+    "other first tokens": {"first_token_ids": [1]},
+    "no proof": {"proof": None},
+    "an invented proof": {"proof": "0" * 64},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("forgery", FORGERIES)
+async def test_what_prefill_did_not_sign_is_the_caller_s_fault(
+    pods: Pods, forgery: str, stream: bool
+) -> None:
+    lent = await pods.lend(COMPLETIONS, body_of(COMPLETIONS))
+    forged = {**lent, **FORGERIES[forgery]}
+    body = body_of(COMPLETIONS, kv_transfer_params=forged, stream=stream)
+    answer = await pods.d.post(COMPLETIONS, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "kv_transfer_params"
+    assert await pods.p.post("/v1/kv_transfer/reject", json=body | {"kv_transfer_params": lent})
+    await until_free(pods)
+
+
+@pytest.mark.parametrize("told", ["prefill", "decode"])
+async def test_a_stranger_frees_nothing(pods: Pods, told: str) -> None:
+    """Who has not got P's signature knows no lease, whatever its name."""
+    http = pods.p if told == "prefill" else pods.d
+    lent = await pods.lend(COMPLETIONS, body_of(COMPLETIONS))
+    for changes in ({"proof": "0" * 64}, {"proof": None}, {"lease_id": "f" * 32}):
+        answer = await http.post(
+            "/v1/kv_transfer/reject", json={"kv_transfer_params": {**lent, **changes}}
+        )
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "kv_transfer_params"
+    assert await pods.leases_held() == 1
+    await http.post("/v1/kv_transfer/reject", json={"kv_transfer_params": lent})
+    await until_free(pods)
+
+
+async def test_a_reference_is_used_once(pods: Pods) -> None:
+    """By whoever came first, who is not disturbed by who comes next."""
+    body = body_of(COMPLETIONS)
+    lent = await pods.lend(COMPLETIONS, body)
+    first, second = await asyncio.gather(
+        *(pods.d.post(COMPLETIONS, json={**body, "kv_transfer_params": lent}) for _ in range(2))
+    )
+    assert sorted((first.status_code, second.status_code)) == [200, 400]
+    third = await pods.d.post(COMPLETIONS, json={**body, "kv_transfer_params": lent})
+    assert third.status_code == 400
+    assert "used here before" in third.json()["error"]["message"]
+    await until_free(pods)
+
+
 async def test_a_pod_that_leaves_still_frees_what_it_refuses(pods: Pods) -> None:
     """The last test of this module: the pod does not come back."""
     body = body_of(COMPLETIONS)

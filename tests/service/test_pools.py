@@ -293,7 +293,7 @@ async def test_a_lease_serves_no_other_prompt(pair: Pair, eventually: Any) -> No
     victim = "The secret word of this conversation is swordfish, remember it. " * 3
     params = await prefill_only(pair, victim)
     other = [t + 1 for t in pair.pools.renderer.render_prompt(victim)["prompt_token_ids"]]
-    with pytest.raises(Exception, match="hand-off failed"):
+    with pytest.raises(Exception, match="another prompt"):
         await generate(pair.decode, other, extra_args={"kv_transfer_params": params})
     await give_back(pair, params, eventually)
 
@@ -302,7 +302,7 @@ async def test_a_forged_lease_is_an_error_not_an_answer(pair: Pair, eventually: 
     prompt = "Forgers guess block numbers, but not leases. " * 3
     params = await prefill_only(pair, prompt)
     forged = {**params, "lease_id": "0" * 32}
-    with pytest.raises(Exception, match="hand-off failed"):
+    with pytest.raises(Exception, match="has signed this"):
         await generate(pair.decode, prompt, extra_args={"kv_transfer_params": forged})
     await give_back(pair, params, eventually)
 

@@ -10,7 +10,11 @@ from sim_stranger import ANSWERS, STRANGERS
 from sim_streams import Stream
 from sim_world import MAX_MODEL_LEN, World
 
+from diptych_kv_transfer import connector
+from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.messages import Hello
+from diptych_kv_transfer.references import References
+from diptych_protocol import InvalidRequestError, KVTransferParams
 
 
 def abort(world: World, where: str) -> bool:
@@ -62,13 +66,27 @@ def forge(world: World, where: str) -> bool:
             first_token_ids=tuple(told or ()),
         )
         thief = world.direct[stream.request_id] = DirectClient(stream, decode, lambda: decode)
-        stolen = {**random.choice([params, *world.lent[-2:]]), "first_token_ids": told}
+        stolen = random.choice([params, *world.lent[-2:]])
         if kind == LIAR:
             world.liar.poses_as = _hello_of(world, stolen)
-        thief.go_on(FORGERIES[kind](stolen, random))
+        forged = FORGERIES[kind]({**stolen, "first_token_ids": told}, random)
+        if random.random() < 0.7:  # by a rogue engine of the service; else by somebody outside
+            forged = _signed(forged, stream)
+        thief.go_on(forged)
         return not beside
 
     return _prefill(world, lent)
+
+
+def _signed(params: Params, stream: Stream) -> Params:
+    """The same, signed for the tokens of a stream by somebody who has the key, if it can be."""
+    try:
+        parsed = KVTransferParams.parse(params)
+    except InvalidRequestError:
+        return params
+    tokens = [*stream.prompt, *(parsed.first_token_ids or ())][: parsed.remote_num_tokens]
+    parsed.tokens_digest = connector.digest_of(tokens, stream.identity)
+    return References(PUBLIC_KEY, lambda: 0.0).sign(parsed, 1e6).to_dict()
 
 
 def _hello_of(world: World, params: Params) -> Hello:

@@ -45,7 +45,7 @@ def _other_length(params: Params, random: Random) -> Params:
 
 
 def _nowhere(params: Params, random: Random) -> Params:
-    return {**params, "remote_host": "nowhere"}
+    return {**params, "remote_host": "10.0.0.99"}
 
 
 def _other_first_tokens(params: Params, random: Random) -> Params:

@@ -26,7 +26,9 @@ from diptych_engine.grammar_compiler import GrammarCompiler
 from diptych_engine.request import Pending, StepPlan
 from diptych_engine.scheduler import Scheduler
 from diptych_kv_transfer.connector import KVConnector, make_hinge
+from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.messages import VERSION, Hello
+from diptych_kv_transfer.references import References
 from diptych_protocol import EngineCoreOutput, EngineDescription, FinishReason, KVTransferConfig
 from diptych_router.policy import Role
 
@@ -39,6 +41,8 @@ STEP_S = 0.01
 RESEND_S = 0.1
 """How often what a partition holds up is tried again."""
 PORT = 7000
+HOSTS = {name: f"10.0.0.{number}" for number, name in enumerate(("p0", "p1", "d0", "d1"), 1)}
+"""An engine's address, by its name."""
 
 
 class NoGrammars:
@@ -92,23 +96,26 @@ class SimEngine:
         self.pool = PoisoningPool(shape.num_blocks, self.memory)
         compat: dict[str, int | str] = {"model": shape.model, "block_size": BLOCK}
         config = KVTransferConfig(
-            listen_host=shape.name,
+            listen_host=HOSTS[shape.name],
             listen_port=PORT,
             lease_seconds=shape.lease_seconds,
             load_timeout_s=shape.load_timeout_s,
         )
         hinge = make_hinge(config, Hello(shape.name, epoch, compat, shape.version))
-        self.address = (shape.name, PORT)
+        self.address = (HOSTS[shape.name], PORT)
+        network.machines[HOSTS[shape.name]] = shape.name
         self.driver = SimDriver(hinge, self.address, network, self.memory, self.pool)
         self.driver.wake_core = self.wake
         network.hosts[self.address] = self.driver
-        connector = KVConnector(hinge.me, config, self.driver, self.random.getrandbits)
+        references = References(PUBLIC_KEY, lambda: self.clock.now)
+        connector = KVConnector(hinge.me, config, self.driver, references, self.random.getrandbits)
         description = EngineDescription(
             engine_id=shape.name, epoch=epoch, model=shape.model,
             max_model_len=shape.max_model_len, vocab_size=VOCABULARY, block_size=BLOCK,
             num_blocks=shape.num_blocks, dtype="float32", compat=compat,
             max_num_seqs=shape.max_num_seqs, pid=incarnation, kv_transfer=True,
-            kv_transfer_host=shape.name, kv_transfer_port=PORT,
+            kv_transfer_host=connector.host, kv_transfer_port=PORT,
+            kv_transfer_proof=connector.proof,
         )  # fmt: skip
         scheduler = Scheduler(
             self.pool,

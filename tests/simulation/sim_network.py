@@ -109,6 +109,8 @@ class Network:
         self.faults = Faults()
         self.hosts: dict[Address, Host] = {}
         """Who answers at an address now."""
+        self.machines: dict[str, str] = {}
+        """Names by IP address."""
         self.cut_off: set[frozenset[str]] = set()
         """Pairs of host names that cannot reach each other."""
         self.note = note
@@ -119,6 +121,10 @@ class Network:
 
     # --- who reaches whom ---------------------------------------------------------------------
 
+    def machine(self, address: Address) -> str:
+        """The name of whoever has an address; the address itself for who has none."""
+        return self.machines.get(address[0], address[0])
+
     def reaches(self, one: str, other: str) -> bool:
         """Whether packets pass between two hosts."""
         return frozenset((one, other)) not in self.cut_off
@@ -127,7 +133,7 @@ class Network:
         """Let no packet pass between two hosts; their connections break after a while."""
         self.cut_off.add(frozenset((one, other)))
         for end in list(self._ends.values()):
-            pair = frozenset((end.host.address[0], end.other.host.address[0]))
+            pair = frozenset((self.machine(end.host.address), self.machine(end.other.host.address)))
             if pair == frozenset((one, other)):
                 self.clock.after(KEEPALIVE_S * (0.5 + self.random.random()), self._give_up, end)
 
@@ -141,12 +147,12 @@ class Network:
             resume()
 
     def _give_up(self, end: End) -> None:
-        if not self.reaches(end.host.address[0], end.other.host.address[0]):
+        if not self.reaches(self.machine(end.host.address), self.machine(end.other.host.address)):
             self.bury(end)
 
     def _passes(self, end: End, call: Callable[[], None]) -> bool:
         """Whether packets between an end and the other pass; if not, the call waits for that."""
-        one, other = end.host.address[0], end.other.host.address[0]
+        one, other = self.machine(end.host.address), self.machine(end.other.host.address)
         if self.reaches(one, other):
             return True
         self._parked.append((frozenset((one, other)), call))
@@ -164,7 +170,8 @@ class Network:
             self.clock.after(delay, host.report, ConnectFailed(address, "refused"))
             return
         chance -= self.faults.fail_connect
-        hangs = not self.reaches(host.address[0], address[0]) or chance < self.faults.hang_connect
+        apart = not self.reaches(self.machine(host.address), self.machine(address))
+        hangs = apart or chance < self.faults.hang_connect
         mine, theirs = self._end(host), self._end(target)
         mine.other, theirs.other = theirs, mine
         mine.connecting_to = address

@@ -80,6 +80,7 @@ class Link:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            proof=about.kv_transfer_proof,
         )
 
     def send(self, message: ToEngine) -> None:

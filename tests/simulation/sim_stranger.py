@@ -106,7 +106,7 @@ def _leases(hinge: Hinge) -> list[Lease]:
 class Liar:
     """Pretends to be a prefill engine, and sends what nobody asked for."""
 
-    address: Address = ("liar", 1)
+    address: Address = ("10.0.0.66", 1)
     alive = True
     compat: dict[str, int | str] = ME.compat
 

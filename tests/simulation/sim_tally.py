@@ -48,6 +48,9 @@ ENGINE_REFUSALS = {
     "exclude each other": "both sides at once",
     "do_remote_prefill needs": "no lease is named",
     "first_token_ids": "first tokens that do not fit",
+    "no engine of this service": "nobody has signed it",
+    "another prompt, adapter or salt": "lent for other tokens",
+    "used here before": "used before",
     "kv_transfer_params: ": "parameters that are none",
 }
 """Why engines answer requests with an error."""
@@ -57,6 +60,7 @@ UTILITY_REFUSALS = {
     "is asleep": "the engine is asleep",
     "leave no room": "announced, but too long",
     "tokens of KV do not fit": "announced, but it does not fit",
+    "no engine of this service": "nobody has signed it",
     "kv_transfer_params: ": "parameters that name no lease",
 }
 """Why engines refuse utility calls."""
@@ -125,6 +129,7 @@ SECTIONS: dict[str, list[str]] = {
             "the hand-off failed", "KV for the same id is on its way", "too long",
             "KV for more tokens than it has", "blocks that do not fit", "both sides at once",
             "no lease is named", "first tokens that do not fit", "parameters that are none",
+            "nobody has signed it", "lent for other tokens", "used before",
         )),
         *(f"refused by prefill: {name}" for name in (
             "a lease of this id exists", "a lease id that is none", "too long",

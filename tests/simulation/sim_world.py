@@ -275,7 +275,7 @@ class World:
         self._saw(engine.name)
 
     def _saw_driver(self, driver: SimDriver) -> None:
-        self._saw(driver.address[0])
+        self._saw(self.network.machine(driver.address))
 
     def _saw(self, name: str) -> None:
         engine = self.engines[name]

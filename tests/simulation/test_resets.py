@@ -27,7 +27,7 @@ def test_a_prefill_whose_kv_is_forgotten_halfway_lends_only_what_it_computes_ane
     the end of its own promise."""
     clock, lent = Clock(), list[dict[str, Any]]()
     shape = Shape(
-        "p", "prefill", num_blocks, max_num_seqs=1, max_num_batched_tokens=3, max_num_waiting=1,
+        "p0", "prefill", num_blocks, max_num_seqs=1, max_num_batched_tokens=3, max_num_waiting=1,
         max_model_len=14, lease_seconds=2.0, load_timeout_s=3.0,
     )  # fmt: skip
     engine = SimEngine(shape, 1, Network(clock, Random(0), lambda _: None), lent)

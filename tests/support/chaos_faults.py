@@ -22,6 +22,7 @@ from wire_kit import Client
 
 from diptych_frontend.core_client import CoreClient
 from diptych_frontend.curve import read_keys
+from diptych_kv_transfer.keys import HingeKey
 from diptych_protocol import EngineDeadError, UtilityError
 
 CALL_TIMEOUT_S = 20.0
@@ -175,7 +176,7 @@ async def hostile_bytes(scene: Scene) -> None:
 def visit_hinge(engine: Engine, rng: random.Random, count: int) -> int:
     """`pester_hinge` from the router's host."""
     with environment(engine.ucx_settings(0)):
-        return pester_hinge(engine.hinge, rng, count)
+        return pester_hinge(engine.hinge, HingeKey.of(read_keys(engine.keys_dir)), rng, count)
 
 
 async def stale_rejections(scene: Scene) -> None:

@@ -11,7 +11,13 @@ from waits import Deadline
 
 from diptych_engine.build_core import build_core
 from diptych_engine.core import EngineCore
-from diptych_protocol import EngineConfig, EngineCoreOutput, EngineCoreRequest, SamplingParams
+from diptych_protocol import (
+    CurveKeys,
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    SamplingParams,
+)
 
 CLIENT = b"client"
 VOCABULARY = 64
@@ -21,14 +27,14 @@ EXACT = "none"
 """Weight packing of tests that compare answers token for token, however they were batched."""
 
 
-def make_core(model: str = DUMMY, **options: Any) -> EngineCore:
+def make_core(model: str = DUMMY, *, keys: CurveKeys | None = None, **options: Any) -> EngineCore:
     fields: dict[str, Any] = {
         "num_blocks": 64,
         "num_threads": 1,
         "max_num_seqs": 8,
         "weight_packing": EXACT,
     }
-    return build_core(EngineConfig(model=model, **{**fields, **options}))
+    return build_core(EngineConfig(model=model, **{**fields, **options}), keys)
 
 
 def core_request(request_id: str, prompt: list[int], **fields: Any) -> EngineCoreRequest:

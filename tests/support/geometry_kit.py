@@ -118,6 +118,7 @@ class Engines:
             "remote_port": about.kv_transfer_port,
             "epoch": about.epoch,
             "compat": fingerprint(about.compat),
+            "proof": about.kv_transfer_proof,
             "lease_id": lease_id,
             "remote_num_tokens": len(prompt),
         }

@@ -27,6 +27,8 @@ from waits import PATIENCE_S, Deadline, source_of
 from diptych_frontend.collector import Collector
 from diptych_frontend.output_processor import OutputProcessor, fan_out
 from diptych_frontend.tokenizer import Tokenizer
+from diptych_kv_transfer.keys import PUBLIC_KEY
+from diptych_kv_transfer.references import References
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
@@ -144,6 +146,13 @@ def engines(model: str, **options: dict[str, Any]) -> Iterator[list[Engine]]:
             engine.core.close()
 
 
+def signed(lent: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A changed reference as a rogue engine would sign it, which has the key as engines of these
+    tests do."""
+    params = KVTransferParams.parse({**lent, **changes})
+    return References(PUBLIC_KEY).sign(params, 30.0).to_dict()
+
+
 def wait_for_news(engines: Sequence[Engine]) -> None:
     """If nobody has anything to compute, until the hinge or a grammar has something to tell."""
     cores = [engine.core for engine in engines]
@@ -215,6 +224,7 @@ class Seat:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            proof=about.kv_transfer_proof,
         )
 
     @property

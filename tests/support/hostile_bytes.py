@@ -14,6 +14,7 @@ from wire_kit import ABORT, ADD, UTILITY, Client, request
 
 from diptych_kv_transfer.actions import Peer
 from diptych_kv_transfer.events import Connected, ConnectFailed, PeerLost, Received
+from diptych_kv_transfer.keys import HingeKey
 from diptych_kv_transfer.messages import (
     AnyMessage,
     Close,
@@ -83,14 +84,14 @@ def control_messages(rng: random.Random) -> list[AnyMessage]:
     ]
 
 
-def pester_hinge(address: tuple[str, int], rng: random.Random, count: int) -> int:
-    """Send a hinge's control port so many messages, sound ones and mutated ones.
+def pester_hinge(address: tuple[str, int], key: HingeKey, rng: random.Random, count: int) -> int:
+    """Send a hinge so many messages, sound ones and mutated ones, as somebody who has its key.
 
     It has decided about all of them when this returns: after every few, something is asked that it
     must answer, unless it has cut us off for what it cannot read; then we come again. Returns how
     often it did. Raises `TimeoutError` if it does not let us in, or does not answer.
     """
-    transport = UcxTransport("127.0.0.1", 0)
+    transport = UcxTransport("127.0.0.1", 0, key)
     cuts = 0
     try:
         while count > 0:

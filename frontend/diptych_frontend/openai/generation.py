@@ -29,6 +29,7 @@ from diptych_protocol import (
     EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
+    RefusedByEngineError,
     Renderer,
     RequestOutput,
     SamplingParams,
@@ -275,7 +276,7 @@ async def _run_prompt(
                     progress.saw(output)
                     finished = output.finished
                     yield index, output
-        except EngineGenerateError:
+        except (EngineGenerateError, RefusedByEngineError):
             exchange.admitted = True
             raise
         if not finished:

@@ -206,6 +206,9 @@ async def test_contract_Q12_every_call_after_the_end_says_so(client: MQLLMEngine
         "remote_port": 1,
         "lease_id": "0" * 32,
         "epoch": "e",
+        "compat": "c",
+        "expires_at": 1,
+        "proof": "00",
     }
     calls: list[Callable[[], Awaitable[Any]]] = [
         lambda: read(client, "r"),

@@ -28,6 +28,8 @@ PARAMS = {
     "lease_id": "00" * 16,
     "epoch": "e",
     "compat": "c",
+    "expires_at": 1,
+    "proof": "00",
 }
 
 

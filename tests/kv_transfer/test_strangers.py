@@ -1,0 +1,168 @@
+"""Connections over UCX that prove nothing, or are tampered with: cut off, in time and in number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from waits import Deadline, source_of
+
+from diptych_kv_transfer import ucx
+from diptych_kv_transfer.connector import key_of, with_literals
+from diptych_kv_transfer.events import Connected, ConnectFailed, Event, PeerLost, Received
+from diptych_kv_transfer.handshake import Session
+from diptych_kv_transfer.keys import PUBLIC_KEY, HingeKey
+from diptych_kv_transfer.stream import MESSAGE
+from diptych_kv_transfer.ucx import UcxTransport
+from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferConfig
+
+KEYS = CurveKeys("P" * 40, "S" * 40)
+KEY = HingeKey.of(KEYS)
+
+
+class End:
+    """A transport and what has happened to it."""
+
+    def __init__(self, key: HingeKey = KEY) -> None:
+        self.transport = UcxTransport("127.0.0.1", 0, key)
+        self.events: list[Event] = []
+
+    def connect(self, other: End) -> None:
+        self.transport.connect(("127.0.0.1", other.transport.port))
+
+    def turn(self) -> None:
+        self.events += self.transport.poll(0.001)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+Make = Callable[..., End]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def end(key: HingeKey = KEY) -> End:
+            made = End(key)
+            stack.callback(made.transport.close)
+            return made
+
+        yield end
+
+
+def until(condition: Callable[[], object], *ends: End) -> None:
+    deadline = Deadline(source_of(condition))
+    while not condition():
+        deadline.check()
+        for end in ends:
+            end.turn()
+
+
+def test_who_has_another_key_is_nobody_on_either_side(make: Make) -> None:
+    """Neither side's owner hears of the other, and both go on with others."""
+    ours, foreign, friend = make(), make(PUBLIC_KEY), make()
+    foreign.connect(ours)
+    ours.connect(foreign)
+    until(lambda: foreign.of(ConnectFailed) and ours.of(ConnectFailed), ours, foreign)
+    friend.connect(ours)
+    until(lambda: friend.of(Connected) and ours.of(Connected), ours, friend, foreign)
+    assert not foreign.of(Connected)
+    assert len(ours.of(Connected)) == 1
+    assert not ours.of(PeerLost)
+    until(lambda: len(ours.transport._connections) == 1, ours, foreign, friend)
+
+
+def test_who_says_nothing_is_cut_off_in_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "HANDSHAKE_TIMEOUT_S", 0.2)
+    ours, silent = make(), make()
+    monkeypatch.setattr(silent.transport, "_shake", lambda *_: None)
+    begin = time.monotonic()
+    ours.connect(silent)  # it is connected to, and does not answer
+    until(lambda: ours.of(ConnectFailed), ours, silent)
+    assert time.monotonic() - begin >= 0.2
+    assert "in time" in ours.of(ConnectFailed)[0].reason
+    until(lambda: not ours.transport._connections, ours, silent)
+
+
+def test_a_poll_that_waits_wakes_up_to_cut_somebody_off(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would end the wait."""
+    monkeypatch.setattr(ucx, "HANDSHAKE_TIMEOUT_S", 0.2)
+    ours, silent = make(), make()
+    monkeypatch.setattr(silent.transport, "_shake", lambda *_: None)
+    ours.connect(silent)
+    until(lambda: silent.transport._connections, ours, silent)
+    deadline = Deadline("a connection that failed")
+    while not ours.of(ConnectFailed):
+        deadline.check()
+        ours.events += ours.transport.poll(None)
+
+
+def test_strangers_are_few_and_keep_nobody_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "MAX_STRANGERS", 3)
+    ours, crowd, friend = make(), make(), make()
+    monkeypatch.setattr(crowd.transport, "_shake", lambda *_: None)  # they never prove anything
+    for _ in range(8):
+        crowd.connect(ours)
+        until(lambda: not ours.transport._accepted, ours, crowd)
+    until(lambda: len(crowd.of(ConnectFailed)) >= 5, ours, crowd)
+    until(lambda: len(ours.transport._connections) <= 3, ours, crowd)
+    friend.connect(ours)
+    until(lambda: ours.of(Connected) and friend.of(Connected), ours, crowd, friend)
+
+
+@pytest.mark.parametrize("damage", ["edited", "repeated", "left out", "unproven"])
+def test_a_record_that_somebody_has_touched_cuts_the_connection(make: Make, damage: str) -> None:
+    ours, theirs = make(), make()
+    ours.connect(theirs)
+    until(lambda: ours.of(Connected) and theirs.of(Connected), ours, theirs)
+    [peer] = [event.peer for event in ours.of(Connected)]
+    stream = ours.transport._connections[peer].stream
+    session = stream.session
+    assert isinstance(session, Session)
+    ours.transport.send(peer, b"good")
+    until(lambda: theirs.of(Received), ours, theirs)
+    record = session.seal(MESSAGE, b"not so good")
+    match damage:
+        case "edited":
+            record = b"N" + record[1:]
+        case "repeated":
+            stream._append(MESSAGE, record)
+        case "left out":
+            record = session.seal(MESSAGE, b"the next one")
+        case "unproven":
+            record = b"as before there were keys"
+    stream._append(MESSAGE, record)
+    until(lambda: theirs.of(PeerLost) and ours.of(PeerLost), ours, theirs)
+    said = [event.data for event in theirs.of(Received)]
+    assert said == [b"good", b"not so good"] if damage == "repeated" else said == [b"good"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "no.such.name", "127.1", ""])
+def test_names_are_not_looked_up(make: Make, host: str) -> None:
+    ours = make()
+    ours.transport.connect((host, 1))
+    assert "not an IP address" in ours.transport.poll(0)[0].reason  # type: ignore[union-attr]
+
+
+def test_an_engine_advertises_an_address() -> None:
+    config = with_literals(KVTransferConfig(advertise_host="localhost"))
+    assert config.advertise_host in ("127.0.0.1", "::1")
+    assert with_literals(KVTransferConfig(advertise_host="10.1.2.3")).advertise_host == "10.1.2.3"
+    assert with_literals(KVTransferConfig()).advertise_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::"])
+def test_without_keys_an_engine_listens_on_loopback_only(host: str) -> None:
+    config = KVTransferConfig(listen_host=host)
+    with pytest.raises(InvalidRequestError, match="--keys") as caught:
+        key_of(config, None)
+    assert caught.value.param == "keys"
+    assert key_of(KVTransferConfig(), None) is PUBLIC_KEY
+    assert key_of(config, KEYS).mac(b"a", b"b") == KEY.mac(b"a", b"b")
