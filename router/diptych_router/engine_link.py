@@ -96,8 +96,6 @@ class EngineLink:
         """Connections that failed for their key, one after the other."""
         self._own: dict[str, _OwnRequest] = {}
         self._pulse = Pulse()
-        self._question: asyncio.Task[None] | None = None
-        """For a sign of life."""
         self._gone = asyncio.Event()
         self.client = self._connect()
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
@@ -124,21 +122,6 @@ class EngineLink:
         """It says that it leaves, or that somebody has paused it: new requests would wait there."""
         return self.stats.draining or self.stats.paused
 
-    def feel_pulse(self) -> None:
-        """If it has work from here, ask for a sign of life; `silent` says what came of that."""
-        if not self.up or not self.open_tokens:
-            self._pulse.excuse()
-            self._judge()
-            return
-        self._pulse.asked(time.monotonic())
-        self._judge()
-        if self._question is None or self._question.done():
-            self._question = asyncio.create_task(self._ask(), name=f"pulse {self.endpoint}")
-
-    async def _ask(self) -> None:
-        with contextlib.suppress(*CALL_ERRORS, msgspec.ValidationError):
-            await self.refresh_stats()
-
     def _judge(self) -> None:
         was_silent, self.silent = self.silent, self._pulse.doubtful_s(time.monotonic()) > SILENT_S
         if self.silent != was_silent:
@@ -163,8 +146,6 @@ class EngineLink:
 
     def close(self) -> None:
         self._task.cancel()
-        if self._question is not None:
-            self._question.cancel()
         self.client.close()
 
     async def refresh_stats(self, timeout_s: float = STATS_TIMEOUT_S) -> SchedulerStats:
@@ -254,12 +235,16 @@ class EngineLink:
             await self._follow_stats()
 
     async def _follow_stats(self) -> None:
-        """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask."""
+        """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask, and
+        take its pulse by that."""
+        self._pulse, self.silent = Pulse(), False
         while not await self._lost_within(STATS_INTERVAL_S):
+            self._pulse.asked(time.monotonic())
             try:
                 await self.refresh_stats()
             except (*CALL_ERRORS, msgspec.ValidationError) as exc:
                 log.debug("no statistics from %s: %s", self.name, exc)
+            self._judge()
 
     async def _lost_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):

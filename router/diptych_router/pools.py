@@ -239,8 +239,6 @@ class Pools:
             elif role not in self._unresolved:
                 self._unresolved.add(role)
                 log.warning("the %s pool's names cannot be resolved; it stays as it is", role)
-        for link in self.links.values():
-            link.feel_pulse()
         self._changed()
 
     async def _resolve(self, role: Role) -> set[str] | None:
