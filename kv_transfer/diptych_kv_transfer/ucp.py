@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
+import sys
 from ctypes import (
     POINTER,
     byref,
@@ -39,7 +41,7 @@ OK, IN_PROGRESS = 0, 1
 LAST_ERROR = -100
 """`UCS_ERR_LAST`: a request pointer from here up to zero is a status."""
 ALL_BITS = (1 << 64) - 1
-EP_ATTR_FIELD_TRANSPORTS = 1 << 3
+EP_ATTR_FIELD_REMOTE_SOCKADDR, EP_ATTR_FIELD_TRANSPORTS = 1 << 2, 1 << 3
 MEM_MAP_FIELD_ADDRESS_AND_LENGTH = 3
 OP_ATTR_FIELD_FLAGS = 1 << 4
 OP_ATTR_FLAG_NO_IMM_CMPL = 1 << 16
@@ -97,6 +99,9 @@ class _EndpointAttributes(ctypes.Structure):
         ("entry_size", c_size_t),
         ("rest", c_char * 64),
     ]
+
+
+_REMOTE_AT = _EndpointAttributes.remote_sockaddr.offset
 
 
 def _bind(library: Any) -> Any:
@@ -251,6 +256,20 @@ def destroy_key(key: int) -> None:
 def _check(status: int, what: str) -> None:
     if status != OK:
         raise UcpError(f"{what}: UCX status {status}")
+
+
+def remote_host_of(endpoint: int) -> str:
+    """The IP address of an endpoint's other side; empty if UCX does not know it."""
+    attributes = _EndpointAttributes(field_mask=EP_ATTR_FIELD_REMOTE_SOCKADDR)
+    if _ucp.ucp_ep_query(endpoint, byref(attributes)) != OK:
+        return ""
+    raw = bytes(memoryview(attributes).cast("B"))[_REMOTE_AT : _REMOTE_AT + 128]
+    family = int.from_bytes(raw[:2], sys.byteorder)
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, raw[4:8])
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, raw[8:24])
+    return ""
 
 
 def transports_of(endpoint: int) -> str:

@@ -13,6 +13,7 @@ flight, by keep-alive otherwise), and an endpoint can be cut with transfers in f
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import secrets
@@ -42,7 +43,7 @@ from diptych_kv_transfer.passage import PIECE_BYTES, Passage
 from diptych_kv_transfer.same_host import SameHost, may_read, network_transports
 from diptych_kv_transfer.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transport import Buffer
-from diptych_kv_transfer.ucp import UcpError, libucxx
+from diptych_kv_transfer.ucp import UcpError, libucxx, remote_host_of
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class UcxTransport:
     """See `diptych_kv_transfer.transport.Transport`."""
 
     def __init__(self, host: str, port: int, key: HingeKey) -> None:
-        """Listen on a port of every address: UCXX offers no choice, so `host` is only for errors.
+        """Listen on a port of every address: UCXX offers no choice. If `host` is of loopback, who
+        comes from elsewhere is cut off at once.
 
         key: what the other side of each connection must have, too.
 
@@ -114,6 +116,7 @@ class UcxTransport:
         except libucxx.UCXError as exc:
             raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
         self._key = key
+        self._loopback_only = ipaddress.ip_address(host).is_loopback
         self._same_host = open_same_host()
         self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
@@ -168,9 +171,18 @@ class UcxTransport:
             endpoint.set_close_callback(on_close)
         except RuntimeError:  # it is closed already
             connection.cut("UCX had closed it")
+        if address is None and not self._is_welcome(endpoint):
+            connection.cut("it is not of this host, and we listen on loopback")
         strangers = [x for x in self._connections.values() if x.is_stranger]
         if len(strangers) > MAX_STRANGERS:
             strangers[0].cut("too many have connected that prove nothing")
+
+    def _is_welcome(self, endpoint: Any) -> bool:
+        """Who connected to us did so from where we mean to listen."""
+        if not self._loopback_only:
+            return True
+        host = remote_host_of(endpoint.handle)
+        return bool(host) and ipaddress.ip_address(host).is_loopback
 
     def _shake(self, peer: Peer, connection: _Connection, data: bytes) -> None:
         """Go on with the handshake; when it is over, the connection is its owner's."""

@@ -24,7 +24,8 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     listen_port: int = 0
     """0 takes a free port."""
     advertise_host: str = ""
-    """The address other pods reach this engine at; empty means `listen_host`."""
+    """The address other pods reach this engine at; empty means `listen_host`. A name is looked up
+    once, when the engine starts."""
     lease_seconds: float = 30.0
     """How long prefilled blocks stay pinned without a sign of life from the decode engine."""
     load_timeout_s: float = 60.0

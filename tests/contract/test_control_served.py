@@ -23,11 +23,14 @@ from diptych_frontend.admin import build_admin_app
 from diptych_frontend.async_llm import AsyncLLM
 from diptych_frontend.openai.app import build_app
 from diptych_frontend.pulse import Pulse
+from diptych_kv_transfer.keys import PUBLIC_KEY
+from diptych_kv_transfer.references import References
 from diptych_protocol import (
     EngineConfig,
     EngineDeadError,
     InvalidRequestError,
     KVTransferConfig,
+    KVTransferParams,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -261,8 +264,11 @@ async def test_the_admin_port_resets_profiles_and_rejects(admin: httpx.AsyncClie
         "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": 20,
         "remote_request_id": "r", "lease_id": "ab" * 16, "epoch": "e", "compat": "c",
     }  # fmt: skip
-    body = {"request_id": "r", "kv_transfer_params": lease}
+    signed = References(PUBLIC_KEY).sign(KVTransferParams(**lease), 30.0).to_dict()
+    body = {"request_id": "r", "kv_transfer_params": signed}
     assert await post("reject_kv_transfer", body) == {"done": True}
+    body["kv_transfer_params"] = {**signed, "proof": "0" * 64}
+    assert (await post("reject_kv_transfer", body))["error"]["param"] == "kv_transfer_params"
 
 
 @pytest.mark.parametrize(

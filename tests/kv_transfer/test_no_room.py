@@ -1,4 +1,4 @@
-"""Memory that cannot be had, or a device that fails: one transfer is over, and the hinge goes on."""
+"""Memory that cannot be had, or a device that fails, ends one transfer, and the hinge goes on."""
 
 from __future__ import annotations
 

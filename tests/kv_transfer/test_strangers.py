@@ -26,8 +26,8 @@ KEY = HingeKey.of(KEYS)
 class End:
     """A transport and what has happened to it."""
 
-    def __init__(self, key: HingeKey = KEY) -> None:
-        self.transport = UcxTransport("127.0.0.1", 0, key)
+    def __init__(self, key: HingeKey, host: str) -> None:
+        self.transport = UcxTransport(host, 0, key)
         self.events: list[Event] = []
 
     def connect(self, other: End) -> None:
@@ -47,8 +47,8 @@ Make = Callable[..., End]
 def make() -> Iterator[Make]:
     with ExitStack() as stack:
 
-        def end(key: HingeKey = KEY) -> End:
-            made = End(key)
+        def end(host: str = "127.0.0.1", key: HingeKey = KEY) -> End:
+            made = End(key, host)
             stack.callback(made.transport.close)
             return made
 
@@ -65,7 +65,7 @@ def until(condition: Callable[[], object], *ends: End) -> None:
 
 def test_who_has_another_key_is_nobody_on_either_side(make: Make) -> None:
     """Neither side's owner hears of the other, and both go on with others."""
-    ours, foreign, friend = make(), make(PUBLIC_KEY), make()
+    ours, foreign, friend = make(), make(key=PUBLIC_KEY), make()
     foreign.connect(ours)
     ours.connect(foreign)
     until(lambda: foreign.of(ConnectFailed) and ours.of(ConnectFailed), ours, foreign)
@@ -142,6 +142,26 @@ def test_a_record_that_somebody_has_touched_cuts_the_connection(make: Make, dama
     until(lambda: theirs.of(PeerLost) and ours.of(PeerLost), ours, theirs)
     said = [event.data for event in theirs.of(Received)]
     assert said == [b"good", b"not so good"] if damage == "repeated" else said == [b"good"]
+
+
+@pytest.mark.parametrize(
+    ("listens", "comes_from", "welcome"),
+    [
+        ("127.0.0.1", None, True), ("127.0.0.1", "10.1.2.3", False), ("127.0.0.1", "", False),
+        ("127.0.0.1", "::1", True), ("0.0.0.0", "10.1.2.3", True),
+    ],
+)  # fmt: skip
+def test_who_comes_from_elsewhere_is_not_let_in_where_we_listen_on_loopback(
+    make: Make, monkeypatch: pytest.MonkeyPatch, listens: str, comes_from: str | None, welcome: bool
+) -> None:
+    """UCXX listens on every address, whatever it is asked for. None: as UCX says, truly."""
+    ours, other = make(listens), make()
+    if comes_from is not None:
+        monkeypatch.setattr(ucx, "remote_host_of", lambda _: comes_from)
+    other.connect(ours)
+    until(lambda: other.of(Connected) or other.of(ConnectFailed), ours, other)
+    until(lambda: bool(ours.of(Connected)) or not ours.transport._connections, ours, other)
+    assert bool(ours.of(Connected)) == bool(other.of(Connected)) == welcome
 
 
 @pytest.mark.parametrize("host", ["localhost", "no.such.name", "127.1", ""])

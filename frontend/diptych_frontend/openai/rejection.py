@@ -66,7 +66,7 @@ class LostRequest(msgspec.Struct):
     the very body that the decode engine did not get."""
 
     kv_transfer_params: dict[str, Any]
-    """As the prefill engine answered them: who knows them may give its blocks back."""
+    """As the prefill engine answered and signed them: who has them may give its blocks back."""
     request_id: str | None = None
 
 
