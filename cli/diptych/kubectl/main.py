@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 WATCH_INTERVAL_S = 2.0
+TOP_INTERVAL_S = 4.0
+"""Metrics are up to two seconds old: over less, tokens per second would leap."""
 PIPE_COLUMNS = 240
 """Width of what does not go to a terminal, so that tables keep one line for each row."""
 
@@ -140,7 +142,7 @@ def why(
 @click.option(
     "--interval",
     type=click.FloatRange(0.5, 60),
-    default=WATCH_INTERVAL_S,
+    default=TOP_INTERVAL_S,
     show_default=True,
     help="Seconds over which tokens per second are counted.",
 )
