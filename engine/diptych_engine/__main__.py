@@ -86,11 +86,8 @@ async def run(args: argparse.Namespace) -> None:
     public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
     config = pod_config(args)
     engine = await AsyncLLM.start(config, public_endpoint=public, keys_dir=args.keys)
-    app = build_app(
-        engine,
-        metrics=ServerMetrics(engine.model_name, engine.stats_by_engine),
-        refresh_stats=engine.refresh_stats,
-    )
+    metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
+    app = build_app(engine, metrics=metrics, refresh_stats=engine.refresh_stats)
     sites = [Site(app, listener)]
     if admin_listener is not None:
         admin = AdminRoutes(engine, config.drain_seconds)
@@ -110,7 +107,12 @@ async def run(args: argparse.Namespace) -> None:
             log.warning("leaving without a drain: %s", exc)
 
     server = asyncio.create_task(
-        serve_sites(*sites, drain=drain, drain_timeout_s=config.drain_seconds)
+        serve_sites(
+            *sites,
+            drain=drain,
+            drain_timeout_s=config.drain_seconds,
+            on_lag=metrics.loop_lag.observe,
+        )
     )
     death = asyncio.create_task(engine.died())
     try:

@@ -70,11 +70,8 @@ async def run(args: argparse.Namespace) -> None:
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
     config.check()
     client = build_pool_client(config, args)
-    app = build_app(
-        client,
-        metrics=ServerMetrics(client.model_name, client.stats_by_engine),
-        refresh_stats=client.refresh_stats,
-    )
+    metrics = ServerMetrics(client.model_name, client.stats_by_engine)
+    app = build_app(client, metrics=metrics, refresh_stats=client.refresh_stats)
     leaving = Leaving(app, client, args.linger_seconds)
     sites = [Site(leaving, listener)]
     if admin_listener is not None:
@@ -85,6 +82,7 @@ async def run(args: argparse.Namespace) -> None:
             *sites,
             drain=leaving.drain,
             drain_timeout_s=args.linger_seconds + config.drain_seconds,
+            on_lag=metrics.loop_lag.observe,
         )
     finally:
         client.shutdown()

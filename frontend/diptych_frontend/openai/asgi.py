@@ -105,6 +105,7 @@ class Boundary:
         offered_id = header(scope, b"x-request-id")
         usable = offered_id is not None and _REQUEST_ID.fullmatch(offered_id)
         exchange = Exchange(offered_id if offered_id and usable else secrets.token_hex(16))
+        exchange.deadline.task.set_name(f"request {exchange.request_id}")
         scope[EXCHANGE_KEY] = exchange
         # Starlette's routes raise on a wrong method, instead of answering, if they have an app.
         scope["app"] = self

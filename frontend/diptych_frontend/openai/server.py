@@ -7,13 +7,18 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from diptych_frontend.loop_watch import LoopWatch
+from diptych_frontend.openai.connection_limits import Door, LimitedProtocol
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -24,9 +29,14 @@ CANCEL_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 30.0
 LAST_WORDS_S = 0.2
 """Answers have at least this long once connections are refused, however long the drain took."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long Python code of another thread may hold up the event loop at a time."""
+TICKS_A_SWEEP = 10
 
 OnReady = Callable[[str, int], None]
 """Called with the bound host and port once connections are accepted."""
+OnLag = Callable[[float], object]
+"""Called ten times a second with how late the event loop is, in seconds."""
 Drain = Callable[[], Awaitable[None]]
 """Called at the first signal; returns when nothing is left to do."""
 
@@ -81,6 +91,7 @@ async def serve_sites(
     drain: Drain | None = None,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     on_ready: OnReady | None = None,
+    on_lag: OnLag = lambda lag: None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or cancellation, then leave.
 
@@ -94,9 +105,18 @@ async def serve_sites(
             serving, and is raised from here.
         on_ready: called with the address of the first site.
     """
-    servers = [
-        _Server(site, drain_timeout_s, on_ready if site is sites[0] else None) for site in sites
-    ]
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with LoopWatch(on_lag) as watch:
+        door = Door.of_this_process()
+        servers = [
+            _Server(site, door, drain_timeout_s, on_ready if site is sites[0] else None)
+            for site in sites
+        ]
+        servers[0].on_each_tick = watch.tick
+        await _serve(servers, drain, drain_timeout_s)
+
+
+async def _serve(servers: Sequence[_Server], drain: Drain | None, drain_timeout_s: float) -> None:
     serving = [asyncio.create_task(server.serve(sockets=[server.listener])) for server in servers]
     leaving: asyncio.Task[None] | None = None
     try:
@@ -153,10 +173,12 @@ async def _bounded(drain: Drain, hurry: asyncio.Task[None], timeout_s: float) ->
 class _Server(uvicorn.Server):
     """uvicorn that says when it is ready, and leaves signals to us (it would raise them again)."""
 
-    def __init__(self, site: Site, drain_timeout_s: float, on_ready: OnReady | None) -> None:
+    def __init__(
+        self, site: Site, door: Door, drain_timeout_s: float, on_ready: OnReady | None
+    ) -> None:
         config = uvicorn.Config(
             site.app,
-            http="httptools",
+            http=partial(LimitedProtocol, door),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -170,6 +192,7 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self.listener = site.listener
+        self.on_each_tick: Callable[[], None] = lambda: None
         self._on_ready = on_ready
 
     @contextlib.contextmanager
@@ -181,6 +204,15 @@ class _Server(uvicorn.Server):
         if self._on_ready is not None and sockets:
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(host, port)
+
+    async def on_tick(self, counter: int) -> bool:
+        """What uvicorn does ten times a second."""
+        self.on_each_tick()
+        if counter % TICKS_A_SWEEP == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.sweep(now)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
 
     def leave(self, within_s: float) -> None:
         """Take no more connections, and give the answers under way this long."""
@@ -194,6 +226,9 @@ class _Server(uvicorn.Server):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        for connection in list(self.server_state.connections):
+            if connection.transport.get_write_buffer_size():
+                connection.transport.abort()  # its client does not read
 
 
 @contextlib.contextmanager
