@@ -14,59 +14,14 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from large_requests import english, large_requests
 
 from diptych_frontend.openai import build_app
 from diptych_frontend.openai.request_workers import INLINE_BYTES, MAX_OF_ONE
 from diptych_protocol import EngineOverloadedError
 
-MIB = 1 << 20
-TEXT = "It was the best of times, it was the worst of times. "
 ASK = {"model": "echo", "max_tokens": 1}
-
-
-def english(size: int) -> str:
-    return (TEXT * (size // len(TEXT) + 1))[:size]
-
-
-def chat(count: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "a"}] * count
-
-
-TOO_LARGE: dict[str, tuple[str, dict[str, Any], int]] = {
-    "token ids": ("completions", {"prompt": [1] * (2 * MIB - 100)}, 413),
-    "texts": ("completions", {"prompt": ["a"] * MIB}, 413),
-    "messages": ("chat/completions", {"messages": chat(100_000)}, 413),
-    "fewer messages": ("chat/completions", {"messages": chat(5_000)}, 400),
-    "parts": (
-        "chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 100_000}]},
-        413,
-    ),
-    "tools": (
-        "chat/completions",
-        {
-            "messages": chat(1),
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}] * 40_000,
-        },
-        413,
-    ),
-    "lists in a field that nobody reads": ("completions", {"prompt": "a", "echo": [[]] * MIB}, 413),
-    "a schema": (
-        "completions",
-        {"prompt": "a", "structured_outputs": {"json": {"enum": list(range(500_000))}}},
-        413,
-    ),
-    "stop strings": ("completions", {"prompt": "a", "stop": ["x"] * 900_000}, 413),
-    "fewer stop strings": ("completions", {"prompt": "a", "stop": ["x"] * 100_000}, 400),
-    "one stop string": ("completions", {"prompt": "a", "stop": english(3 * MIB)}, 400),
-    "biases": ("completions", {"prompt": "a", "logit_bias": dict.fromkeys(range(250_000), 1)}, 413),
-    "inputs": ("embeddings", {"input": [[1]] * 900_000}, 413),
-    "parameters of a hand-off": (
-        "completions",
-        {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True, "x": [[]] * MIB}},
-        413,
-    ),
-}
+TOO_LARGE = large_requests("echo")
 
 
 class ThreadsOf(msgspec.Struct):
@@ -93,7 +48,7 @@ def renderers(engine: Any) -> ThreadsOf:
 @pytest.fixture
 async def client(engine: Any) -> Any:
     transport = httpx.ASGITransport(build_app(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 
 
@@ -101,20 +56,23 @@ async def client(engine: Any) -> Any:
 async def test_too_much_is_refused_before_it_is_rendered(
     client: httpx.AsyncClient, renderers: ThreadsOf, kind: str
 ) -> None:
-    path, body, status = TOO_LARGE[kind]
-    asked = body if path == "embeddings" else ASK | body
-    answer = await client.post(path, json={"model": "echo"} | asked)
-    assert answer.status_code == status, answer.text
+    request = TOO_LARGE[kind]
+    headers = {"content-type": "application/json"}
+    answer = await client.post(request.path, content=request.body, headers=headers)
+    assert answer.status_code == request.status, answer.text
     assert not renderers.render
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("completions", ASK | {"prompt": english(20_000)}),
-        ("completions", ASK | {"prompt": [1] * 20_000}),
-        ("completions", ASK | {"prompt": "a", "structured_outputs": {"regex": "(a|b)"}}),
-        ("chat/completions", ASK | {"messages": [{"role": "user", "content": english(20_000)}]}),
+        ("/v1/completions", ASK | {"prompt": english(20_000)}),
+        ("/v1/completions", ASK | {"prompt": [1] * 20_000}),
+        ("/v1/completions", ASK | {"prompt": "a", "structured_outputs": {"regex": "(a|b)"}}),
+        (
+            "/v1/chat/completions",
+            ASK | {"messages": [{"role": "user", "content": english(20_000)}]},
+        ),
     ],
     ids=["text", "token ids", "a form, however small", "a chat"],
 )
@@ -131,7 +89,7 @@ async def test_what_takes_long_is_done_beside_the_event_loop(
 async def test_small_requests_are_rendered_at_once(
     client: httpx.AsyncClient, renderers: ThreadsOf
 ) -> None:
-    await client.post("completions", json=ASK | {"prompt": english(INLINE_BYTES // 2)})
+    await client.post("/v1/completions", json=ASK | {"prompt": english(INLINE_BYTES // 2)})
     assert renderers.render == {threading.get_ident()}
 
 
@@ -142,7 +100,7 @@ async def test_an_engine_without_room_is_asked_before_the_work(
         raise EngineOverloadedError("4096 requests are open already; retry later")
 
     engine.check_admission = full
-    answer = await client.post("completions", json=ASK | {"prompt": english(20_000)})
+    answer = await client.post("/v1/completions", json=ASK | {"prompt": english(20_000)})
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
     assert not renderers.render
@@ -164,7 +122,7 @@ async def test_one_client_with_many_large_requests_is_told_to_wait(
     headers = {"content-type": "application/json"}
 
     async def ask() -> int:
-        return (await client.post("completions", content=body, headers=headers)).status_code
+        return (await client.post("/v1/completions", content=body, headers=headers)).status_code
 
     asking = [asyncio.create_task(ask()) for _ in range(MAX_OF_ONE + 12)]
     done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
