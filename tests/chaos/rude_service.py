@@ -163,14 +163,22 @@ def p99_ms(gaps: list[float]) -> float:
 
 
 async def try_one(
-    name: str, rude: Rudeness, seconds: float, users: int, port: int, router: psutil.Process
+    name: str,
+    rude: Rudeness,
+    seconds: float,
+    users: int,
+    port: int,
+    router: psutil.Process,
+    memory: int,
 ) -> bool:
-    """Print a line about one kind of rudeness; whether all was well."""
+    """Print a line about one kind of rudeness; whether all was well.
+
+    `memory` is what the router had before all of it, in bytes.
+    """
     streams = Streams(port)
     streams.start(users)
     await streams.measure(users * STAGGER_S + SETTLE_S)
     before = await streams.measure(BASELINE_S)
-    memory = router.memory_info().rss
     with rudeness(rude, port) as outcomes:
         during = await streams.measure(seconds)
         most = router.memory_info().rss
@@ -206,9 +214,10 @@ async def play(only: str, seconds: float) -> int:
         warm = SendLarge(kinds["English"])  # so that memory that is needed once is there
         with rudeness(warm, port):
             await asyncio.sleep(3.0)
+        memory = router.memory_info().rss
         for name, rude, lasts, users in plan:
             if only in name:
-                bad += not await try_one(name, rude, lasts, users, port, router)
+                bad += not await try_one(name, rude, lasts, users, port, router, memory)
         log = (Path(folder) / "router.log").read_text()
     held = [line for line in log.splitlines() if "was held up" in line]
     print(
