@@ -45,7 +45,7 @@ NAME = "smollm2"
 STRANGERS: dict[str, tuple[Rudeness, float]] = {
     "2,000 half request lines": (half_a_line, 20.0),
     "400 MB of headers": (endless_headers, 8.0),
-    "1,000 stalled readers": (stalled_readers, WRITE_TIMEOUT_S + 15),
+    "1,000 stalled readers": (stalled_readers, 30.0 + WRITE_TIMEOUT_S + 15),
 }
 """And how long each lasts at least: as long as it takes until it is cut off."""
 MOST_TIMES, MOST_MEMORY = 2.0, 1.1

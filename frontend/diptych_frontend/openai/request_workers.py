@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.types import Scope
 
-from diptych_frontend.openai.asgi import exchange_of
+from diptych_frontend.openai.asgi import client_of
 from diptych_frontend.openai.turns import Turns
 from diptych_protocol import EngineOverloadedError
 
@@ -84,9 +84,3 @@ class RequestWorkers:
         else:
             task.done.set_result(ran.result())
         self._start_next()
-
-
-def client_of(scope: Scope) -> str:
-    """Whose turn a request takes: its key's, or without keys its address's."""
-    peer = scope.get("client")
-    return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
