@@ -112,7 +112,12 @@ async def run(args: argparse.Namespace) -> None:
             log.warning("leaving without a drain: %s", exc)
 
     server = asyncio.create_task(
-        serve_sites(*sites, drain=drain, drain_timeout_s=config.drain_seconds)
+        serve_sites(
+            *sites,
+            drain=drain,
+            drain_timeout_s=config.drain_seconds,
+            on_lag=metrics.loop_lag.observe,
+        )
     )
     death = asyncio.create_task(engine.died())
     try:

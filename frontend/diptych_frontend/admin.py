@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import BodyReader, Boundary
-from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.request_body import decode_json
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import ADMIN_TOKEN_FILE, PREVIOUS_ADMIN_TOKEN_FILE
 
@@ -50,10 +50,7 @@ async def body_of(request: Request, kind: type[T]) -> T:
 
     Raises `InvalidRequestError`, naming the field, unless it is a `kind`.
     """
-    try:
-        return msgspec.json.decode(await request.body() or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise from_decode_error(exc) from exc
+    return decode_json(await request.body() or b"{}", msgspec.json.Decoder(kind))
 
 
 def seconds_of(request: Request, name: str, default: float, most: float) -> float:

@@ -12,6 +12,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diptych_frontend.input_processor import InputProcessor
@@ -20,7 +21,6 @@ from diptych_frontend.output_processor import Collector, OutputProcessor, Parent
 from diptych_frontend.renderer import TextRenderer, text_of
 from diptych_frontend.stat_loggers import log_stats
 from diptych_frontend.streamed_prompt import StreamedPrompt, next_piece
-from diptych_frontend.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     ClientClosedError,
     DiptychError,
@@ -273,10 +273,8 @@ class AsyncEngine(EngineClient):
         """
         self._check_usable()
         await self._connect()
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            # A large schema would hold up everybody's stream here; its verdict is remembered.
-            await asyncio.to_thread(check_structured_outputs, params.structured_outputs)
-        request = self.input_processor.process(
+        process = partial(
+            self.input_processor.process,
             request_id,
             prompt,
             params,
@@ -287,6 +285,11 @@ class AsyncEngine(EngineClient):
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
         )
+        if isinstance(params, SamplingParams) and (params.structured_outputs or params.bad_words):
+            # Compiling a schema and tokenising words would hold up everybody's stream here.
+            request = await asyncio.to_thread(process)
+        else:
+            request = process()
         parent, parts = fan_out(request)
         self._check_room(len(parts), len(parts) * len(request.prompt_token_ids or ()))
         collector = Collector[Any]([part.request_id for part in parts])

@@ -43,6 +43,7 @@ _TTFT_BUCKETS_S = (
 _ITL_BUCKETS_S = (
     0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0,
 )  # fmt: skip
+_LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _E2E_BUCKETS_S = (
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
@@ -85,6 +86,11 @@ class ServerMetrics:
         )
         self.itl = self._histogram(
             "inter_token_latency_seconds", "Streams: between two deliveries.", _ITL_BUCKETS_S
+        )
+        self.loop_lag = self._histogram(
+            "event_loop_lag_seconds",
+            "How late the event loop was, ten times a second.",
+            _LAG_BUCKETS_S,
         )
         self.e2e = self._histogram(
             "e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS_S

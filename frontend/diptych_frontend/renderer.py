@@ -27,6 +27,8 @@ class TextRenderer:
         self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else source.load_tokenizer()
         self.vocab_size = source.config.vocab_size
         self.hidden_size = source.config.hidden_size
+        self.max_model_len = source.config.max_position_embeddings
+        """What the model itself can hold; an engine may be set to less."""
 
     def render_prompt(self, prompt: PromptType, *, add_special_tokens: bool = True) -> TokensPrompt:
         """Tokenise a completion prompt; token ids and embeddings pass through, checked.
@@ -102,6 +104,12 @@ class TextRenderer:
             raise InvalidRequestError(
                 "the text holds a lone surrogate, which is not a character", param="prompt"
             ) from None
+        if tokenizer.exceeds(text, self.max_model_len):
+            raise InvalidRequestError(
+                f"the prompt has more tokens than this model can hold, {self.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return TokensPrompt(prompt_token_ids=self._checked(token_ids), prompt=text)
 

@@ -31,6 +31,13 @@ WORD_SPLIT: Final = (
 """Words as Llama 3 and Qwen 2 cut them; they differ in how many digits stay together."""
 DIGITS_TOGETHER: Final = {"qwen2": 1, "llama-bpe": 3}
 
+PLAUSIBLE_TOKEN_BYTES: Final = 8
+"""Texts have fewer bytes a token than this, unless they are written to have more."""
+PIECE_CHARS: Final = 16 << 10
+"""A text that may be too long is counted in pieces of this size."""
+SEAM_TOKENS: Final = 16
+"""Tokens that cutting a text in two may add, generously."""
+
 
 class Tokenizer:
     """Text to token ids and back. Safe to use from several threads."""
@@ -59,10 +66,33 @@ class Tokenizer:
             None if chat_template is None else ChatTemplate(chat_template, bos_token, eos_token)
         )
         self._token_texts: dict[int, str] = {}
+        self._longest_token = max(map(len, backend.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` puts the model's BOS in front if it has one."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text; `add_special_tokens` puts the model's BOS in front if it has one.
+
+        The library keeps the GIL for one text, and gives it up for a batch: in a worker thread this
+        holds nobody up.
+        """
+        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a text surely has more tokens than that; costs no more than as many do.
+
+        False says nothing: the text is then worth tokenising.
+        """
+        if len(text) <= max_tokens * PLAUSIBLE_TOKEN_BYTES:
+            return False
+        if len(text) > max_tokens * self._longest_token:
+            return True
+        count = 0
+        for begin in range(0, len(text), PIECE_CHARS):
+            piece = text[begin : begin + PIECE_CHARS]
+            count += len(self.encode(piece, add_special_tokens=False)) - SEAM_TOKENS
+            if count > max_tokens:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""

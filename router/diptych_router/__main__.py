@@ -84,11 +84,8 @@ async def run(args: argparse.Namespace) -> None:
     certificate = Certificate(args.tls) if args.tls is not None else None
     log.info("%s", _openness(args.host, keys, certificate))
     client = build_pool_client(config, args)
-    app = build_app(
-        client,
-        metrics=ServerMetrics(client.model_name, client.stats_by_engine),
-        api_keys=keys,
-    )
+    metrics = ServerMetrics(client.model_name, client.stats_by_engine)
+    app = build_app(client, metrics=metrics, api_keys=keys)
     leaving = Leaving(app, client, args.linger_seconds)
     sites = [Site(leaving, listener, certificate.context if certificate is not None else None)]
     if admin_listener is not None:
@@ -100,6 +97,7 @@ async def run(args: argparse.Namespace) -> None:
             *sites,
             drain=leaving.drain,
             drain_timeout_s=args.linger_seconds + config.drain_seconds,
+            on_lag=metrics.loop_lag.observe,
         )
     finally:
         following.cancel()

@@ -9,10 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)
+
+_resolvers = ThreadPoolExecutor(2, thread_name_prefix="resolve")
+"""Of discovery alone: a resolver that does not answer keeps threads for seconds. One for each pool,
+which look for engines independently of each other."""
 
 Target = tuple[str, int]
 
@@ -40,7 +46,9 @@ async def resolve(targets: list[Target]) -> set[str] | None:
     endpoints: set[str] = set()
     for host, port in targets:
         try:
-            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            infos = await loop.run_in_executor(
+                _resolvers, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            )
         except socket.gaierror as exc:
             if exc.errno not in (socket.EAI_NONAME, socket.EAI_NODATA):
                 log.debug("cannot resolve %s: %s", host, exc)

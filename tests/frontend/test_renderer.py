@@ -136,3 +136,34 @@ def test_a_model_without_tokenizer_takes_token_ids_only(without_tokenizer: TextR
         without_tokenizer.render_prompt("text")
     with pytest.raises(InvalidRequestError, match="no tokenizer"):
         without_tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("text", ["It was the best of times. ", "1234567890", "a", " ", "é", "\n"])
+def test_a_text_that_cannot_fit_costs_no_more_than_one_that_does(
+    text_renderer: TextRenderer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    tokenised = 0
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        nonlocal tokenised
+        tokens = encode(self, text, add_special_tokens=add_special_tokens)
+        tokenised += len(tokens)
+        return tokens
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    size = 4 << 20
+    with pytest.raises(InvalidRequestError, match="more tokens than this model") as refused:
+        text_renderer.render_prompt((text * (size // len(text)))[:size])
+    assert refused.value.code == "context_length_exceeded"
+    assert tokenised <= 4 * text_renderer.max_model_len
+
+
+@pytest.mark.parametrize("text", ["word ", "1", " ", "\n\n"])
+def test_a_long_text_that_fits_is_tokenised_whole(text_renderer: TextRenderer, text: str) -> None:
+    tokenizer = text_renderer.get_tokenizer()
+    for size in (1_000, 8_000, 70_000):
+        whole = (text * size)[:size]
+        if len(tokenizer.encode(whole)) <= text_renderer.max_model_len:
+            assert not tokenizer.exceeds(whole, text_renderer.max_model_len)
+            assert text_renderer.render_prompt(whole)["prompt_token_ids"] == tokenizer.encode(whole)

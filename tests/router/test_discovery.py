@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from waits import PATIENCE_S
 
 from diptych_protocol import InvalidRequestError
 from diptych_router.discovery import parse_targets, resolve
@@ -24,3 +30,27 @@ def test_a_malformed_target_is_named(text: str) -> None:
 async def test_every_address_of_every_target_counts() -> None:
     endpoints = await resolve([("127.0.0.1", 5), ("127.0.0.2", 6), ("127.0.0.2", 6)])
     assert endpoints == {"tcp://127.0.0.1:5", "tcp://127.0.0.2:6"}
+
+
+async def test_a_resolver_that_is_silent_keeps_no_thread_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    asked = threading.Event()
+
+    def silent(*_: object, **__: object) -> list[object]:
+        asked.set()
+        answers.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    resolving = asyncio.create_task(resolve([("engines.example", 5)]))
+    try:
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await asyncio.to_thread(lambda: "done") == "done"
+    finally:
+        answers.set()
+    assert await resolving == set()

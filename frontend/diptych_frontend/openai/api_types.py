@@ -22,6 +22,8 @@ from diptych_protocol import (
 )
 from diptych_protocol.sampling import MAX_LOGPROBS
 
+MAX_MESSAGES = 4096
+"""Of one conversation; a template takes some 10 us for each."""
 MAX_SEQUENCES = 1024
 """Prompts times n that one request may ask for."""
 
@@ -255,7 +257,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "documents": ([],),
     }
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: AlternativesCount | None = None

@@ -20,6 +20,7 @@ from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.embeddings import EmbeddingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
+from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
 from diptych_protocol import EngineClient, InvalidRequestError
 
@@ -57,15 +58,16 @@ def build_app(
     metrics = metrics or ServerMetrics(engine.model_name)
     known = frozenset(names)
     models = Models(engine, names)
-    completions = GenerationRoute(CompletionApi(), engine, known, metrics)
-    chat = GenerationRoute(ChatApi(), engine, known, metrics)
-    embeddings = EmbeddingRoute(engine, known, metrics)
+    workers = RequestWorkers()
+    completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
+    chat = GenerationRoute(ChatApi(), engine, known, metrics, workers)
+    embeddings = EmbeddingRoute(engine, known, metrics, workers)
     router = Router(
         [
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
-            Route("/v1/kv_transfer/reject", RejectRoute(engine), methods=["POST"]),
+            Route("/v1/kv_transfer/reject", RejectRoute(engine, workers), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
             *Probes(engine, metrics).routes(),

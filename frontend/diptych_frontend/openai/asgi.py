@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diptych_frontend.openai.body_room import BodyRoom
 from diptych_frontend.openai.deadline import Deadline
 from diptych_frontend.openai.errors import error_answer
 from diptych_frontend.openai.promised_prefill import PromiseFinder
@@ -72,6 +73,12 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
+def client_of(scope: Scope) -> str:
+    """Who takes turns with others: the request's key or, without keys, its address."""
+    peer = scope.get("client")
+    return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
+
+
 def header(scope: Scope, name: bytes) -> str | None:
     """The first of the request's headers of this name, which is in lower case, as theirs are."""
     for key, value in scope["headers"]:
@@ -102,6 +109,7 @@ class Boundary:
         offered_id = header(scope, b"x-request-id")
         usable = offered_id is not None and _REQUEST_ID.fullmatch(offered_id)
         exchange = Exchange(offered_id if offered_id and usable else secrets.token_hex(16))
+        exchange.deadline.task.set_name(f"request {exchange.request_id}")
         scope[EXCHANGE_KEY] = exchange
         # Starlette's routes raise on a wrong method, instead of answering, if they have an app.
         scope["app"] = self
@@ -206,6 +214,7 @@ class BodyReader:
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._room = BodyRoom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -216,14 +225,14 @@ class BodyReader:
             raise self._too_large()
         exchange = exchange_of(scope)
         try:
-            reading = self._read(receive, exchange)
+            reading = self._read(receive, exchange, client_of(scope))
             complete = await exchange.deadline.within(BODY_TIMEOUT_S, reading)
         except TimeoutError as exc:
             raise InvalidRequestError("the body did not arrive in time", status=408) from exc
         if complete:
             await self._app(scope, _replaying(exchange.body, receive), send)
 
-    async def _read(self, receive: Receive, exchange: Exchange) -> bool:
+    async def _read(self, receive: Receive, exchange: Exchange, client: str) -> bool:
         """Read the whole body; False if the client left while sending it."""
         body = _Body(self._max_bytes)
         more = True
@@ -232,9 +241,12 @@ class BodyReader:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return False
+                before = body.size
                 body.take(message.get("body", b""))
+                self._room.arrived(client, before, body.size)
                 more = message.get("more_body", False)
         finally:
+            self._room.ended(client, body.size)
             exchange.body, exchange.promise = body.whole(), body.promise()
         if body.size > self._max_bytes:
             raise self._too_large()

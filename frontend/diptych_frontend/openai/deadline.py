@@ -22,7 +22,7 @@ class Deadline:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a Deadline needs a task to interrupt")
-        self._task = task
+        self.task = task
         self._cancelling = task.cancelling()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -41,7 +41,7 @@ class Deadline:
         try:
             return await step
         except asyncio.CancelledError as exc:
-            if self._late and self._task.uncancel() <= self._cancelling:
+            if self._late and self.task.uncancel() <= self._cancelling:
                 raise TimeoutError from exc
             raise
         finally:
@@ -62,6 +62,6 @@ class Deadline:
         self._timer, self._rings_at = None, math.inf
         if late:
             self._late = True
-            self._task.cancel()
+            self.task.cancel()
         elif self._due < math.inf:
             self._set_timer()

@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import CacheSalt, Int64
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
-from diptych_frontend.openai.generation import INLINE_RENDER_BYTES, adapter_of
-from diptych_frontend.openai.request_body import decode_body, split_prompts
+from diptych_frontend.openai.generation import adapter_of
+from diptych_frontend.openai.request_body import decode_body, most_values, split_prompts
+from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import encode
 from diptych_frontend.tracing import trace_context
 from diptych_protocol import (
@@ -105,18 +106,22 @@ class EmbeddingRoute:
     """The ASGI endpoint."""
 
     def __init__(
-        self, engine: EngineClient, served_names: frozenset[str], metrics: ServerMetrics
+        self,
+        engine: EngineClient,
+        served_names: frozenset[str],
+        metrics: ServerMetrics,
+        workers: RequestWorkers,
     ) -> None:
         self._engine = engine
         self._served_names = served_names
         self._metrics = metrics
+        self._workers = workers
         self._decoder = msgspec.json.Decoder(EmbeddingRequest)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        request = decode_body(scope, exchange.body, self._decoder)
-        adapter = adapter_of(request.model, self._served_names, self._engine)
-        prompts = await self._render(request, len(exchange.body))
+        request, prompts = await self._read(scope, exchange.body)
+        adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
         async with UntilDisconnect(receive, exchange) as client:
             trace_headers = trace_context(
                 header(scope, b"traceparent"), header(scope, b"tracestate")
@@ -129,15 +134,23 @@ class EmbeddingRoute:
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 
-    async def _render(self, request: EmbeddingRequest, body_size: int) -> list[TokensPrompt]:
-        def render() -> list[TokensPrompt]:
-            return [self._engine.renderer.render_prompt(prompt) for prompt in request.prompts()]
+    async def _read(self, scope: Scope, body: bytes) -> tuple[EmbeddingRequest, list[TokensPrompt]]:
+        """As for generation: large bodies by turns in a thread, and only if there is room."""
 
+        def read() -> tuple[EmbeddingRequest, list[TokensPrompt]]:
+            max_values = most_values(self._engine.max_model_len)
+            request = decode_body(scope, body, self._decoder, max_values)
+            return request, self._render(request)
+
+        if len(body) <= INLINE_BYTES:
+            return read()
+        await self._engine.check_admission()
+        return await self._workers.run(scope, len(body), read)
+
+    def _render(self, request: EmbeddingRequest) -> list[TokensPrompt]:
         try:
-            if body_size <= INLINE_RENDER_BYTES:
-                prompts = render()
-            else:
-                prompts = await asyncio.to_thread(render)
+            renderer = self._engine.renderer
+            prompts = [renderer.render_prompt(prompt) for prompt in request.prompts()]
         except InvalidRequestError as exc:
             raise _of_input(exc) from exc
         if request.cache_salt is not None:

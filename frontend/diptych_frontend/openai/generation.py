@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import GenerationRequest
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
-from diptych_frontend.openai.request_body import decode_body
+from diptych_frontend.openai.request_body import decode_body, most_values
+from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import ResponseWriter, Tally
 from diptych_frontend.structured_outputs import check_structured_outputs
 from diptych_frontend.tracing import trace_context
@@ -37,10 +38,6 @@ from diptych_protocol import (
 )
 
 logger = logging.getLogger("diptych.openai")
-
-INLINE_RENDER_BYTES = 16 << 10
-"""Bodies up to this size are tokenised on the event loop: quicker than a hop to a thread. Larger
-ones would hold up everybody's stream."""
 
 RANK_HEADER = "X-data-parallel-rank"
 
@@ -63,6 +60,16 @@ class Api(Protocol[R]):
         """The prompts as tokens; may run in a worker thread."""
 
     def writer(self, request: R, request_id: str, created: int) -> ResponseWriter: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sound(Generic[R]):
+    """What a body asks for, checked as far as that needs no engine."""
+
+    request: R
+    adapter: LoRARequest | None
+    params: SamplingParams
+    prompts: list[TokensPrompt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +102,30 @@ class GenerationRoute(Generic[R]):
         engine: EngineClient,
         served_names: frozenset[str],
         metrics: ServerMetrics,
+        workers: RequestWorkers,
     ) -> None:
         self._api = api
         self._engine = engine
         self._served_names = served_names
         self._metrics = metrics
+        self._workers = workers
         self._decoder = msgspec.json.Decoder(api.request_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        request = decode_body(scope, exchange.body, self._decoder)
-        adapter = adapter_of(request.model, self._served_names, self._engine)
-        params = self._api.params(request)
-        await _check_form(request)
-        prompts = await self._render(request, len(exchange.body))
+        sound = await self._read(scope, exchange.body)
+        request, params = sound.request, sound.params
         job = Job(
             exchange.request_id,
-            prompts,
+            sound.prompts,
             params,
             request.priority or 0,
             _data_parallel_rank(scope),
-            adapter,
+            sound.adapter,
             trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
         )
         await self._engine.check_admission(
-            len(prompts) * params.n, job.num_prompt_tokens * params.n
+            len(job.prompts) * params.n, job.num_prompt_tokens * params.n
         )
         writer = self._api.writer(request, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
@@ -128,15 +134,38 @@ class GenerationRoute(Generic[R]):
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 
-    async def _render(self, request: R, body_size: int) -> list[TokensPrompt]:
+    async def _read(self, scope: Scope, body: bytes) -> Sound[R]:
+        """Read the body where that holds nobody up: here, or by turns in a thread.
+
+        What takes long is not begun for an engine that has no room.
+        """
+        if len(body) <= INLINE_BYTES:
+            request, adapter, params = self._decode(scope, body)
+            if params.structured_outputs is None:
+                return Sound(request, adapter, params, self._render(request))
+        await self._engine.check_admission()
+
+        def read() -> Sound[R]:
+            request, adapter, params = self._decode(scope, body)
+            form = request.form()
+            if form is not None:
+                # A form that no answer can have is refused by the field that asks for it.
+                field, wanted = form
+                check_structured_outputs(wanted, field)
+            return Sound(request, adapter, params, self._render(request))
+
+        return await self._workers.run(scope, len(body), read)
+
+    def _decode(self, scope: Scope, body: bytes) -> tuple[R, LoRARequest | None, SamplingParams]:
+        request = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
+        adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
+        return request, adapter, self._api.params(request)
+
+    def _render(self, request: R) -> list[TokensPrompt]:
         """Tokenise, and refuse a prompt that leaves no room for an answer."""
         field = self._api.prompt_field
-        renderer = self._engine.renderer
         try:
-            if body_size <= INLINE_RENDER_BYTES:
-                prompts = self._api.render(request, renderer)
-            else:
-                prompts = await asyncio.to_thread(self._api.render, request, renderer)
+            prompts = self._api.render(request, self._engine.renderer)
         except InvalidRequestError as exc:
             exc.param = exc.param or field
             raise
@@ -193,14 +222,6 @@ class GenerationRoute(Generic[R]):
         await send_bytes(send, 200, body, headers)
 
 
-async def _check_form(request: GenerationRequest) -> None:
-    """Refuse a form that no answer can have by the name of the field that asks for it."""
-    form = request.form()
-    if form is not None:
-        field, wanted = form
-        await asyncio.to_thread(check_structured_outputs, wanted, field)
-
-
 def _data_parallel_rank(scope: Scope) -> int | None:
     """The engine core that the caller chose, if any; whether it exists, the engine knows."""
     text = header(scope, RANK_HEADER.lower().encode())
@@ -215,15 +236,15 @@ def _data_parallel_rank(scope: Scope) -> int | None:
 
 
 def adapter_of(
-    model: str, served_names: frozenset[str], engine: EngineClient
+    model: str, served_names: frozenset[str], adapters: Mapping[str, LoRARequest]
 ) -> LoRARequest | None:
     """The adapter that clients mean by this name; None for the model itself, whose names come
     first. Raises `InvalidRequestError` for a name that is nobody's."""
     if model in served_names:
         return None
-    adapter = engine.adapters.get(model)
+    adapter = adapters.get(model)
     if adapter is None:
-        raise unknown_model(model, served_names | engine.adapters.keys())
+        raise unknown_model(model, served_names | adapters.keys())
     return adapter
 
 

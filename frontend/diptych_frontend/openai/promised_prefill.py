@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-MAX_PARAMS_BYTES = 1 << 20
-"""The largest `kv_transfer_params` that are looked for: they list a prompt's blocks."""
+MAX_PARAMS_BYTES = 256 << 10
+"""The largest `kv_transfer_params` that are looked for: they list a prompt's blocks. Nothing larger
+is decoded, which happens on the event loop."""
 _KEY = re.compile(rb'"kv_transfer_params"\s{0,16}:\s{0,16}(?=\{)')
 _LONGEST_KEY = 64
 
@@ -17,14 +18,18 @@ _LONGEST_KEY = 64
 def promised_prefill(body: bytes) -> dict[str, Any] | None:
     """The `kv_transfer_params` of a body that announces remotely prefilled blocks, if it does.
 
-    Looks at any JSON object, and in what is none, or ends too early, for an object of this name.
+    Looks at any JSON object, and in what is none, ends too early or is large, for an object of this
+    name.
     """
     if b"do_remote_prefill" not in body:
         return None
+    finder = PromiseFinder()
+    if len(body) > MAX_PARAMS_BYTES:
+        finder.feed(body)
+        return finder.found()
     try:
         request = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        finder = PromiseFinder()
         finder.feed(body)
         return finder.found()
     return _promise(request.get("kv_transfer_params") if isinstance(request, dict) else None)

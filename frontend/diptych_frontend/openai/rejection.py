@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange, exchange_of, send_bytes
 from diptych_frontend.openai.promised_prefill import promised_prefill
 from diptych_frontend.openai.request_body import decode_body
+from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_protocol import EngineClient, EngineOverloadedError
 
 logger = logging.getLogger("diptych.openai")
@@ -74,13 +76,16 @@ class RejectRoute:
     """The ASGI endpoint by which a router tells a prefill engine itself, as when it cannot reach
     the decode engine. Decode engines take it too, and pass it on."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, workers: RequestWorkers) -> None:
         self._engine = engine
+        self._workers = workers
         self._decoder = msgspec.json.Decoder(LostRequest)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        lost = decode_body(scope, exchange.body, self._decoder)
+        read = partial(decode_body, scope, exchange.body, self._decoder)
+        size = len(exchange.body)
+        lost = read() if size <= INLINE_BYTES else await self._workers.run(scope, size, read)
         request_id = lost.request_id or exchange.request_id
         try:
             async with asyncio.timeout(NOTIFY_TIMEOUT_S):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import gc
+from typing import Final, TypeVar
 
 import msgspec
 from starlette.types import Scope
@@ -13,8 +14,18 @@ from diptych_protocol import InvalidRequestError
 
 T = TypeVar("T")
 
+MAX_VALUES: Final = 1 << 17
+"""Decoding as many values takes some 20 ms, in which no other thread runs Python."""
 
-def decode_body(scope: Scope, body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+
+def most_values(max_model_len: int) -> int:
+    """How many values the body of a request may have for a model with a context of this length."""
+    return max(MAX_VALUES, 2 * max_model_len)
+
+
+def decode_body(
+    scope: Scope, body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES
+) -> T:
     """Raises `InvalidRequestError` for another content type, and for what does not decode."""
     content_type = header(scope, b"content-type") or ""
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -23,10 +34,39 @@ def decode_body(scope: Scope, body: bytes, decoder: msgspec.json.Decoder[T]) -> 
             param="Content-Type",
             status=415,
         )
+    return decode_json(body, decoder, max_values)
+
+
+def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:
+    """Decode a body that was not decoded before it is known to have few enough values.
+
+    Raises `InvalidRequestError`, naming the field, unless it is what the decoder wants.
+    """
+    large = len(body) > max_values
+    if large:
+        _count_values(body, max_values)
+        # What a body is made of refers to nothing: searching it for cycles would take ten times as
+        # long as decoding it.
+        gc.disable()
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise from_decode_error(exc) from exc
+    finally:
+        if large:
+            gc.enable()
+
+
+def _count_values(body: bytes, max_values: int) -> None:
+    # Those within texts are counted as well: to tell them apart would take as long as decoding, and
+    # a text with so many has more tokens than the context.
+    if sum(map(body.count, (b",", b"[", b"{"))) > max_values:
+        raise InvalidRequestError(
+            f"the body has more than {max_values} commas and brackets; send a long prompt as text, "
+            "and several prompts in several requests",
+            status=413,
+            code="body_too_large",
+        )
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], field: str) -> list[str | list[int]]:

@@ -8,15 +8,21 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
-BACKLOG = 2048
+from diptych_frontend.loop_watch import LoopWatch
+from diptych_frontend.openai.connection_limits import Door, LimitedProtocol
+
+BACKLOG = 256
+"""Connections that come together are taken together, and each takes the event loop some 0.1 ms."""
 KEEP_ALIVE_S = 75
 """Longer than load balancers and pooled clients keep idle connections, so that it is they who
 close, and no request races with a close of ours."""
@@ -25,9 +31,15 @@ CANCEL_TIMEOUT_S = 5.0
 DRAIN_TIMEOUT_S = 30.0
 LAST_WORDS_S = 0.2
 """Answers have at least this long once connections are refused, however long the drain took."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long Python code of another thread may hold up the event loop at a time."""
+TICKS_A_SWEEP = 10
+"""A tenth of the connections is looked at in each: closing all of a flood at once takes long."""
 
 OnReady = Callable[[str, int], None]
 """Called with the bound host and port once connections are accepted."""
+OnLag = Callable[[float], object]
+"""Called ten times a second with how late the event loop is, in seconds."""
 Drain = Callable[[], Awaitable[None]]
 """Called at the first signal; returns when nothing is left to do."""
 
@@ -84,6 +96,7 @@ async def serve_sites(
     drain: Drain | None = None,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     on_ready: OnReady | None = None,
+    on_lag: OnLag = lambda lag: None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or cancellation, then leave.
 
@@ -97,9 +110,18 @@ async def serve_sites(
             serving, and is raised from here.
         on_ready: called with the address of the first site.
     """
-    servers = [
-        _Server(site, drain_timeout_s, on_ready if site is sites[0] else None) for site in sites
-    ]
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with LoopWatch(on_lag) as watch:
+        door = Door.of_this_process()
+        servers = [
+            _Server(site, door, drain_timeout_s, on_ready if site is sites[0] else None)
+            for site in sites
+        ]
+        servers[0].on_each_tick = watch.tick
+        await _serve(servers, drain, drain_timeout_s)
+
+
+async def _serve(servers: Sequence[_Server], drain: Drain | None, drain_timeout_s: float) -> None:
     serving = [asyncio.create_task(server.serve(sockets=[server.listener])) for server in servers]
     leaving: asyncio.Task[None] | None = None
     try:
@@ -156,10 +178,13 @@ async def _bounded(drain: Drain, hurry: asyncio.Task[None], timeout_s: float) ->
 class _Server(uvicorn.Server):
     """uvicorn that says when it is ready, and leaves signals to us (it would raise them again)."""
 
-    def __init__(self, site: Site, drain_timeout_s: float, on_ready: OnReady | None) -> None:
+    def __init__(
+        self, site: Site, door: Door, drain_timeout_s: float, on_ready: OnReady | None
+    ) -> None:
         config = uvicorn.Config(
             site.app,
-            http="httptools",
+            http=partial(LimitedProtocol, door),  # type: ignore[arg-type]
+            backlog=BACKLOG,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -175,6 +200,7 @@ class _Server(uvicorn.Server):
             config.ssl_context_factory = lambda config, default: tls
         super().__init__(config)
         self.listener = site.listener
+        self.on_each_tick: Callable[[], None] = lambda: None
         self._on_ready = on_ready
 
     @contextlib.contextmanager
@@ -186,6 +212,16 @@ class _Server(uvicorn.Server):
         if self._on_ready is not None and sockets:
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(host, port)
+
+    async def on_tick(self, counter: int) -> bool:
+        """What uvicorn does ten times a second."""
+        self.on_each_tick()
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.server_state.connections)[
+            counter % TICKS_A_SWEEP :: TICKS_A_SWEEP
+        ]:
+            connection.sweep(now)  # type: ignore[union-attr]
+        return await super().on_tick(counter)
 
     def leave(self, within_s: float) -> None:
         """Take no more connections, and give the answers under way this long."""
@@ -199,6 +235,9 @@ class _Server(uvicorn.Server):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        for connection in list(self.server_state.connections):
+            if connection.transport.get_write_buffer_size():
+                connection.transport.abort()  # its client does not read
 
 
 @contextlib.contextmanager

@@ -1,0 +1,205 @@
+"""What a connection may cost before anybody knows whose it is.
+
+uvicorn's protocol, with bounds: bytes and number of headers, time for them to come, requests sent
+ahead, connections in all and of one address, and time for what was written to be read. Times are
+judged by a sweep over all connections once a second: no timer is set for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
+from diptych_frontend.openai.errors import error_answer
+from diptych_protocol import EngineOverloadedError, InvalidRequestError
+
+MAX_HEADERS: Final = 128
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Of a request's line and its headers."""
+HEAD_TIMEOUT_S: Final = 15.0
+"""From the connection, or the first byte of a later request, to the end of the headers."""
+MAX_PIPELINED: Final = 8
+"""Requests that may be sent before the answer to the first."""
+MAX_CONNECTIONS: Final = 8192
+MAX_DESCRIPTORS: Final = 65536
+
+
+def raise_descriptor_limit() -> int:
+    """Take as many descriptors as the system grants, and say how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+class Door:
+    """The connections of this process, by the address that they come from.
+
+    When there are too many, those on which nothing is asked make room: the oldest of the address
+    that has most. One address may have half of all; a load balancer needs no more, either.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[str, dict[LimitedProtocol, None]] = {}
+        """Connections in the order in which they came."""
+
+    @classmethod
+    def of_this_process(cls) -> Door:
+        """Half of the descriptors are left to others: engines, files, resolvers."""
+        return cls(min(MAX_CONNECTIONS, raise_descriptor_limit() // 2))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def enter(self, address: str, connection: LimitedProtocol) -> bool:
+        """Whether there is room for one more."""
+        if len(self._open.get(address, ())) >= max(1, self._most // 2):
+            self._make_room(address)
+        elif len(self) >= self._most:
+            self._make_room(max(self._open, key=lambda each: len(self._open[each])))
+        else:
+            self._open.setdefault(address, {})[connection] = None
+            return True
+        return False
+
+    def leave(self, address: str, connection: LimitedProtocol) -> None:
+        of_address = self._open.get(address, {})
+        of_address.pop(connection, None)
+        if not of_address:
+            self._open.pop(address, None)
+
+    def _make_room(self, address: str) -> None:
+        """Close several at a time: to look for one takes as long as to look for all of them."""
+        idle = [connection for connection in self._open[address] if connection.is_idle]
+        for connection in idle[: max(1, self._most // 16)]:
+            connection.transport.abort()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, door: Door, **options: Any) -> None:
+        """`options` are those that uvicorn gives."""
+        super().__init__(**options)
+        self._door = door
+        self._address = ""
+        self._in_head = False
+        """A request has begun whose headers are not complete."""
+        self._received = 0
+        """Bytes since the request began, if its headers are not complete."""
+        self._head_bytes = 0
+        """Of the headers that are."""
+        self._head_since = math.inf
+        """When the headers that are to come began to be waited for."""
+        self._unanswered: list[RequestResponseCycle] = []
+        self._fault: InvalidRequestError | None = None
+        """Why the parser was stopped."""
+        self._unread = 0
+        self._unread_since = 0.0
+        """Since when the client has read nothing of so many bytes that wait for it."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        self._head_since = self.loop.time()
+        if not self._door.enter(self._address, self):
+            self._refuse(EngineOverloadedError("too many connections are open; retry later"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.leave(self._address, self)
+        super().connection_lost(exc)
+        for cycle in self._unanswered:  # uvicorn tells the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_idle and self._head_since == math.inf:
+            self._head_since = self.loop.time()
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            # What is not complete was not seen by `on_header`.
+            self._received += len(data)
+            if self._received > MAX_HEAD_BYTES:
+                self._refuse(_head_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._received, self._head_bytes = True, 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._fault = _head_too_large()
+            raise self._fault  # makes the parser stop, and uvicorn call `send_400_response`
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_since = False, math.inf
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._fault = InvalidRequestError(
+                f"more than {MAX_PIPELINED} requests were sent ahead; wait for their answers"
+            )
+            raise self._fault
+        super().on_headers_complete()
+        self._unanswered = [each for each in self._unanswered if not each.response_complete]
+        self._unanswered.append(self.cycle)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._fault or InvalidRequestError(f"this is not HTTP: {msg}"))
+
+    def _refuse(self, exc: InvalidRequestError | EngineOverloadedError) -> None:
+        """Answer in the API's form if that is possible still, and close."""
+        if not self.is_idle:
+            self.transport.abort()
+            return
+        answer = error_answer(exc, "")
+        headers = (
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(answer.body)).encode()),
+            (b"connection", b"close"),
+            *answer.headers,
+        )
+        lines = [name + b": " + value + b"\r\n" for name, value in headers]
+        self.transport.write(b"".join((STATUS_LINE[answer.status], *lines, b"\r\n", answer.body)))
+        self.transport.close()
+
+    def sweep(self, now: float) -> None:
+        """Give the connection up if its client is too slow. Called about once a second."""
+        if now - self._head_since > HEAD_TIMEOUT_S and not self.transport.is_closing():
+            if self._in_head:
+                message = f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"
+                self._refuse(InvalidRequestError(message, status=408, code="headers_too_late"))
+            else:
+                self.transport.close()
+        unread = self.transport.get_write_buffer_size()
+        if not unread or not (self.flow.write_paused or self.transport.is_closing()):
+            self._unread = 0
+        elif unread < self._unread or not self._unread:
+            self._unread, self._unread_since = unread, now
+        elif now - self._unread_since > WRITE_TIMEOUT_S:
+            # What was written will never be read: to close would be to wait for that.
+            self.transport.abort()
+
+
+def _head_too_large() -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a request may have {MAX_HEADERS} headers, of {MAX_HEAD_BYTES} bytes together",
+        status=431,
+        code="headers_too_large",
+    )

@@ -1,0 +1,86 @@
+"""Threads for what would hold up the event loop: large bodies, and grammars.
+
+A thread helps only if what it runs lets go of the GIL. Tokenising and compiling grammars do, Python
+code does every `SWITCH_INTERVAL_S` (`server.py`), and for decoding JSON, which does not, there is a
+bound on how many values a body may have (`request_body.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from starlette.types import Scope
+
+from diptych_frontend.openai.asgi import client_of
+from diptych_frontend.openai.turns import Turns
+from diptych_protocol import EngineOverloadedError
+
+T = TypeVar("T")
+
+INLINE_BYTES: Final = 2 << 10
+"""Bodies up to this size are dealt with on the event loop, which takes at most a few milliseconds:
+quicker than a hop to a thread and back."""
+THREADS: Final = 2
+"""The second keeps one large request from holding up all others."""
+MAX_OF_ONE: Final = 32
+MAX_WAITING_BYTES: Final = 64 << 20
+TURN_TIMEOUT_S: Final = 30.0
+"""A request that waited and worked so long is refused: its client has others to ask."""
+
+
+@dataclass(slots=True)
+class _Task:
+    work: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class RequestWorkers:
+    """Runs work for clients by turns. The threads start with the first work, and end when nobody
+    has this object any longer."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="requests")
+        self._turns: Turns[_Task] = Turns(max_of_one=MAX_OF_ONE, max_bytes=MAX_WAITING_BYTES)
+        self._busy = 0
+
+    async def run(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
+        """What `work` returns or raises, once it is the turn of the request's client.
+
+        `size` is what the work keeps in memory while it waits, in bytes. Raises
+        `EngineOverloadedError` if too much waits already, or it takes too long.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._turns.put(client_of(scope), _Task(work, done), size)
+        self._start_next()
+        try:
+            async with asyncio.timeout(TURN_TIMEOUT_S):
+                return await done
+        except TimeoutError as exc:
+            raise EngineOverloadedError("too many large requests are here; retry later") from exc
+
+    def _start_next(self) -> None:
+        while self._busy < THREADS:
+            task = self._turns.take()
+            if task is None:
+                return
+            if task.done.done():
+                continue  # its client left while it waited
+            self._busy += 1
+            running = asyncio.get_running_loop().run_in_executor(self._executor, task.work)
+            running.add_done_callback(partial(self._ended, task))
+
+    def _ended(self, task: _Task, ran: asyncio.Future[Any]) -> None:
+        self._busy -= 1
+        error = ran.exception()
+        if task.done.done():
+            pass  # its client left meanwhile
+        elif error is not None:
+            task.done.set_exception(error)
+        else:
+            task.done.set_result(ran.result())
+        self._start_next()

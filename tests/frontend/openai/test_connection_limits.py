@@ -1,0 +1,207 @@
+"""What strangers may do to a server before anybody knows who they are, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from waits import FOR_EVER_S, PATIENCE_S
+
+from diptych_frontend.openai import build_app, connection_limits
+from diptych_frontend.openai.connection_limits import Door, raise_descriptor_limit
+
+REQUEST = b"GET /version HTTP/1.1\r\nHost: x\r\n"
+
+
+async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    address = httpx.URL(url)
+    return await asyncio.open_connection(address.host, address.port)
+
+
+async def answer_to(url: str, *pieces: bytes) -> bytes:
+    """All that the server says until it closes."""
+    reader, writer = await connect(url)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), PATIENCE_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param(
+            [REQUEST, b"".join(b"X-%d: y\r\n" % i for i in range(200)), b"\r\n"], id="many"
+        ),
+        pytest.param([REQUEST, b"X: " + b"y" * (80 << 10) + b"\r\n\r\n"], id="long"),
+        pytest.param([REQUEST, b"X: y", *[b"y" * (16 << 10)] * 6], id="one without an end"),
+        pytest.param([b"GET /", *[b"y" * (16 << 10)] * 6], id="a line without an end"),
+    ],
+)
+async def test_headers_are_bounded_in_number_and_size(
+    engine: Any, serve: Any, pieces: list[bytes]
+) -> None:
+    async with serve(build_app(engine)) as url:
+        answer = await answer_to(url, *pieces)
+        # A client that is still sending may lose the answer to the reset of its connection.
+        assert not answer or answer.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_headers_within_the_bounds_are_served(engine: Any, serve: Any) -> None:
+    async with serve(build_app(engine)) as url, httpx.AsyncClient() as client:
+        headers = {f"x-{i}": "y" * 400 for i in range(100)}
+        for _ in range(3):
+            assert (await client.get(f"{url}/version", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [(b"", b""), (b"\r\n", b""), (b"GET /ver", b"HTTP/1.1 408 "), (REQUEST, b"HTTP/1.1 408 ")],
+    ids=["nothing", "a line break", "half a line", "half of the headers"],
+)
+async def test_headers_that_do_not_come_are_not_waited_for(
+    engine: Any, serve: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes, told: bytes
+) -> None:
+    monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", 0.2)
+    async with serve(build_app(engine)) as url:
+        answer = await answer_to(url, sent)
+        assert answer.startswith(told)
+        assert told or not answer
+
+
+async def test_a_second_request_has_to_come_in_time_as_well(
+    engine: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", 0.2)
+    async with serve(build_app(engine)) as url:
+        reader, writer = await connect(url)
+        writer.write(REQUEST + b"\r\n")
+        assert b"200 OK" in await reader.readuntil(b"\r\n")
+        await asyncio.sleep(1.5)  # longer than a sweep and the deadline: an idle connection stays
+        writer.write(REQUEST)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
+        assert b"HTTP/1.1 408 " in answer
+        writer.close()
+
+
+async def test_a_long_answer_outlasts_the_deadline_of_headers(
+    engine: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", 0.2)
+    engine.gate.clear()
+    async with serve(build_app(engine)) as url, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        body = {"model": "echo", "prompt": "abc", "max_tokens": 2}
+        asking = asyncio.create_task(client.post(f"{url}/v1/completions", json=body))
+        await asyncio.sleep(1.5)  # longer than a sweep and the deadline
+        engine.gate.set()
+        assert (await asking).status_code == 200
+
+
+async def test_requests_sent_ahead_are_bounded(engine: Any, serve: Any, eventually: Any) -> None:
+    engine.gate.clear()
+    body = b'{"model": "echo", "prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with serve(build_app(engine)) as url:
+        await answer_to(url, whole * 100)
+        await eventually(lambda: not engine.running)
+        assert len(engine.seen) <= 1
+
+
+async def test_a_reader_that_stopped_leaves_no_socket_behind(
+    engine: Any, serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 0.5)
+    doors: list[Door] = []
+    of_this_process = Door.of_this_process
+
+    def remembered() -> Door:
+        doors.append(of_this_process())
+        return doors[-1]
+
+    monkeypatch.setattr(Door, "of_this_process", remembered)
+    async with serve(build_app(engine)) as url:
+        address = httpx.URL(url)
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            asyncio.Protocol, address.host, address.port
+        )
+        transport.pause_reading()
+        body = b'{"model":"echo","prompt":"a","max_tokens":1000000000,"stream":true,"n":100}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        transport.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await eventually(lambda: len(doors[0]) == 1)
+        await eventually(lambda: len(doors[0]) == 0)
+        await eventually(lambda: bool(engine.left_early))
+        transport.abort()
+
+
+class Connection:
+    """As much of a connection as a door looks at."""
+
+    def __init__(self, is_idle: bool) -> None:
+        self.is_idle = is_idle
+        self.closed = False
+        self.transport = self
+
+    def abort(self) -> None:
+        self.closed = True
+
+
+def test_idle_connections_make_room_for_new_ones() -> None:
+    door: Any = Door(32)
+    idle = [Connection(is_idle=True) for _ in range(10)]
+    busy = [Connection(is_idle=False) for _ in range(6)]
+    for connection in (*busy, *idle):
+        assert door.enter("greedy", connection)
+    assert not door.enter("greedy", Connection(is_idle=True)), "one address has half at most"
+    assert [each.closed for each in idle] == [True] * 2 + [False] * 8
+    assert not any(each.closed for each in busy)
+    for connection in idle[:2]:
+        door.leave("greedy", connection)
+    others = [(f"address {i}", Connection(is_idle=False)) for i in range(18)]
+    assert all(door.enter(*other) for other in others)
+    assert len(door) == 32
+    assert not door.enter("one more", Connection(is_idle=True))
+    assert sum(each.closed for each in idle) == 4, "the address with most makes room for others"
+
+
+async def test_one_too_many_is_told_to_come_again(
+    engine: Any, serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 4)
+    engine.gate.clear()
+    async with serve(build_app(engine)) as url, httpx.AsyncClient(timeout=FOR_EVER_S) as client:
+        body = {"model": "echo", "prompt": "abc", "max_tokens": 2}
+        asking = [
+            asyncio.create_task(client.post(f"{url}/v1/completions", json=body)) for _ in range(2)
+        ]
+        await eventually(lambda: len(engine.running) == 2)
+        answer = await answer_to(url)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: " in answer
+        engine.gate.set()
+        assert [(await each).status_code for each in asking] == [200, 200]
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("few_descriptors")
+def test_the_server_takes_the_descriptors_that_it_may_have() -> None:
+    most = raise_descriptor_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
+    assert most == min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 65536)
