@@ -47,6 +47,8 @@ from diptych_protocol import FinishReason, SchedulerStats, SchedulingPolicy
 CREDIT_STEPS = 8
 """A tenant that comes back may be behind others by the tokens of so many steps: so long a prompt is
 computed in one go, by all that prompts get of a step."""
+SHARED_STEPS = 1000
+"""So long after there were several tenants steps stay short: some minutes."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,8 @@ class Scheduler:
     """Where requests wait that come during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
+    _shared_until: int = 0
+    """In the steps before this one several tenants are reckoned with."""
     _order: Callable[[Request], Any] = field(init=False)
     """Of running requests when there are several tenants."""
 
@@ -285,7 +289,9 @@ class Scheduler:
 
         chunks: prompts that have begun, and up to which token they have blocks.
         """
-        step = Step(scheduled, budget, self.enough_prompt_tokens)
+        # Kept apart from the step, so that it ends soon: for whoever comes while it runs.
+        spare = max(0, budget - self._most_prompt_tokens())
+        step = Step(scheduled, budget - spare, self.enough_prompt_tokens)
         for request, end in chunks:
             if admitting:
                 admit(self, step, before=request)
@@ -298,10 +304,19 @@ class Scheduler:
                 step.add(request, start, count)
         if admitting:
             admit(self, step)
-        return step.budget
+        return step.budget + spare
+
+    def _most_prompt_tokens(self) -> int:
+        """Of a step. Where more at a time are no faster, and several tenants have been here of
+        late, steps are short: the next prompt of one is not to wait for a long step of another."""
+        if self.stats.steps >= self._shared_until:
+            return self.max_num_batched_tokens
+        enough = min(self.enough_prompt_tokens, self.max_num_batched_tokens)
+        return int(enough) if enough == self.max_num_batched_tokens else max(1, int(enough) // 2)
 
     def _be_fair(self) -> None:
         """Serve those first who were served least, and take from those who were served most."""
+        self._shared_until = self.stats.steps + SHARED_STEPS
         self.running.sort(key=self._order)
         while (victim := who_gives_way(self)) is not None:
             if not (self.has_free_row() and self.reclaim_unused()):
