@@ -289,9 +289,9 @@ class Scheduler:
 
         chunks: prompts that have begun, and up to which token they have blocks.
         """
-        # Kept apart from the step, so that it ends soon: for whoever comes while it runs.
-        spare = max(0, budget - self._most_prompt_tokens())
-        step = Step(scheduled, budget - spare, self.enough_prompt_tokens)
+        most, enough = self._short_step()
+        spare = max(0, budget - most)
+        step = Step(scheduled, budget - spare, enough)
         for request, end in chunks:
             if admitting:
                 admit(self, step, before=request)
@@ -306,13 +306,18 @@ class Scheduler:
             admit(self, step)
         return step.budget + spare
 
-    def _most_prompt_tokens(self) -> int:
-        """Of a step. Where more at a time are no faster, and several tenants have been here of
-        late, steps are short: the next prompt of one is not to wait for a long step of another."""
-        if self.stats.steps >= self._shared_until:
-            return self.max_num_batched_tokens
-        enough = min(self.enough_prompt_tokens, self.max_num_batched_tokens)
-        return int(enough) if enough == self.max_num_batched_tokens else max(1, int(enough) // 2)
+    def _short_step(self) -> tuple[int, float]:
+        """How many tokens of prompts a step holds at most, and how many are enough to begin no
+        further one.
+
+        Where more at a time are no faster, and several tenants have been here of late, these are a
+        half and a quarter of what is enough else: the next prompt of one is not to wait for a long
+        step of another.
+        """
+        most, enough = self.max_num_batched_tokens, self.enough_prompt_tokens
+        if enough >= most or self.stats.steps >= self._shared_until:
+            return most, enough
+        return max(1, int(enough) // 2), max(1, int(enough) // 4)
 
     def _be_fair(self) -> None:
         """Serve those first who were served least, and take from those who were served most."""

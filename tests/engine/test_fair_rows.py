@@ -248,8 +248,8 @@ def test_service_of_those_who_always_wait_differs_by_a_bounded_amount(
 def test_who_asks_now_and_then_has_a_first_token_soon(
     prompt: int, output: int, num_rows: int, cache: bool
 ) -> None:
-    """However many requests of another's wait: in the steps that the prompt takes alone (four tokens
-    each), and those until a row is free, where there is only one."""
+    """However many requests of another's wait: in the steps that the prompt takes alone, of four
+    tokens each, and those until a row is free, where there is only one."""
     scheduler = make_scheduler(
         400, max_num_seqs=num_rows, max_num_batched_tokens=num_rows + 15,
         enable_prefix_caching=cache, max_num_waiting=1000,
@@ -270,7 +270,7 @@ def test_who_asks_now_and_then_has_a_first_token_soon(
         assert asked.num_output_tokens
 
 
-@pytest.mark.parametrize("length", [200, 512, 1024])
+@pytest.mark.parametrize("length", [128, 200, 512, 1024])
 def test_1000_requests_of_another_add_at_most_half_to_the_first_token(length: int) -> None:
     """In virtual time, on a prefill engine on CPUs, where every token of a prompt takes as long.
     Who asks comes while a step runs: there always is one."""
