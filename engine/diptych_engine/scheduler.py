@@ -38,7 +38,7 @@ from diptych_engine.request import (
     TokenOutput,
 )
 from diptych_engine.scheduler_stats import snapshot
-from diptych_engine.step_entry import Step, admit, admit_short
+from diptych_engine.step_entry import share_out
 from diptych_engine.step_results import apply_results
 from diptych_engine.waiting_queue import FairQueue, make_queue, service, turn, turn_in_class
 from diptych_frontend.fair_share import FairShare
@@ -93,7 +93,7 @@ class Scheduler:
     """Where requests wait that come during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
-    _shared_until: int = 0
+    shared_until: int = 0
     """In the steps before this one several tenants are reckoned with."""
     _order: Callable[[Request], Any] = field(init=False)
     """Of running requests when there are several tenants."""
@@ -273,55 +273,13 @@ class Scheduler:
             scheduled.append(ScheduledRequest(request, start, 1, request.pooling is None))
             budget -= 1
         if chunks or self.waiting:
-            budget = self._share_out(scheduled, budget, chunks, admitting=not preempted)
+            budget = share_out(self, scheduled, budget, chunks, admitting=not preempted)
         removed, self._removed = self._removed, []
         return StepPlan(scheduled, allowed - budget, removed)
 
-    def _share_out(
-        self,
-        scheduled: list[ScheduledRequest],
-        budget: int,
-        chunks: list[tuple[Request, int]],
-        *,
-        admitting: bool,
-    ) -> int:
-        """Fill what decodes leave of a step with prompts. Returns what is left of the budget.
-
-        chunks: prompts that have begun, and up to which token they have blocks.
-        """
-        most, enough = self._short_step()
-        spare = max(0, budget - most)
-        step = Step(scheduled, budget - spare, enough)
-        for request, end in chunks:
-            if admitting:
-                admit(self, step, before=request)
-            start = request.num_computed_tokens
-            count = step.room_for(end - start)
-            if admitting and start + count < request.num_tokens:
-                admit_short(self, step, request, count // 2)
-                count = min(count, step.budget)
-            if count > 0:
-                step.add(request, start, count)
-        if admitting:
-            admit(self, step)
-        return step.budget + spare
-
-    def _short_step(self) -> tuple[int, float]:
-        """How many tokens of prompts a step holds at most, and how many are enough to begin no
-        further one.
-
-        Where more at a time are no faster, and several tenants have been here of late, these are a
-        half and a quarter of what is enough else: the next prompt of one is not to wait for a long
-        step of another.
-        """
-        most, enough = self.max_num_batched_tokens, self.enough_prompt_tokens
-        if enough >= most or self.stats.steps >= self._shared_until:
-            return most, enough
-        return max(1, int(enough) // 2), max(1, int(enough) // 4)
-
     def _be_fair(self) -> None:
         """Serve those first who were served least, and take from those who were served most."""
-        self._shared_until = self.stats.steps + SHARED_STEPS
+        self.shared_until = self.stats.steps + SHARED_STEPS
         self.running.sort(key=self._order)
         while (victim := who_gives_way(self)) is not None:
             if not (self.has_free_row() and self.reclaim_unused()):

@@ -45,7 +45,51 @@ class Step:
         self.prompts += count
 
 
-def admit(scheduler: Scheduler, step: Step, before: Request | None = None) -> None:
+def share_out(
+    scheduler: Scheduler,
+    scheduled: list[ScheduledRequest],
+    budget: int,
+    chunks: list[tuple[Request, int]],
+    *,
+    admitting: bool,
+) -> int:
+    """Fill what decodes leave of a step with prompts. Returns what is left of the budget.
+
+    chunks: prompts that have begun, and up to which token they have blocks.
+    """
+    most, enough = _most_and_enough(scheduler)
+    spare = max(0, budget - most)
+    step = Step(scheduled, budget - spare, enough)
+    for request, end in chunks:
+        if admitting:
+            _admit(scheduler, step, before=request)
+        start = request.num_computed_tokens
+        count = step.room_for(end - start)
+        if admitting and start + count < request.num_tokens:
+            _admit_short(scheduler, step, request, count // 2)
+            count = min(count, step.budget)
+        if count > 0:
+            step.add(request, start, count)
+    if admitting:
+        _admit(scheduler, step)
+    return step.budget + spare
+
+
+def _most_and_enough(scheduler: Scheduler) -> tuple[int, float]:
+    """How many tokens of prompts a step holds at most, and how many are enough to begin no further
+    one.
+
+    Where more at a time are no faster, and several tenants have been here of late, these are a half
+    and a quarter of what is enough else: the next prompt of one is not to wait for a long step of
+    another.
+    """
+    most, enough = scheduler.max_num_batched_tokens, scheduler.enough_prompt_tokens
+    if enough >= most or scheduler.stats.steps >= scheduler.shared_until:
+        return most, enough
+    return max(1, int(enough) // 2), max(1, int(enough) // 4)
+
+
+def _admit(scheduler: Scheduler, step: Step, before: Request | None = None) -> None:
     """Move waiting requests into the step while budget, rows and blocks last.
 
     Where more tokens at a time are no faster, a second prompt in a step would make the first one
@@ -61,7 +105,7 @@ def admit(scheduler: Scheduler, step: Step, before: Request | None = None) -> No
             return
 
 
-def admit_short(scheduler: Scheduler, step: Step, beside: Request, room: int) -> None:
+def _admit_short(scheduler: Scheduler, step: Step, beside: Request, room: int) -> None:
     """Move requests that need no more than `room` tokens to be done with their prompts into the
     step, beside one that is computed in pieces."""
     if not scheduler.waiting or not scheduler.has_free_row():

@@ -30,11 +30,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from diptych_frontend.fair_share import FairShare
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -59,14 +57,9 @@ from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Decision
 from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
 from diptych_router.siblings import Siblings, same_way
+from diptych_router.tenant_places import TenantPlaces
 
 log = logging.getLogger(__name__)
-
-MAX_PLACED = 256
-"""Requests that one tenant may have at the engines while others have some, too: a few times what an
-engine computes at once, and a part of what it lets wait."""
-CREDIT = 4096
-"""Tokens by which a tenant that comes back may be behind those who wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +86,8 @@ class RequestTable:
         """`random_bits(k)` is k bits nobody can guess; only a simulation brings its own."""
         self.requests: dict[str, RoutedRequest] = {}
         """By the request's own id."""
-        self.tenants = FairShare(CREDIT)
+        self._places = TenantPlaces()
+        self.tenants = self._places.accounts
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self._fleet = fleet
         self._random_bits = random_bits
@@ -101,8 +95,6 @@ class RequestTable:
         """By the id under which an engine has it now."""
         self._charges: dict[str, list[tuple[Engine, int]]] = {}
         """What each request adds to the open tokens of engines."""
-        self._num_placed = defaultdict[str, int](int)
-        """Requests at the engines, of those tenants that have some."""
         self._turns: list[_Turn] = []
         self._siblings = Siblings()
 
@@ -265,17 +257,13 @@ class RequestTable:
     def _begin_crowded(self, now: float) -> list[Action]:
         """Let those go on whose tenant's turn it is."""
         actions: list[Action] = []
-        full = {tenant for tenant in self._num_placed if self._is_crowded(tenant)}
+        full = self._places.crowded()
         while (routed := self.held.next_crowded(full)) is not None:
             self.held.release(routed.request_id)
             actions += self._begin(routed, now)
-            if self._is_crowded(routed.account.tenant):
+            if self._places.is_crowded(routed.account.tenant):
                 full.add(routed.account.tenant)
         return actions
-
-    def _is_crowded(self, tenant: str) -> bool:
-        """A tenant has many requests at the engines, and another one has some, too."""
-        return self._num_placed.get(tenant, 0) >= MAX_PLACED and self.tenants.others_than(tenant)
 
     def _begin(
         self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
@@ -285,7 +273,7 @@ class RequestTable:
         before: what went wrong with the attempt before this one. decision: where, if that is clear.
         """
         if routed.attempts == 0 and self.tenants.several:
-            routed.crowded = self._is_crowded(routed.account.tenant)
+            routed.crowded = self._places.is_crowded(routed.account.tenant)
             if routed.crowded:
                 return self._hold(routed, now, "", "your other requests keep the engines busy")
         if decision is None:
@@ -426,7 +414,7 @@ class RequestTable:
         cost = routed.prompt_tokens + len(routed.generated)
         charges = [(account, cost) for account in (engine, plans) if account is not None]
         self._charges[routed.request_id] = charges
-        self._num_placed[routed.account.tenant] += 1
+        self._places.take(routed.account)
         for account, tokens in charges:
             account.open_tokens += tokens
 
@@ -435,10 +423,7 @@ class RequestTable:
         if charges is not None:
             for account, tokens in charges:
                 account.open_tokens -= tokens
-            tenant = routed.account.tenant
-            self._num_placed[tenant] -= 1
-            if not self._num_placed[tenant]:
-                del self._num_placed[tenant]
+            self._places.give_back(routed.account)
         self._placed.pop(routed.core_id, None)
         routed.engine = ""
 

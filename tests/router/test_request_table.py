@@ -21,7 +21,7 @@ from diptych_protocol import (
     KVTransferParams,
     SamplingParams,
 )
-from diptych_router import request_table
+from diptych_router import tenant_places
 from diptych_router.actions import (
     Abort,
     Action,
@@ -546,7 +546,7 @@ class TestTenants:
 
     @pytest.fixture(autouse=True)
     def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(request_table, "MAX_PLACED", 3)
+        monkeypatch.setattr(tenant_places, "MAX_PLACED", 3)
 
     def greedy(self, count: int = 10, **options: Any) -> World:
         """A tenant with so many requests, and another one that is active."""
@@ -643,7 +643,7 @@ def test_the_invariants_hold_whatever_happens(seed: int) -> None:
 @settings(max_examples=150)
 def test_the_invariants_hold_for_several_tenants(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_table, "MAX_PLACED", 2)
+        patch.setattr(tenant_places, "MAX_PLACED", 2)
         play(seed, ["a", "a", "a", "b", "c"])
 
 
