@@ -21,6 +21,7 @@ from benchmarks.machine import RESULTS, machine
 from benchmarks.peers.servers import VARIABLE, UnknownPeerError, parse_peers
 from benchmarks.scenario import Options, Reporter, Scenario
 from benchmarks.scenarios import (
+    fair,
     growth,
     mixed,
     offline,
@@ -35,7 +36,7 @@ from rich.console import Console
 
 SCENARIOS: tuple[Scenario, ...] = tuple(
     module.SCENARIO
-    for module in (overhead, startup, online, offline, pair, mixed, growth, parallel, router)
+    for module in (overhead, startup, online, offline, pair, mixed, growth, parallel, router, fair)
 )
 
 

@@ -1,8 +1,9 @@
 """A model of one engine's scheduler that costs the same for a step of one row as of a thousand.
 
 It decides what the product's `Scheduler` decides under `fcfs` (tests compare the two step by step):
-running requests first and in order, prompts in shares of the token budget, admission while
-budget, rows and blocks last, preemption of the last one by recompute. It counts instead of listing:
+running requests first and in order, prompts in shares of the token budget, short ones beside a long
+one, admission while budget, rows and blocks last, preemption of the last one by recompute. All
+requests are of one tenant. It counts instead of listing:
 decode rows only grow, all by one token a step, so their number, the sum of their contexts and how
 many of them need a block when are all that a step has to know.
 """
@@ -178,6 +179,9 @@ class EngineModel:
         budget -= self.rows
         if partial and share:
             self._grow(partial, grown)
+            if not preempted and partial.computed + share < partial.known:
+                budget = self._admit_short(partial, budget, share // 2)
+                share = min(share, budget)
             chunks.append((partial, share))
             budget -= share
         if not preempted:
@@ -200,34 +204,61 @@ class EngineModel:
     def _admit(self, budget: int) -> None:
         prompts = sum(share for _, share in self._chunks if share > 1)
         while self.waiting and budget > 0 and prompts < self.limits.enough_prompt_tokens:
-            sequence = self.waiting[0]
-            hit, idle = (0, 0) if sequence.blocks else self._hit(sequence)
-            short = self._blocks_for(sequence.known) - hit - sequence.blocks
-            if short > self.free - idle:
-                if not self.running and self._reclaim_from_waiting():
-                    continue
-                break
-            if not sequence.remote and len(self.running) >= self.limits.max_num_seqs:
-                break
-            self.waiting.popleft()
-            if not sequence.blocks:
-                self._take_prefix(sequence)
-            if sequence.remote:
-                wanted = self._blocks_for(sequence.remote)
-                self._grow(sequence, max(0, wanted - sequence.blocks))
-                self.loads.append(sequence)
-                continue
-            share = min(sequence.known - sequence.computed, budget)
-            wanted = self._blocks_for(sequence.computed + share)
-            self._grow(sequence, max(0, wanted - sequence.blocks))
-            self.running[sequence] = None
+            share = self._enter(self.waiting[0], budget)
+            if share is None:
+                return
             budget -= share
             prompts += share
-            if share == 1 and sequence.computed + 1 == sequence.known:
-                self._become_row(sequence)
-                self._newcomers.append(sequence)
-            else:
-                self._chunks.append((sequence, share))
+
+    def _admit_short(self, beside: Sequence, budget: int, room: int) -> int:
+        """Have prompts that end within `room` tokens of the budget enter beside one that does not.
+        Returns what is left of the budget."""
+        if len(self.running) >= self.limits.max_num_seqs:
+            return budget
+        spared = self._blocks_for(beside.known) - beside.blocks
+        prompts = 0
+        for sequence in list(self.waiting):
+            if room <= 0 or prompts >= self.limits.enough_prompt_tokens:
+                break
+            if not sequence.remote and sequence.known - sequence.computed > room:
+                continue
+            share = self._enter(sequence, room, spared)
+            if share is None:
+                break
+            budget, room, prompts = budget - share, room - share, prompts + share
+        del self.running[beside]
+        self.running[beside] = None  # it stays behind them
+        return budget
+
+    def _enter(self, sequence: Sequence, room: int, spared: int = 0) -> int | None:
+        """Have a waiting request enter the step: how many tokens it takes. None: it cannot."""
+        while True:
+            hit, idle = (0, 0) if sequence.blocks else self._hit(sequence)
+            short = self._blocks_for(sequence.known) - hit - sequence.blocks
+            if short + spared <= self.free - idle:
+                break
+            if self.running or not self._reclaim_from_waiting():
+                return None
+        if not sequence.remote and len(self.running) >= self.limits.max_num_seqs:
+            return None
+        self.waiting.remove(sequence)
+        if not sequence.blocks:
+            self._take_prefix(sequence)
+        if sequence.remote:
+            wanted = self._blocks_for(sequence.remote)
+            self._grow(sequence, max(0, wanted - sequence.blocks))
+            self.loads.append(sequence)
+            return 0
+        share = min(sequence.known - sequence.computed, room)
+        wanted = self._blocks_for(sequence.computed + share)
+        self._grow(sequence, max(0, wanted - sequence.blocks))
+        self.running[sequence] = None
+        if share == 1 and sequence.computed + 1 == sequence.known:
+            self._become_row(sequence)
+            self._newcomers.append(sequence)
+        else:
+            self._chunks.append((sequence, share))
+        return share
 
     def end(self) -> StepEnd:
         """The step is over."""

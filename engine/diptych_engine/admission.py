@@ -20,6 +20,7 @@ from diptych_protocol import (
     PoolingParams,
     SamplingParams,
 )
+from diptych_protocol.wire import MAX_TENANT_LENGTH
 
 
 def admit(
@@ -37,6 +38,8 @@ def admit(
     `InvalidRequestError` for a message that cannot be served.
     """
     check_arrival(message)
+    if len(message.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_LENGTH} characters")
     if message.resumable:
         check_piece(message, limits)
     if message.pooling_params is not None:
@@ -67,6 +70,7 @@ def admit(
         seed=params.seed if params.seed is not None else secrets.randbits(63),
         arrival_time=message.arrival_time,
         priority=message.priority,
+        tenant=message.tenant,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,
@@ -108,6 +112,7 @@ def _admit_pooling(
         seed=0,
         arrival_time=message.arrival_time,
         priority=message.priority,
+        tenant=message.tenant,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,

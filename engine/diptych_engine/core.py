@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "Server shutting down"
 INTERNAL_ERROR = "internal error; the engine's log has it under the request's id"
+CROWDED_OUT = f"{OVERLOADED}: too many requests wait already, and most are of this API key"
 LAST_CALLS = frozenset({"reject_kv_transfer"})
 """Answered to the very end: what they free may be somebody else's."""
 Posture = tuple[bool, bool, int]
@@ -153,7 +154,7 @@ class EngineCore:
             self._outputs[client].append(_aborted(message.request_id))
             return
         self.weights.require_whole()
-        if not self.scheduler.can_add():
+        if not self.scheduler.can_add(message.tenant):
             raise DiptychError(f"{OVERLOADED}: too many requests wait already")
         if message.request_id in self.scheduler.loading:
             raise DiptychError("the KV of an earlier request of this id is still on its way")
@@ -172,6 +173,10 @@ class EngineCore:
             self._outputs[client].append(EngineCoreOutput(request.request_id, first_tokens))
         self.hand_offs.arrived(request)
         (self.scheduler.add if queued else self.scheduler.hold)(request)
+        surplus = self.scheduler.surplus()
+        if surplus is not None:
+            self._end(surplus, FinishReason.ERROR)
+            self._fail(surplus.request_id, surplus.client, CROWDED_OUT)
 
     def _refuse(
         self, message: EngineCoreRequest, client: bytes, error: str, *, may_release: bool = True

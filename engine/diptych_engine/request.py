@@ -10,6 +10,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from diptych_engine.lora.adapter import Adapter
+from diptych_frontend.fair_share import Account
 from diptych_protocol import (
     Array,
     EngineCoreOutput,
@@ -83,6 +84,12 @@ class Request:
     """Of its random stream: the caller's, or one drawn when the request arrived."""
     arrival_time: float = 0.0
     priority: int = 0
+    tenant: str = ""
+    """Whose request it is."""
+    account: Account = field(default_factory=Account)
+    """Of the tenant; the scheduler gives it with `add`."""
+    num_charged: int = 0
+    """Prompt tokens that its tenant is not to be charged for again."""
     cache_salt: str | None = None
     """All that its KV depends on besides its tokens: see `cache_identity`."""
     adapter: Adapter | None = None
@@ -156,6 +163,11 @@ class Request:
         if self.kv_transfer is None or self.kv_transfer.remote_num_tokens is None:
             raise RuntimeError(f"request {self.request_id} has no remote KV")
         return self.kv_transfer.remote_num_tokens
+
+    @property
+    def fetches(self) -> bool:
+        """Its KV is to come from another engine."""
+        return self.kv_transfer is not None and bool(self.kv_transfer.do_remote_prefill)
 
     def take_over(self) -> int:
         """Its blocks hold what was lent to it; something always remains to be computed. Returns

@@ -12,6 +12,7 @@ given a chunk of its prompt, the core waits for results and plans from what is k
 
 from __future__ import annotations
 
+from diptych_engine.fair_rows import who_gives_way
 from diptych_engine.request import RequestStatus, ScheduledRequest, StepPlan
 from diptych_engine.scheduler import Scheduler
 
@@ -42,9 +43,9 @@ def plan_ahead(scheduler: Scheduler, plan: StepPlan) -> StepPlan | None:
 
 def _may_admit(scheduler: Scheduler) -> bool:
     """Whether a waiting request may find room: with all rows taken only one that fetches its KV,
-    which needs none yet."""
+    which needs none yet, or another tenant's, to which somebody gives way."""
     if not scheduler.waiting:
         return False
-    transfer = scheduler.waiting.peek().kv_transfer
-    fetches = transfer is not None and transfer.do_remote_prefill
-    return fetches or len(scheduler.running) < scheduler.max_num_seqs
+    if scheduler.waiting.peek().fetches or len(scheduler.running) < scheduler.max_num_seqs:
+        return True
+    return who_gives_way(scheduler) is not None

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from diptych_engine.block_pool import BlockPool
-from diptych_engine.control.pause import PauseGate
+from diptych_engine.control.pause import PauseGate, is_under_way
 from diptych_engine.early_loads import EarlyLoads, EarlyState
+from diptych_engine.fair_rows import who_gives_way
 from diptych_engine.idle_sessions import IdleSessions
 from diptych_engine.journey import JourneyLog, Station
 from diptych_engine.lent_blocks import LentBlocks
@@ -35,9 +38,17 @@ from diptych_engine.request import (
     TokenOutput,
 )
 from diptych_engine.scheduler_stats import snapshot
+from diptych_engine.step_entry import share_out
 from diptych_engine.step_results import apply_results
-from diptych_engine.waiting_queue import WaitingQueue, make_queue, turn
+from diptych_engine.waiting_queue import FairQueue, make_queue, service, turn, turn_in_class
+from diptych_frontend.fair_share import FairShare
 from diptych_protocol import FinishReason, SchedulerStats, SchedulingPolicy
+
+CREDIT_STEPS = 8
+"""A tenant that comes back may be behind others by the tokens of so many steps: so long a prompt is
+computed in one go, by all that prompts get of a step."""
+SHARED_STEPS = 1000
+"""So long after there were several tenants steps stay short: some minutes."""
 
 
 @dataclass(slots=True)
@@ -64,7 +75,9 @@ class Scheduler:
     """Every unfinished request."""
     running: list[Request] = field(default_factory=list)
     """In the order of their shares; the last is the first to be preempted."""
-    waiting: WaitingQueue = field(init=False)
+    waiting: FairQueue = field(init=False)
+    tenants: FairShare = field(init=False)
+    """Who was served how much."""
     prefixes: PrefixCache = field(init=False)
     held: dict[str, Request] = field(default_factory=dict)
     """Requests whose grammars are being compiled."""
@@ -80,9 +93,15 @@ class Scheduler:
     """Where requests wait that come during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
+    shared_until: int = 0
+    """In the steps before this one several tenants are reckoned with."""
+    _order: Callable[[Request], Any] = field(init=False)
+    """Of running requests when there are several tenants."""
 
     def __post_init__(self) -> None:
-        self.waiting = make_queue(self.policy)
+        self.tenants = FairShare(CREDIT_STEPS * self.max_num_batched_tokens)
+        self.waiting = make_queue(self.policy, self.tenants)
+        self._order = turn_in_class if self.policy == "priority" else service
         self.idle = IdleSessions(self.max_idle_sessions)
         self.prefixes = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
         self.early = EarlyLoads(self.pool, self.prefixes)
@@ -95,19 +114,35 @@ class Scheduler:
         """In the queue, before it, and while everything is paused."""
         return len(self.waiting) + len(self.held) + len(self.gate.parked)
 
-    def can_add(self) -> bool:
-        return self.num_waiting < self.max_num_waiting
+    def can_add(self, tenant: str = "") -> bool:
+        """One more request may wait: there is room, or another tenant has more that wait."""
+        if self.num_waiting < self.max_num_waiting:
+            return True
+        return bool(self.waiting) and len(self.waiting.longest()) > self.waiting.num_of(tenant) + 1
+
+    def surplus(self) -> Request | None:
+        """One to refuse after all, because too many wait: the newest of the tenant that has most
+        waiting, of those whose client was told nothing yet."""
+        if self.num_waiting <= self.max_num_waiting or not self.waiting:
+            return None
+        fresh = (r for r in reversed(self.waiting.longest()) if not is_under_way(r))
+        return next(fresh, None)
 
     def add(self, request: Request) -> None:
-        self.requests[request.request_id] = request
+        if request.request_id not in self.requests:
+            self._enrol(request)
         self._tell(request, Station.QUEUED)
         early = None if self.gate.paused else self.early.pick_up(request)
         if early is None:
             self.gate.enter(request, self.waiting)
         else:
-            self._go_on_from(early, request)
+            self.go_on_from(early, request)
 
-    def _go_on_from(self, early: EarlyState, request: Request) -> None:
+    def _enrol(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        request.account = self.tenants.open(request.tenant)
+
+    def go_on_from(self, early: EarlyState, request: Request) -> None:
         """A request has the blocks that were reserved for it before it came."""
         self.prefixes.count_lookup(request, request.num_computed_tokens, self.stats)
         if early is EarlyState.LOADING:
@@ -119,7 +154,7 @@ class Scheduler:
     def hold(self, request: Request) -> None:
         """Take a request in that cannot be queued before its grammar is there."""
         request.become(RequestStatus.WAITING_FOR_GRAMMAR)
-        self.requests[request.request_id] = request
+        self._enrol(request)
         self.held[request.request_id] = request
 
     def queue_held(self, request: Request) -> None:
@@ -158,6 +193,7 @@ class Scheduler:
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
             self._free_blocks(request)
         request.become(RequestStatus.FINISHED)
+        self.tenants.close(request.account)
         del self.requests[request.request_id]
 
     def suspend(self, session: Request) -> Request | None:
@@ -210,78 +246,51 @@ class Scheduler:
         """Choose the next step's work and allocate its blocks."""
         budget = allowed = 0 if self.gate.frozen else self.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
+        chunks: list[tuple[Request, int]] = []
         preempted = False
+        if allowed and self.tenants.several:
+            self._be_fair()
         block_size = self.block_size
+        index = 0
         for request in self.running:  # only ever loses its last ones meanwhile
             if budget == 0:
                 break
+            index += 1
             start = request.num_computed_tokens
             known = end = len(request.token_ids)
-            if end > start + budget:
-                end = start + budget
+            if end > start + 1:
+                # Whoever comes after it has a token of the step all the same.
+                end = min(end, start + max(1, budget - (len(self.running) - index)))
+                if chunks and not self.reserve(request, end):
+                    continue
             if end > len(request.block_ids) * block_size:
                 preempted |= self._make_room(request, end)
                 if request.status is not RequestStatus.RUNNING:
                     break
-            samples = end == known and request.pooling is None
-            scheduled.append(ScheduledRequest(request, start, end - start, samples))
-            budget -= end - start
-        if not preempted:
-            budget = self._admit(scheduled, budget)
+            if known > start + 1:
+                chunks.append((request, end))
+                continue
+            scheduled.append(ScheduledRequest(request, start, 1, request.pooling is None))
+            budget -= 1
+        if chunks or self.waiting:
+            budget = share_out(self, scheduled, budget, chunks, admitting=not preempted)
         removed, self._removed = self._removed, []
         return StepPlan(scheduled, allowed - budget, removed)
 
-    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
-        """Move waiting requests into the step while budget, rows and blocks last.
+    def _be_fair(self) -> None:
+        """Serve those first who were served least, and take from those who were served most."""
+        self.shared_until = self.stats.steps + SHARED_STEPS
+        self.running.sort(key=self._order)
+        while (victim := who_gives_way(self)) is not None:
+            if not (self.has_free_row() and self.reclaim_unused()):
+                self._preempt(victim)
 
-        Where more tokens at a time are no faster, a second prompt in a step would make the first
-        one wait for it, and gain nothing.
-        """
-        if not self.waiting:
-            return budget
-        prompts = sum(share.num_tokens for share in scheduled if share.num_tokens > 1)
-        while self.waiting and budget > 0 and prompts < self.enough_prompt_tokens:
-            request = self.waiting.peek()
-            early = self.early.pick_up(request)
-            if early is not None:
-                self._go_on_from(early, self.waiting.pop())
-                continue
-            if request.block_ids:  # its KV came through the hinge
-                hit: list[int] = []
-            else:
-                hit = self.prefixes.find(request)
-            start = request.num_computed_tokens or len(hit) * self.block_size
-            known = request.num_tokens
-            short = self._blocks_for(known) - len(hit) - len(request.block_ids)
-            if short > self.pool.num_free - self.pool.num_free_among(hit):
-                if self._reclaim_unused():
-                    continue
-                if not self.running and self._reclaim_from_waiting():
-                    continue
-                break
-            remote = request.kv_transfer is not None and request.kv_transfer.do_remote_prefill
-            if not remote and not self._has_room_for(request):
-                break
-            self.waiting.pop()
-            if not request.block_ids:
-                self.prefixes.count_lookup(request, len(hit) * self.block_size, self.stats)
-            self.pool.take(hit)
-            request.block_ids.extend(hit)
-            request.num_computed_tokens = start
-            if remote:
-                self._order_load(request)
-                continue
-            count = min(known - start, budget)
-            needed = self._blocks_for(start + count) - len(request.block_ids)
-            request.block_ids.extend(self.pool.allocate(max(0, needed)))
-            self._start(request)
-            samples = start + count == known and request.pooling is None
-            scheduled.append(ScheduledRequest(request, start, count, samples))
-            budget -= count
-            prompts += count
-        return budget
+    def has_free_row(self) -> bool:
+        """A row is free, or taken by a session that is idle."""
+        taken = len(self.running) + self.idle.num_rows
+        return taken < self.max_num_seqs or self.idle.longest_idle() is not None
 
-    def _has_room_for(self, request: Request) -> bool:
+    def has_room_for(self, request: Request) -> bool:
         """A row is free, and a place for the adapter, of those that no running request needs.
 
         Whoever lacks a place waits at the head of the queue: others must not overtake it for ever.
@@ -292,15 +301,31 @@ class Scheduler:
         needed = busy_adapters([*self.running, request]) | self.pinned_adapters
         return request.adapter is None or len(needed) <= self.max_loras
 
-    def _start(self, request: Request) -> None:
+    def take_prefix(self, request: Request, hit: list[int], start: int) -> None:
+        """Have a waiting request begin at `start`, with the remembered blocks that it was found."""
+        if not request.block_ids:
+            self.prefixes.count_lookup(request, len(hit) * self.block_size, self.stats)
+        self.pool.take(hit)
+        request.block_ids.extend(hit)
+        request.num_computed_tokens = start
+
+    def start(self, request: Request, end: int, beside: Request | None) -> None:
+        """Have a request run, with blocks for its tokens up to `end`.
+
+        beside: whose prompt is computed in pieces meanwhile, and who stays behind it.
+        """
+        needed = self.blocks_for(end) - len(request.block_ids)
+        request.block_ids.extend(self.pool.allocate(max(0, needed)))
         request.become(RequestStatus.RUNNING)
         self._tell(request, Station.SCHEDULED)
         if self.policy == "priority":
             insort(self.running, request, key=turn)
+        elif beside is not None:
+            self.running.insert(self.running.index(beside), request)
         else:
             self.running.append(request)
 
-    def _reclaim_from_waiting(self) -> bool:
+    def reclaim_from_waiting(self) -> bool:
         """Take the blocks of the youngest request that waits with some; it will recompute.
 
         Without this, received requests could hold all blocks between them, each one block short.
@@ -311,7 +336,7 @@ class Scheduler:
                 return True
         return self.early.reclaim_claimed()
 
-    def _reclaim_unused(self) -> bool:
+    def reclaim_unused(self) -> bool:
         """Take blocks that nobody computes with now."""
         return self._reclaim_idle() or self.early.reclaim()
 
@@ -324,10 +349,10 @@ class Scheduler:
         self._take_blocks(session)
         return True
 
-    def _order_load(self, request: Request) -> None:
+    def order_load(self, request: Request) -> None:
         """Reserve the destination blocks of a hand-off and ask for what is missing."""
         num_local = len(request.block_ids)
-        num_remote = self._blocks_for(request.num_remote_tokens)
+        num_remote = self.blocks_for(request.num_remote_tokens)
         request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
         self._await_load(request)
         self.load_orders.append(LoadOrder.of(request, num_local, num_remote))
@@ -355,18 +380,22 @@ class Scheduler:
 
     # --- blocks -------------------------------------------------------------------------------
 
-    def _blocks_for(self, num_tokens: int) -> int:
+    def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def blocks_lacking(self, request: Request) -> int:
+        """How many more blocks the tokens of a request need that it has so far."""
+        return self.blocks_for(request.num_tokens) - len(request.block_ids)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Give a running request the blocks that so many tokens need, if need be those of others.
 
         Returns whether running requests were preempted for it; it may be among them itself.
         """
-        short = self._blocks_for(num_tokens) - len(request.block_ids)
+        short = self.blocks_for(num_tokens) - len(request.block_ids)
         preempted = False
         while short > self.pool.num_free:
-            if self._reclaim_unused():
+            if self.reclaim_unused():
                 continue
             preempted = True
             if self._preempt(self.running[-1]) is request:
@@ -376,7 +405,7 @@ class Scheduler:
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Give a running request the blocks that so many tokens need; False if too few are free."""
-        short = self._blocks_for(num_tokens) - len(request.block_ids)
+        short = self.blocks_for(num_tokens) - len(request.block_ids)
         if short > self.pool.num_free:
             return False
         request.block_ids.extend(self.pool.allocate(max(0, short)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from diptych_engine.prefix_cache import PrefixCache
 from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult, TokenOutput
 from diptych_engine.stop_condition import stop_condition
+from diptych_frontend.fair_share import OUTPUT_WEIGHT
 from diptych_protocol import EngineCoreOutput, FinishReason, LogprobsLists, SchedulerStats
 
 
@@ -28,7 +29,9 @@ def apply_results(
             continue
         end = start + share.num_tokens
         if start < request.num_prompt_tokens:
-            stats.prompt_tokens_computed += min(request.num_prompt_tokens, end) - start
+            computed = min(request.num_prompt_tokens, end)
+            stats.prompt_tokens_computed += computed - start
+            _charge(request, start, computed)
         request.num_computed_tokens = end
         if prefixes.enabled and end // size > start // size:
             prefixes.remember(request, start // size)
@@ -51,6 +54,14 @@ def apply_results(
     return outputs
 
 
+def _charge(request: Request, start: int, end: int) -> None:
+    """Prompt tokens were computed; what is computed again is nobody's fault, and charged once."""
+    start = max(start, request.num_charged)
+    if end > start:
+        request.account.served += end - start
+        request.num_charged = end
+
+
 def _accept_token(request: Request, result: StepResult, position: int) -> EngineCoreOutput:
     request_id, cached = request.request_id, request.num_cached_tokens or 0
     if request_id in result.failed:
@@ -59,6 +70,7 @@ def _accept_token(request: Request, result: StepResult, position: int) -> Engine
         return EngineCoreOutput(request_id, [], num_cached_tokens=cached, error=error)
     token = result.token_ids[position]
     request.token_ids.append(token)
+    request.account.served += OUTPUT_WEIGHT
     ended = stop_condition(request, token)
     if ended is not None:
         request.finish_reason, request.stop_reason = ended

@@ -153,6 +153,7 @@ class AsyncEngine(EngineClient):
         data_parallel_rank: int | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         if isinstance(prompt, AsyncGenerator):
             streamed = StreamedPrompt(
@@ -163,6 +164,7 @@ class AsyncEngine(EngineClient):
                 priority=priority,
                 trace_headers=trace_headers,
                 data_parallel_rank=data_parallel_rank,
+                tenant=tenant,
             )
             async with contextlib.aclosing(self._generate_by_pieces(prompt, streamed)) as outputs:
                 async for output in outputs:
@@ -178,6 +180,7 @@ class AsyncEngine(EngineClient):
             priority=priority,
             data_parallel_rank=data_parallel_rank,
             prompt_text=prompt_text,
+            tenant=tenant,
         )
         with self._until_finished(collector), _unexpected_is_failure():
             while not collector.finished:
@@ -196,6 +199,8 @@ class AsyncEngine(EngineClient):
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
         truncate_prompt_tokens: int | None = None,
+        *,
+        tenant: str = "",
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
@@ -208,6 +213,7 @@ class AsyncEngine(EngineClient):
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
+            tenant=tenant,
         )
         with self._until_finished(collector):
             yield await collector.get()
@@ -264,6 +270,7 @@ class AsyncEngine(EngineClient):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         prompt_text: str | None = None,
+        tenant: str = "",
     ) -> Collector[Any]:
         """Send a request on its way; its outputs come to the collector.
 
@@ -284,6 +291,7 @@ class AsyncEngine(EngineClient):
             priority=priority,
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
+            tenant=tenant,
         )
         if isinstance(params, SamplingParams) and (params.structured_outputs or params.bad_words):
             # Compiling a schema and tokenising words would hold up everybody's stream here.
@@ -291,7 +299,8 @@ class AsyncEngine(EngineClient):
         else:
             request = process()
         parent, parts = fan_out(request)
-        self._check_room(len(parts), len(parts) * len(request.prompt_token_ids or ()))
+        num_tokens = len(parts) * len(request.prompt_token_ids or ())
+        self._check_room(len(parts), num_tokens, request.tenant)
         collector = Collector[Any]([part.request_id for part in parts])
         try:
             with _unexpected_is_failure():
@@ -303,11 +312,15 @@ class AsyncEngine(EngineClient):
             raise
         return collector
 
-    async def check_admission(self, num_requests: int = 1, num_tokens: int = 0) -> None:
+    async def check_admission(
+        self, num_requests: int = 1, num_tokens: int = 0, tenant: str = ""
+    ) -> None:
         self._check_usable()
-        self._check_room(num_requests, num_tokens)
+        self._check_room(num_requests, num_tokens, tenant)
 
-    def _check_room(self, num_requests: int, num_tokens: int) -> None:
+    def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
+        """Whether so many more requests of a tenant may be open. A subclass may see to it that one
+        tenant leaves room for others."""
         open_now = self.output_processor.num_unfinished
         if open_now + num_requests > self._max_open_requests:
             raise EngineOverloadedError(f"{open_now} requests are open already; retry later")

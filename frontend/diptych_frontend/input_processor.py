@@ -76,6 +76,7 @@ class InputProcessor:
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
+        tenant: str = "",
     ) -> EngineCoreRequest:
         """Build the request for the core; the caller's objects stay as they are.
 
@@ -112,6 +113,7 @@ class InputProcessor:
                 prompt_embeds=rendered.get("prompt_embeds"),
                 priority=priority,
                 trace_headers=trace_headers,
+                tenant=tenant,
             )
         )
 

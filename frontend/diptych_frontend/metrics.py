@@ -81,6 +81,12 @@ class ServerMetrics:
             "prompt_tokens_cached", "Prompt tokens that a prefix cache had: nobody computed them."
         )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._tenant_tokens = Counter(
+            f"{PREFIX}tenant_tokens",
+            "Tokens served, by the name of the API key: those of prompts, and generated ones.",
+            ("model_name", "tenant", "kind"),
+            registry=self.registry,
+        )
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Streams: arrival to first token.", _TTFT_BUCKETS_S
         )
@@ -116,9 +122,14 @@ class ServerMetrics:
     def count_end(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()
 
-    def track(self, num_prompt_tokens: int) -> RequestProgress:
+    def track(self, num_prompt_tokens: int, tenant: str = "") -> RequestProgress:
         """Follow one prompt through the engine; see `RequestProgress`."""
-        return RequestProgress(self, num_prompt_tokens)
+        return RequestProgress(self, num_prompt_tokens, tenant)
+
+    def tokens_of(self, tenant: str, kind: str) -> Counter | None:
+        """What counts a tenant's tokens of a kind; None for what comes without an API key. Their
+        names are those of the service's keys, so they are few."""
+        return self._tenant_tokens.labels(self._model_name, tenant, kind) if tenant else None
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics, in the text format that the scraper's Accept header prefers, and its type.
@@ -135,9 +146,11 @@ class RequestProgress:
     On exit the way it ended is counted; requests refused before they ran are not.
     """
 
-    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int) -> None:
+    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str) -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
+        self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt")
+        self._tenant_generation_tokens = metrics.tokens_of(tenant, "generation")
         self._last_delivery: dict[int, float] = {}
         self._seen_any = False
 
@@ -150,13 +163,15 @@ class RequestProgress:
         now = time.perf_counter()
         if not self._seen_any:
             self._seen_any = True
-            metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            self._count_prompt()
             metrics.cached_tokens.inc(output.num_cached_tokens)
             if not output.finished:
                 metrics.ttft.observe(now - self._started_at)
         for choice in output.outputs:
             if choice.token_ids:
                 metrics.generation_tokens.inc(len(choice.token_ids))
+                if self._tenant_generation_tokens is not None:
+                    self._tenant_generation_tokens.inc(len(choice.token_ids))
                 previous = self._last_delivery.get(choice.index)
                 if previous is not None:
                     metrics.itl.observe(now - previous)
@@ -164,9 +179,14 @@ class RequestProgress:
             if choice.finish_reason is not None:
                 metrics.count_end(choice.finish_reason)
 
+    def _count_prompt(self) -> None:
+        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        if self._tenant_prompt_tokens is not None:
+            self._tenant_prompt_tokens.inc(self._num_prompt_tokens)
+
     def saw_vectors(self, output: PoolingRequestOutput) -> None:
         """The one output of a prompt that was pooled."""
-        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        self._count_prompt()
         self._metrics.cached_tokens.inc(output.num_cached_tokens)
         self._metrics.count_end("stop")
 

@@ -44,6 +44,7 @@ class StreamedPrompt:
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
+        tenant: str = "",
     ) -> None:
         """`params` are those of pieces without their own; the rest is for all of them.
 
@@ -63,6 +64,7 @@ class StreamedPrompt:
             data_parallel_rank=data_parallel_rank,
             priority=priority,
             trace_headers=trace_headers,
+            tenant=tenant,
         )
         self._renderer = renderer
         self._kind = self._params.output_kind

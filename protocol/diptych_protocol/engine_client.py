@@ -167,10 +167,12 @@ class EngineClient(ABC):
         data_parallel_rank: int | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for a prompt; the last output has `finished=True`.
 
-        Leaving the generator early aborts the request in the core.
+        Leaving the generator early aborts the request in the core. `tenant` says whose request it
+        is: engines are fair to tenants.
 
         A prompt that comes in pieces (an async generator) keeps its KV between them. Each piece is
         answered by itself, with the parameters it brings, and the next one is asked for when that
@@ -196,6 +198,8 @@ class EngineClient(ABC):
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
+        *,
+        tenant: str = "",
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Vectors of a prompt: one output, then the end.
 
@@ -203,7 +207,9 @@ class EngineClient(ABC):
         request that somebody else aborts has no vectors, which is an `EngineGenerateError`.
         """
 
-    async def check_admission(self, num_requests: int = 1, num_tokens: int = 0) -> None:
+    async def check_admission(
+        self, num_requests: int = 1, num_tokens: int = 0, tenant: str = ""
+    ) -> None:
         """Ask before an answer begins: is there room for requests with so many prompt tokens?
 
         Raises `EngineOverloadedError` if there is none now. Room is not reserved: `generate` may

@@ -36,6 +36,9 @@ ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 MAX_MESSAGE_BYTES = 64 << 20
 """A peer that sends a larger message is cut off by ZMQ."""
 
+MAX_TENANT_LENGTH = 256
+"""Characters of the name of an API key."""
+
 OVERLOADED = "overloaded"
 """An error that begins so is a refusal for want of room: try another engine, or later."""
 
@@ -99,6 +102,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     The core continues after them; they count towards max_tokens and are not emitted again.
     """
+    tenant: str = ""
+    """Whose request it is: the name of the API key that it came with. Tenants share an engine
+    fairly."""
 
     @property
     def params(self) -> SamplingParams | PoolingParams:

@@ -25,6 +25,8 @@ class WithoutControl(EngineClient):
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
+        *,
+        tenant: str = "",
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         _refuse("encode")
         yield

@@ -1,9 +1,13 @@
-"""Requests that wait for an engine, each for a limited time. Pure: time is passed in."""
+"""Requests that wait, each for a limited time: for an engine, or for their tenant's turn.
+
+Pure: time is passed in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from diptych_frontend.fair_share import FairShare
 from diptych_protocol import EngineOverloadedError
 from diptych_router.routed_request import RoutedRequest
 
@@ -11,10 +15,15 @@ from diptych_router.routed_request import RoutedRequest
 class HeldRequests:
     """In the order in which they came."""
 
-    def __init__(self, hold_seconds: float, max_held: int) -> None:
+    def __init__(self, hold_seconds: float, max_held: int, tenants: FairShare) -> None:
         self.hold_seconds = hold_seconds
         self._max_held = max_held
+        self._tenants = tenants
         self._held: dict[str, RoutedRequest] = {}
+        self._lanes: dict[str, dict[str, RoutedRequest]] = {}
+        """By tenant; none is empty."""
+        self.num_crowded = 0
+        """Those that wait because their tenant has many requests at the engines."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -23,7 +32,7 @@ class HeldRequests:
         """Those that wait now."""
         return iter(list(self._held.values()))
 
-    def add(self, routed: RoutedRequest, now: float) -> float:
+    def add(self, routed: RoutedRequest, now: float, why: str = "no engine is usable") -> float:
         """Let a request wait until the time is up that it has for that, which is returned.
 
         Raises `EngineOverloadedError` if requests do not wait here, or if too many do already;
@@ -33,20 +42,58 @@ class HeldRequests:
         if routed.full and not routed.generated:
             raise EngineOverloadedError("no other engine has room; retry later")
         if self.hold_seconds <= 0:
-            raise EngineOverloadedError("no engine is usable; retry later")
-        if routed.attempts == 0 and len(self) >= self._max_held:
-            raise EngineOverloadedError(
-                f"no engine is usable and {len(self)} requests wait already; retry later"
-            )
+            raise EngineOverloadedError(f"{why}; retry later")
+        if routed.attempts == 0 and len(self) >= self._max_held and not self._has_few(routed):
+            raise EngineOverloadedError(f"{why} and {len(self)} requests wait already; retry later")
         routed.full.clear()
         if routed.hold_until is None:
             routed.hold_until = now + self.hold_seconds
         self._held[routed.request_id] = routed
+        self.num_crowded += routed.crowded
+        lane = self._lanes.get(routed.account.tenant)
+        if lane is None:
+            lane = self._lanes[routed.account.tenant] = {}
+            self._tenants.begin_to_wait(routed.account)
+        lane[routed.request_id] = routed
         return routed.hold_until
+
+    def _has_few(self, routed: RoutedRequest) -> bool:
+        """Another tenant has more requests here, even with this one."""
+        mine = self._lanes.get(routed.account.tenant, ())
+        return any(len(lane) > len(mine) + 1 for lane in self._lanes.values())
+
+    def surplus(self, newcomer: RoutedRequest) -> RoutedRequest | None:
+        """One to turn away after all, because too many wait with this one: the newest of who has
+        most here, of those that were not taken on before."""
+        if len(self) <= self._max_held or newcomer.attempts > 0:
+            return None
+        longest = max(self._lanes.values(), key=len)
+        return next((r for r in reversed(longest.values()) if r.attempts == 0), None)
 
     def release(self, request_id: str) -> bool:
         """A request waits no more; False if it did not."""
-        return self._held.pop(request_id, None) is not None
+        routed = self._held.pop(request_id, None)
+        if routed is None:
+            return False
+        self.num_crowded -= routed.crowded
+        routed.crowded = False
+        lane = self._lanes[routed.account.tenant]
+        del lane[request_id]
+        if not lane:
+            del self._lanes[routed.account.tenant]
+            self._tenants.cease_to_wait(routed.account)
+        return True
+
+    def next_crowded(self, still_crowded: Collection[str]) -> RoutedRequest | None:
+        """Whose turn is next of those that wait for it: of the tenant that was served least, but of
+        none of these."""
+        firsts = [
+            next(iter(lane.values()))
+            for tenant, lane in self._lanes.items()
+            if tenant not in still_crowded
+        ]
+        crowded = [routed for routed in firsts if routed.crowded]
+        return min(crowded, key=lambda routed: routed.account.served, default=None)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
         """Those whose time is up."""

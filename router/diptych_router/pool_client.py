@@ -23,6 +23,7 @@ from diptych_protocol import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
+    EngineOverloadedError,
     KVTransferParams,
     RouterConfig,
     SchedulerStats,
@@ -48,6 +49,9 @@ from diptych_router.pools import Pools
 from diptych_router.request_table import RequestTable
 
 MAX_OPEN_REQUESTS = 4096
+MOST_OF_FREE = 8
+"""A tenant may have so many times as many open requests as there is room for further ones. So there
+is always some for others; what one leaves alone is a ninth of all."""
 HAND_OFF_TIMEOUT_S = 10.0
 
 
@@ -122,6 +126,17 @@ class PoolClient(AsyncEngine, WithoutControl):
         return self.stats_by_engine()
 
     # --- requests -----------------------------------------------------------------------------
+
+    def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
+        super()._check_room(num_requests, num_tokens, tenant)
+        if not tenant:
+            return
+        mine = self.table.tenants.num_open(tenant) + num_requests
+        free = MAX_OPEN_REQUESTS - self.output_processor.num_unfinished - num_requests
+        if mine > MOST_OF_FREE * free:
+            raise EngineOverloadedError(
+                f"{mine - num_requests} requests of this API key are open already; retry later"
+            )
 
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
         now = self._loop.time()

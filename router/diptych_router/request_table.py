@@ -57,6 +57,7 @@ from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Decision
 from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
 from diptych_router.siblings import Siblings, same_way
+from diptych_router.tenant_places import TenantPlaces
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class RequestTable:
         """`random_bits(k)` is k bits nobody can guess; only a simulation brings its own."""
         self.requests: dict[str, RoutedRequest] = {}
         """By the request's own id."""
-        self.held = HeldRequests(hold_seconds, max_held)
+        self._places = TenantPlaces()
+        self.tenants = self._places.accounts
+        self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self._fleet = fleet
         self._random_bits = random_bits
         self._placed: dict[str, RoutedRequest] = {}
@@ -106,6 +109,7 @@ class RequestTable:
     ) -> Sequence[Action]:
         """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
         routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
+        routed.account = self.tenants.open(request.tenant)
         if leader and self._siblings.wait(routed, self.requests.get(leader)):
             return ()
         return self._begin(routed, now)
@@ -220,8 +224,9 @@ class RequestTable:
     def tick(self, now: float) -> Sequence[Action]:
         """Give up what has waited for too long."""
         actions: list[Action] = []
-        reason = f"no engine within {self.held.hold_seconds:g} s"
+        seconds = f"within {self.held.hold_seconds:g} s"
         for routed in self.held.overdue(now):
+            reason = f"no turn {seconds}" if routed.crowded else f"no engine {seconds}"
             log.warning("request %s: %s", routed.request_id, reason)
             actions += self._fail(routed, EngineOverloadedError(reason))
         return self._and_followers(actions, now)
@@ -245,6 +250,19 @@ class RequestTable:
         for routed, leader in self._siblings.take_ready(self.requests):
             way = same_way(leader, self._fleet.may_begin_at)
             actions += self._begin(routed, now, decision=way)
+        if self.held.num_crowded:
+            actions += self._begin_crowded(now)
+        return actions
+
+    def _begin_crowded(self, now: float) -> list[Action]:
+        """Let those go on whose tenant's turn it is."""
+        actions: list[Action] = []
+        full = self._places.crowded()
+        while (routed := self.held.next_crowded(full)) is not None:
+            self.held.release(routed.request_id)
+            actions += self._begin(routed, now)
+            if self._places.is_crowded(routed.account.tenant):
+                full.add(routed.account.tenant)
         return actions
 
     def _begin(
@@ -254,6 +272,10 @@ class RequestTable:
 
         before: what went wrong with the attempt before this one. decision: where, if that is clear.
         """
+        if routed.attempts == 0 and self.tenants.several:
+            routed.crowded = self._places.is_crowded(routed.account.tenant)
+            if routed.crowded:
+                return self._hold(routed, now, "", "your other requests keep the engines busy")
         if decision is None:
             decision = self._fleet.choose(routed.full, prefill_only=routed.prefill_only)
         decode = self._fleet.get(decision.decode) if decision is not None else None
@@ -261,6 +283,8 @@ class RequestTable:
             return self._hold(routed, now, before)
         prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
         routed.attempts += 1
+        if routed.attempts == 1:
+            routed.account.served += routed.prompt_tokens
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
         facts = {
             "prefill": prefill.name,
@@ -291,14 +315,20 @@ class RequestTable:
         announced = routed.withdraw_announcement()
         return [] if announced is None else [Abort(announced.engine, [announced.core_id])]
 
-    def _hold(self, routed: RoutedRequest, now: float, before: str) -> list[Action]:
+    def _hold(
+        self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"
+    ) -> list[Action]:
         try:
-            until = self.held.add(routed, now)
+            until = self.held.add(routed, now, why)
         except EngineOverloadedError as exc:
             why = f"{before}; then: {exc}" if before else str(exc)
             return self._fail(routed, EngineOverloadedError(why))
-        log.info("request %s waits for an engine", routed.request_id)
-        return [WakeAt(until)]
+        log.info("request %s waits: %s", routed.request_id, why)
+        surplus = self.held.surplus(routed)
+        if surplus is None:
+            return [WakeAt(until)]
+        crowded_out = EngineOverloadedError("too many requests wait, most of this API key")
+        return [WakeAt(until), *self._fail(surplus, crowded_out)]
 
     def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
@@ -367,6 +397,7 @@ class RequestTable:
         del self.requests[routed.request_id]
         self.held.release(routed.request_id)
         self._leave_engine(routed)
+        self.tenants.close(routed.account)
         return [*self._drop_lease(routed), *self._unannounce(routed)]
 
     def _drop_lease(self, routed: RoutedRequest) -> list[Action]:
@@ -383,12 +414,16 @@ class RequestTable:
         cost = routed.prompt_tokens + len(routed.generated)
         charges = [(account, cost) for account in (engine, plans) if account is not None]
         self._charges[routed.request_id] = charges
+        self._places.take(routed.account)
         for account, tokens in charges:
             account.open_tokens += tokens
 
     def _leave_engine(self, routed: RoutedRequest) -> None:
-        for account, tokens in self._charges.pop(routed.request_id, ()):
-            account.open_tokens -= tokens
+        charges = self._charges.pop(routed.request_id, None)
+        if charges is not None:
+            for account, tokens in charges:
+                account.open_tokens -= tokens
+            self._places.give_back(routed.account)
         self._placed.pop(routed.core_id, None)
         routed.engine = ""
 

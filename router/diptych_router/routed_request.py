@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from diptych_frontend.fair_share import OUTPUT_WEIGHT, Account
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -92,6 +93,10 @@ class RoutedRequest:
     """Its engine was asked to hand it off."""
     full: set[str] = field(default_factory=set)
     """Keys of the engines that had no room for it since it last got on."""
+    account: Account = field(default_factory=Account)
+    """Of its tenant."""
+    crowded: bool = False
+    """It waits because its tenant has many requests at the engines, and others want them, too."""
     hold_until: float | None = None
     """When it stops waiting for an engine, by the loop's clock: set when it first has to wait, so
     that attempts in between win it no time; None once it has got on."""
@@ -230,6 +235,7 @@ class RoutedRequest:
         output then is.
         """
         self.generated += output.new_token_ids
+        self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
         self.hold_until = None
         self.full.clear()
         prefill_done = (

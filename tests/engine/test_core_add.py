@@ -14,6 +14,7 @@ from diptych_kv_transfer.connector import digest_of
 from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.references import References
 from diptych_protocol import FinishReason, KVTransferConfig, KVTransferParams
+from diptych_protocol.wire import OVERLOADED
 
 PROMPT = [3, 1, 4, 1, 5]
 MAX_LENGTH = 32
@@ -93,3 +94,27 @@ def test_a_defect_of_ours_costs_one_request_its_answer(
     assert "defect" not in str(last.error), "what went wrong is for the log"
     assert not core.scheduler.requests
     assert generate(core, PROMPT, max_tokens=4) == usual
+
+
+def test_a_tenant_with_many_requests_shuts_nobody_else_out() -> None:
+    """The newest of who has most is refused instead, as overload, and keeps nothing here."""
+    core = make_core(max_num_seqs=1, max_num_waiting=4)
+    for number in range(5):
+        core.add(core_request(f"g{number}", PROMPT, max_tokens=40, tenant="greedy"), CLIENT)
+        core.finish_step(*core.start_step())
+    core.take_outputs()
+    core.add(core_request("o", PROMPT, max_tokens=4, tenant="other"), CLIENT)
+    core.add(core_request("g5", PROMPT, max_tokens=4, tenant="greedy"), CLIENT)
+    refused = {output.request_id: output for output in core.take_outputs()[CLIENT]}
+    assert refused.keys() == {"g4", "g5"}
+    assert all(str(output.error).startswith(OVERLOADED) for output in refused.values())
+    assert "API key" in str(refused["g4"].error)
+    assert core.scheduler.requests.keys() == {"g0", "g1", "g2", "g3", "o"}
+    core.close()
+
+
+def test_a_tenant_s_name_is_bounded(core: EngineCore) -> None:
+    core.add(core_request("r", PROMPT, max_tokens=4, tenant="t" * 257), CLIENT)
+    [last] = core.take_outputs()[CLIENT]
+    assert "tenant may have at most 256 characters" in str(last.error)
+    assert not core.scheduler.requests

@@ -95,6 +95,14 @@ def test_contract_M03_golden_bytes() -> None:
     )
 
 
+def test_contract_M03_golden_bytes_end_with_the_tenant() -> None:
+    first, *_ = wire.encoder.encode(make_request(tenant="alice"))
+    assert bytes(first).hex().endswith("c0c0c2c0c0c2c0" + "a5616c696365")
+    assert wire.request_decoder.decode([first]).tenant == "alice"
+    older = make_request()
+    assert wire.request_decoder.decode(wire.encoder.encode(older)).tenant == ""
+
+
 def test_contract_M03_golden_bytes_of_pooling_adapter_and_embeddings() -> None:
     embeddings = Array("float32", (64, 1), bytes(256))
     request = EngineCoreRequest(

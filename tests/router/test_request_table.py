@@ -21,6 +21,7 @@ from diptych_protocol import (
     KVTransferParams,
     SamplingParams,
 )
+from diptych_router import tenant_places
 from diptych_router.actions import (
     Abort,
     Action,
@@ -112,10 +113,10 @@ class World:
         self.to_do: deque[Action] = deque()
         self.busy = False
 
-    def submit(self, name: str, leader: str | None = None, **params: Any) -> None:
+    def submit(self, name: str, leader: str | None = None, tenant: str = "", **params: Any) -> None:
         request = EngineCoreRequest(
             name, list(range(PROMPT)), None, SamplingParams(**{"max_tokens": 4, **params}),
-            None, 2, 0.0, None, None, None,
+            None, 2, 0.0, None, None, None, tenant=tenant,
         )  # fmt: skip
         self.delivered[name] = []
         self.carry_out(self.table.submit(request, 100, self.now, leader))
@@ -218,6 +219,9 @@ class World:
         """What must hold when every request is over."""
         assert not self.table.requests
         assert not self.placements()
+        assert (len(self.table.tenants), len(self.table.held), self.table.held.num_crowded) == (
+            0, 0, 0,
+        )  # fmt: skip
         assert not any(e.announced for e in self.fleet.engines.values())
         assert set(self.ended) == set(self.delivered)
         assert all(e.open_tokens == 0 for e in self.fleet.engines.values())
@@ -537,19 +541,119 @@ def test_whoever_waits_for_another_answer_goes_on_when_that_one_is_over(end: str
 # --- any order of events --------------------------------------------------------------------------
 
 
+class TestTenants:
+    """One API key with many requests leaves the engines, and the wait for them, to others too."""
+
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tenant_places, "MAX_PLACED", 3)
+
+    def greedy(self, count: int = 10, **options: Any) -> World:
+        """A tenant with so many requests, and another one that is active."""
+        world = World("p", "d", **options)
+        world.submit("o", tenant="other")
+        for number in range(count):
+            world.submit(f"g{number}", tenant="greedy")
+        return world
+
+    def placed(self, world: World) -> list[str]:
+        return sorted(core_id.partition("/")[0] for _, core_id in world.placements())
+
+    def end(self, world: World, name: str) -> None:
+        [(engine, core_id)] = [at for at in world.placements() if at[1].startswith(f"{name}/")]
+        world.say(engine, world.answer(core_id, FinishReason.STOP))
+
+    def test_what_one_places_is_bounded_while_another_is_active(self) -> None:
+        world = self.greedy()
+        assert self.placed(world) == ["g0", "g1", "g2", "o"]
+        assert world.table.held.num_crowded == 7
+        world.submit("third", tenant="third")
+        assert "third" in self.placed(world), "who has few goes at once"
+        self.end(world, "g1")
+        assert self.placed(world) == ["g0", "g2", "g3", "o", "third"]
+        for name in ("o", "third"):
+            world.leave(name)
+        assert len(self.placed(world)) == 9, "nobody else wants anything"
+        for name in list(world.delivered):
+            world.leave(name)
+        world.check_end()
+
+    @pytest.mark.parametrize("tenant", ["", "greedy"])
+    def test_a_lone_tenant_places_all(self, tenant: str) -> None:
+        world = World("p", "d")
+        for number in range(10):
+            world.submit(f"g{number}", tenant=tenant)
+        assert len(self.placed(world)) == 10
+
+    def test_who_waits_waits_no_longer_than_for_an_engine(self) -> None:
+        world = self.greedy(4, hold_seconds=5.0)
+        world.now = 5.0
+        world.carry_out(world.table.tick(5.0))
+        assert world.ended == {"g3": "failed"}
+        [fail] = [action for action in world.log if isinstance(action, Fail)]
+        assert isinstance(fail.error, EngineOverloadedError)
+        assert "no turn within 5 s" in str(fail.error)
+
+    def test_among_those_who_wait_it_is_the_turn_of_who_was_served_least(self) -> None:
+        world = self.greedy(8)
+        for number in range(8):
+            world.submit(f"h{number}", tenant="hasty")
+        world.table.requests["h0"].account.served += 50
+        order = []
+        for _ in range(4):
+            before = set(self.placed(world))
+            for name in ("g", "h"):
+                mine = next(n for n in sorted(before) if n.startswith(name))
+                world.table.requests[mine].account.served += 10
+                self.end(world, mine)
+            order.append(sorted(set(self.placed(world)) - before))
+        assert order == [["g3", "h3"], ["g4", "h4"], ["g5", "h5"], ["g6", "h6"]]
+
+    def test_those_who_wait_are_not_all_of_one_tenant(self) -> None:
+        world = World()
+        for number in range(150):
+            world.submit(f"g{number}", tenant="greedy")
+        assert (len(world.table.held), len(world.ended)) == (100, 50)
+        for number in range(60):
+            world.submit(f"o{number}", tenant="other")
+        failed = set(world.ended)
+        assert len(world.table.held) == 100
+        assert sum(name.startswith("o") for name in failed) == 10
+        assert {f"g{number}" for number in range(50, 150)} <= failed
+
+    def test_without_tenants_who_was_taken_on_turns_nobody_away(self) -> None:
+        world = World("p", "d")
+        world.submit("first")
+        world.change("p", up=False)
+        world.change("d", up=False)
+        for number in range(100):
+            world.submit(f"r{number}")
+        world.carry_out(world.table.engine_lost("p", "lost", 0.0))
+        assert len(world.table.held) == 101
+        assert not world.ended
+
+
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=300)
 def test_the_invariants_hold_whatever_happens(seed: int) -> None:
-    play(seed)
+    play(seed, [""])
 
 
-def play(seed: int) -> None:
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=150)
+def test_the_invariants_hold_for_several_tenants(seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tenant_places, "MAX_PLACED", 2)
+        play(seed, ["a", "a", "a", "b", "c"])
+
+
+def play(seed: int, tenants: list[str]) -> None:
     """A random history of a small service; then nothing bad happens any more, and all ends."""
     random = Random(seed)
     world = World("p1", "p2", "d1", "d2")
     for step in range(60):
         world.now += 1.0
-        happen(world, random, step)
+        happen(world, random, step, random.choice(tenants))
         assert {core_id for _, core_id in world.placements()} >= {
             routed.core_id for routed in world.table.requests.values() if routed.engine
         }
@@ -562,14 +666,14 @@ def play(seed: int) -> None:
     world.check_end()
 
 
-def happen(world: World, random: Random, step: int) -> None:
+def happen(world: World, random: Random, step: int, tenant: str) -> None:
     """One event."""
     engine = random.choice(list(world.fleet.engines))
     link = world.fleet.engines[engine]
     match random.randrange(12):
         case 0 | 1 if step < 40:
             ahead = random.choice([None, *world.delivered])
-            world.submit(f"r{step}", ahead, max_tokens=random.choice([1, 2, 5]))
+            world.submit(f"r{step}", ahead, tenant, max_tokens=random.choice([1, 2, 5]))
         case 2 if world.delivered:
             world.leave(random.choice(list(world.delivered)))
         case 3 if link.up:

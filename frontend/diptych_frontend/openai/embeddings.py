@@ -191,8 +191,9 @@ class EmbeddingRoute:
             lora_request=job.adapter,
             trace_headers=job.trace_headers,
             priority=job.request.priority or 0,
+            tenant=job.exchange.tenant,
         )
-        with self._metrics.track(len(prompt["prompt_token_ids"])) as progress:
+        with self._metrics.track(len(prompt["prompt_token_ids"]), job.exchange.tenant) as progress:
             try:
                 async with aclosing(outputs):
                     async for output in outputs:

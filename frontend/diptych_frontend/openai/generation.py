@@ -125,7 +125,7 @@ class GenerationRoute(Generic[R]):
             trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
         )
         await self._engine.check_admission(
-            len(job.prompts) * params.n, job.num_prompt_tokens * params.n
+            len(job.prompts) * params.n, job.num_prompt_tokens * params.n, exchange.tenant
         )
         writer = self._api.writer(request, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
@@ -286,8 +286,9 @@ async def _run_prompt(
         priority=job.priority,
         data_parallel_rank=job.data_parallel_rank,
         trace_headers=job.trace_headers,
+        tenant=exchange.tenant,
     )
-    with metrics.track(len(prompt["prompt_token_ids"])) as progress:
+    with metrics.track(len(prompt["prompt_token_ids"]), exchange.tenant) as progress:
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange
+from diptych_frontend.openai.completions import CompletionApi
+from diptych_frontend.openai.generation import GenerationRoute
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 
@@ -52,6 +57,52 @@ async def test_requests_are_counted_and_timed(http: httpx.AsyncClient, engine: A
     assert value("num_requests_running", engine="engine-0") == 3
     assert value("kv_cache_usage_perc", engine="engine-0") == 0.6
     assert value("engine_steps_total", engine="engine-0") == 7
+
+
+async def test_tokens_are_counted_by_the_key_they_were_asked_for_with(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the engine is told whose request it is."""
+    told: list[tuple[str, str]] = []
+    generate, check_admission = engine.generate, engine.check_admission
+
+    def generating(*args: Any, **kwargs: Any) -> Any:
+        told.append(("generate", kwargs["tenant"]))
+        return generate(*args, **kwargs)
+
+    def checking(*args: Any) -> Any:
+        told.append(("check_admission", args[-1]))
+        return check_admission(*args)
+
+    monkeypatch.setattr(engine, "generate", generating)
+    monkeypatch.setattr(engine, "check_admission", checking)
+    metrics = ServerMetrics("echo")
+    route = GenerationRoute(CompletionApi(), engine, frozenset({"echo"}), metrics)
+    for tenant in ("alice", "alice", "bob", ""):
+        exchange = Exchange("r", tenant=tenant)
+        exchange.body = b'{"model": "echo", "prompt": "abcd", "max_tokens": 5}'
+        await route({"headers": JSON, EXCHANGE_KEY: exchange}, _for_ever, _nowhere)
+    found = samples(metrics.exposition("")[0].decode())
+    served = {
+        labels: value for (name, labels), value in found.items() if "tenant_tokens_total" in name
+    }
+    assert {tuple(dict(labels).values()): value for labels, value in served.items()} == {
+        ("prompt", "alice"): 8, ("generation", "alice"): 10,
+        ("prompt", "bob"): 4, ("generation", "bob"): 5,
+    }  # fmt: skip
+    asked = [call for call, tenant in told if tenant == "alice"]
+    assert asked == ["check_admission", "generate"] * 2
+
+
+JSON = [(b"content-type", b"application/json")]
+
+
+async def _for_ever() -> Any:
+    await asyncio.Event().wait()
+
+
+async def _nowhere(message: Any) -> None:
+    """Nobody reads the answers."""
 
 
 def test_the_hinge_of_each_engine_is_reported() -> None:

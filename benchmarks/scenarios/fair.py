@@ -1,0 +1,183 @@
+"""What one tenant with 1,000 requests does to the first tokens of another.
+
+Two engines and a router's client of them, in this process, because a client can say whose request
+it is; behind HTTP the name of the API key does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from benchmarks.figures import Record, percentile
+from benchmarks.load import WORD_IDS
+from benchmarks.scenario import Column, Options, Reporter, Scenario
+from benchmarks.servers import MODEL, NotStartedError, free_port
+
+from diptych_frontend.core_launcher import CoreProcess
+from diptych_frontend.curve import new_keys
+from diptych_frontend.input_processor import InputProcessor
+from diptych_frontend.model_source import resolve_model
+from diptych_frontend.output_processor import OutputProcessor
+from diptych_frontend.renderer import TextRenderer
+from diptych_protocol import (
+    EngineConfig,
+    EngineDeadError,
+    KVTransferConfig,
+    RouterConfig,
+    SamplingParams,
+)
+from diptych_router.discovery import parse_targets
+from diptych_router.pool_client import PoolClient
+
+GREEDY_REQUESTS, GREEDY_PROMPT, GREEDY_OUTPUT = 1000, 200, 64
+PROMPTS = {"128 tokens": 128, "512 tokens": 512, "1024 tokens": 1024}
+ASKED, QUICK_ASKED = 15, 4
+"""Requests whose first token is timed, one after the other."""
+OUTPUT = 4
+PAUSE_S = 0.3
+"""From an answer to the next question, on average."""
+ALONE, BESIDE, SAME = "alone", "beside 1,000 of another key", "behind 1,000 of its own key"
+TENANTS = {ALONE: None, BESIDE: "greedy", SAME: "light"}
+START_TIMEOUT_S, PATIENCE_S = 120.0, 30.0
+"""Behind others of its own, a request is not waited for any longer."""
+
+
+@contextlib.asynccontextmanager
+async def pair() -> AsyncIterator[PoolClient]:
+    """A router's client of a prefill and a decode engine, each with a thread of its own."""
+    source = resolve_model(MODEL)
+    renderer, model = TextRenderer(source), source.config
+    inputs = InputProcessor(
+        renderer,
+        max_model_len=model.max_position_embeddings,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+    keys = new_keys()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diptych-bench-")))
+        (folder / "curve-public").write_text(keys.public)
+        (folder / "curve-secret").write_text(keys.secret)
+        addresses = {role: f"127.0.0.1:{free_port()}" for role in ("prefill", "decode")}
+        for role, address in addresses.items():
+            config = EngineConfig(
+                MODEL, "smollm2", role, num_threads=1, kv_transfer=KVTransferConfig()
+            )
+            core = CoreProcess(config, f"tcp://{address}", folder)
+            stack.callback(core.stop)
+        client = PoolClient(
+            RouterConfig(MODEL, "smollm2"),
+            inputs,
+            OutputProcessor(renderer.tokenizer),
+            targets={
+                "prefill": parse_targets(addresses["prefill"]),
+                "decode": parse_targets(addresses["decode"]),
+            },
+            read_keys=lambda: [keys],
+        )
+        client.start()
+        stack.callback(client.shutdown)
+        await _until_healthy(client)
+        yield client
+
+
+async def _until_healthy(client: PoolClient) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            return await client.check_health()
+        except EngineDeadError as exc:
+            if time.monotonic() > deadline:
+                raise NotStartedError(str(exc)) from exc
+            await asyncio.sleep(0.05)
+
+
+async def ask(client: PoolClient, name: str, tenant: str, prompt: list[int], output: int) -> float:
+    """Seconds to the first token of an answer that is read to its end."""
+    params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
+    started, first = time.perf_counter(), 0.0
+    async for _ in client.generate(prompt, params, name, tenant=tenant):
+        first = first or time.perf_counter() - started
+    return first
+
+
+async def measure(
+    client: PoolClient, length: int, beside: str | None, asked: int, seed: int
+) -> dict[str, float]:
+    """TTFT of requests that come one after the other. beside: whose 1,000 requests are there."""
+    rng = random.Random(seed)
+
+    def prompt(tokens: int) -> list[int]:
+        return rng.choices(WORD_IDS, k=tokens)
+
+    async with contextlib.AsyncExitStack() as stack:
+        others: list[asyncio.Task[float]] = []
+        if beside is not None:
+            others = [
+                asyncio.create_task(
+                    ask(client, f"o{number}", beside, prompt(GREEDY_PROMPT), GREEDY_OUTPUT)
+                )
+                for number in range(GREEDY_REQUESTS)
+            ]
+            stack.push_async_callback(_cancel, others)
+            while sum(task.done() for task in others) < 10:
+                await asyncio.sleep(0.05)  # by then its requests run in both engines
+        seconds: list[float] = []
+        for number in range(asked):
+            await asyncio.sleep(2 * PAUSE_S * rng.random())
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    seconds.append(await ask(client, f"r{number}", "light", prompt(length), OUTPUT))
+            except TimeoutError:
+                seconds.append(PATIENCE_S)
+                break
+        if others and sum(task.done() for task in others) > GREEDY_REQUESTS - 64:
+            raise RuntimeError("the other requests came to their end")
+    figures = {f"ttft_p{p}_ms": 1e3 * percentile(seconds, p) for p in (50, 90)}
+    return {"ttft_ms": figures.pop("ttft_p50_ms"), **figures}
+
+
+async def _cancel(tasks: list[asyncio.Task[float]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def measure_all(options: Options, reporter: Reporter) -> list[Record]:
+    asked = QUICK_ASKED if options.quick else ASKED
+    cases = {case: length for case, length in PROMPTS.items() if options.wants(case)}
+    records: list[Record] = []
+    async with pair() as client:
+        await measure(client, 64, None, 2, seed=0)
+        with reporter.counting("measuring", len(cases) * len(TENANTS) * options.times):
+            for repetition in range(options.times):
+                for number, (case, length) in enumerate(cases.items()):
+                    for place, (system, beside) in enumerate(TENANTS.items()):
+                        seed = 100 * repetition + 10 * number + place  # nothing is remembered
+                        figures = await measure(client, length, beside, asked, seed)
+                        records.append(Record(case, system, repetition, figures))
+                        reporter.done(records[-1], ("ttft_ms", "ttft_p90_ms"))
+    return records
+
+
+def run(options: Options, reporter: Reporter) -> list[Record]:
+    return asyncio.run(measure_all(options, reporter))
+
+
+SCENARIO = Scenario(
+    "fair",
+    "Fair: one tenant's first tokens beside another's 1,000 requests",
+    f"A tenant asks now and then, alone and beside {GREEDY_REQUESTS} requests of "
+    f"{GREEDY_PROMPT} tokens for {GREEDY_OUTPUT}, which keep a pair of engines busy: those of "
+    f"another tenant, and its own. Who waits for {PATIENCE_S:g} s is waited for no longer.",
+    (Column("ttft_ms", "TTFT p50 ms", 0), Column("ttft_p90_ms", "TTFT p90 ms", 0)),
+    run,
+    versus=("ttft_ms",),
+    first_is_baseline=True,
+)
