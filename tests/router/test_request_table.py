@@ -56,8 +56,8 @@ class ToyEngine:
     @property
     def lends(self) -> KVTransferParams | None:
         return KVTransferParams(
-            do_remote_prefill=True, remote_engine_id=self.key, remote_host="h", remote_port=1,
-            epoch="e", compat=self.fingerprint,
+            do_remote_prefill=True, remote_engine_id=self.key, remote_host="10.0.0.1",
+            remote_port=1, epoch="e", compat=self.fingerprint, proof="00",
         )  # fmt: skip
 
     @property

@@ -57,7 +57,11 @@ def forge(world: World, where: str) -> bool:
         if decode is None:
             return True
         world.note(f"forged: {kind}")
-        told = random.choice(([random.randrange(1, 1000)], None))
+        stolen = random.choice([params, *world.lent[-2:]])
+        # A rogue engine of the service signs what it likes, somebody outside cannot.
+        signs, told = random.random() < 0.7, stolen["first_token_ids"]
+        if signs:
+            told = random.choice(([random.randrange(1, 1000)], None))
         length = params["remote_num_tokens"] + (told is None)
         stream = world.new_stream(
             after="f",
@@ -66,13 +70,10 @@ def forge(world: World, where: str) -> bool:
             first_token_ids=tuple(told or ()),
         )
         thief = world.direct[stream.request_id] = DirectClient(stream, decode, lambda: decode)
-        stolen = random.choice([params, *world.lent[-2:]])
         if kind == LIAR:
             world.liar.poses_as = _hello_of(world, stolen)
         forged = FORGERIES[kind]({**stolen, "first_token_ids": told}, random)
-        if random.random() < 0.7:  # by a rogue engine of the service; else by somebody outside
-            forged = _signed(forged, stream)
-        thief.go_on(forged)
+        thief.go_on(_signed(forged, stream) if signs else forged)
         return not beside
 
     return _prefill(world, lent)
@@ -155,6 +156,9 @@ def announce(world: World, where: str) -> bool:
     length = params["remote_num_tokens"]
     length = random.choice((length, length, length - 2, MAX_MODEL_LEN))
     prompt = tuple(random.randrange(1, 1000) for _ in range(max(1, length)))
+    if random.random() < 0.7:  # a lease's proof is none of an announcement's
+        proof = References(PUBLIC_KEY).proof_of_engine(KVTransferParams.parse(params))
+        params = {**params, "proof": proof}
     request = Stream(f"a{len(world.seen)}", prompt, 2).request({"kv_transfer_params": params})
     world.call(decode, "announce_kv_transfer", request)
     return True

@@ -17,6 +17,7 @@ from sensitive_model import VOCABULARY
 from waits import PATIENCE_S
 from wire_kit import Client
 
+from diptych_frontend.curve import read_keys
 from diptych_kv_transfer import open_connector
 from diptych_protocol import EngineCoreOutput, KVTransferConfig, KVTransferParams
 
@@ -106,7 +107,7 @@ class Pair:
         with environment(self._prefill.ucx_settings(0)):
             connector = open_connector(
                 KVTransferConfig(), engine_id="d", epoch="1", compat={},
-                kv_memory=[np.zeros((1, 64), np.uint8)],
+                kv_memory=[np.zeros((1, 64), np.uint8)], keys=read_keys(self._prefill.keys_dir),
             )  # fmt: skip
         try:
             connector.reject(KVTransferParams.parse(params))

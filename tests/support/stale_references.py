@@ -15,7 +15,13 @@ from sensitive_model import ANSWER_TOKENS, Question
 from wire_kit import Client
 
 Params = dict[str, Any]
-KINDS = ("consumed", "another prompt's", "forged", "another epoch's", "rejected", "expired")
+EDITS: Params = {
+    "remote_port": 9, "remote_num_tokens": 1, "lease_id": "f" * 32, "compat": "c", "epoch": "e",
+    "expires_at": 1 << 40, "tokens_digest": "0" * 32, "lease_seconds": 3600.0, "proof": "0" * 64,
+}  # fmt: skip
+KINDS = (
+    "consumed", "another prompt's", "forged", "edited", "another epoch's", "rejected", "expired"
+)  # fmt: skip
 
 
 @dataclass
@@ -50,6 +56,9 @@ class Forger:
                 victim = other
             case "forged":
                 params["lease_id"] = f"{self.rng.getrandbits(128):032x}"
+            case "edited":
+                field = self.rng.choice(list(EDITS))
+                params[field] = EDITS[field]
             case "another epoch's":
                 params["epoch"] = "before"
             case "rejected":
