@@ -41,7 +41,9 @@ from diptych_protocol import (
     SamplingParams,
     SchedulerStats,
     StreamingInput,
+    StructuredOutputsParams,
 )
+from diptych_protocol.as_sent import ids_of, params_as_sent
 from diptych_protocol.lora import numbered
 
 if TYPE_CHECKING:
@@ -168,6 +170,8 @@ class AsyncEngine(EngineClient):
                 async for output in outputs:
                     yield output
             return
+        if isinstance(sampling_params, PoolingParams):
+            raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(
             request_id,
             prompt,
@@ -200,6 +204,10 @@ class AsyncEngine(EngineClient):
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
             warnings.warn("truncate_prompt_tokens is ignored", DeprecationWarning, stacklevel=2)
+        if isinstance(pooling_params, SamplingParams):
+            raise InvalidRequestError(
+                "sampling parameters are for generate", param="pooling_params"
+            )
         collector = await self.add_request(
             request_id,
             prompt,
@@ -273,9 +281,12 @@ class AsyncEngine(EngineClient):
         """
         self._check_usable()
         await self._connect()
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+        if prompt_text is not None and not isinstance(prompt_text, str):
+            raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
+        form = _form_of(params)
+        if form is not None:
             # A large schema would hold up everybody's stream here; its verdict is remembered.
-            await asyncio.to_thread(check_structured_outputs, params.structured_outputs)
+            await asyncio.to_thread(check_structured_outputs, form)
         request = self.input_processor.process(
             request_id,
             prompt,
@@ -345,8 +356,7 @@ class AsyncEngine(EngineClient):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """As `EngineClient.abort`; with `internal`, the ids are those of a collector or of the
         parent of n answers."""
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._withdraw(self.output_processor.abort(ids, internal))
+        self._withdraw(self.output_processor.abort(ids_of(request_id), internal))
 
     async def is_tracing_enabled(self) -> bool:
         return self._tracer is not None
@@ -368,6 +378,13 @@ class AsyncEngine(EngineClient):
             self._dead = cause
             log.error("%s", cause)
         self.output_processor.fail_all(self._dead)
+
+
+def _form_of(params: object) -> StructuredOutputsParams | None:
+    """The form that the answer must have. Raises `InvalidRequestError` if the types are wrong."""
+    if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+        return None
+    return params_as_sent(params, SamplingParams).structured_outputs
 
 
 @contextlib.contextmanager
