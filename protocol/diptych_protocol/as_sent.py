@@ -90,9 +90,14 @@ def encode_call(call: UtilityCall) -> list[Any]:
     """The frames of a utility call. Raises `InvalidRequestError` for arguments that cannot be
     sent."""
     try:
-        return wire.encoder.encode(call)
+        frames = wire.encoder.encode(call)
     except _UNSENDABLE as exc:
         raise InvalidRequestError(f"{call.method}: {_reason(exc)}", param="args") from exc
+    if max(map(len, frames)) > wire.MAX_MESSAGE_BYTES:
+        raise InvalidRequestError(
+            f"{call.method}: more than {wire.MAX_MESSAGE_BYTES} bytes", param="args"
+        )
+    return frames
 
 
 def _round_trip(message: msgspec.Struct, decoder: FrameDecoder[Any]) -> Any:
