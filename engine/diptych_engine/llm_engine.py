@@ -41,7 +41,7 @@ from diptych_protocol import (
     SchedulerStats,
     UnsupportedFeatureError,
 )
-from diptych_protocol.as_sent import check_id, ids_of
+from diptych_protocol.as_sent import check_id, check_whole, ids_of
 
 if TYPE_CHECKING:
     from diptych_engine.parallel.company import Company
@@ -187,6 +187,7 @@ class LLMEngine(EngineControls):
         `TypeError`, too.
         """
         check_id(request_id)
+        check_whole(prompt)
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
         request = self.input_processor.process(

@@ -43,7 +43,7 @@ from diptych_protocol import (
     StreamingInput,
     StructuredOutputsParams,
 )
-from diptych_protocol.as_sent import ids_of, params_as_sent
+from diptych_protocol.as_sent import check_whole, ids_of, params_as_sent
 from diptych_protocol.lora import numbered
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ class AsyncEngine(EngineClient):
                 async for output in outputs:
                     yield output
             return
+        check_whole(prompt)
         if isinstance(sampling_params, PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(

@@ -49,6 +49,15 @@ def check_id(request_id: object) -> None:
         raise MistypedIdError(f"request_id must be a string, not {kind}", param="request_id")
 
 
+def check_whole(prompt: object) -> None:
+    """Raise `InvalidRequestError` for a request made elsewhere that is a piece of a prompt: nobody
+    would send the next one, and its caller would wait for ever."""
+    if isinstance(prompt, EngineCoreRequest) and prompt.resumable:
+        raise InvalidRequestError(
+            "a prompt in pieces is an async generator; send no resumable request", param="resumable"
+        )
+
+
 def ids_of(request_ids: object) -> list[str]:
     """One id or several, as a list. Raises `MistypedIdError` for anything else."""
     if isinstance(request_ids, str):
