@@ -133,7 +133,8 @@ async def ask(engine: AsyncLLM, call: Call) -> None:
     prompt, params = wanted.pop("prompt"), wanted.pop("params")
     outputs: AsyncGenerator[Any, None]
     if isinstance(params, PoolingParams):
-        wanted.pop("prompt_text", None)
+        for option in ("prompt_text", "data_parallel_rank"):
+            wanted.pop(option, None)
         outputs = engine.encode(prompt, params, **wanted)
     elif ("options", "piece") in call:
         outputs = engine.generate(pieces(call), params, **wanted)
