@@ -87,7 +87,7 @@ class InputProcessor:
         Raises `InvalidRequestError`, naming the field, for a prompt or a parameter that can never
         succeed; for an id that is no string that is a `TypeError`, too.
         """
-        if tokenization_kwargs not in (None, {}):
+        if not isinstance(tokenization_kwargs, (dict, type(None))) or tokenization_kwargs:
             raise InvalidRequestError(
                 "tokenization_kwargs are not supported; tokenise the prompt and send token ids",
                 param="tokenization_kwargs",
@@ -124,7 +124,8 @@ class InputProcessor:
                 "it is given together with the internal id",
                 param="external_req_id",
             )
-        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids or [])
+        given = request.prompt_token_ids
+        prompt = TokensPrompt(prompt_token_ids=[] if given is None else given)
         if request.prompt_embeds is not None:
             prompt = TokensPrompt(prompt_embeds=request.prompt_embeds)
         adopted = msgspec.structs.replace(

@@ -123,7 +123,7 @@ class TextRenderer:
     def _checked(self, token_ids: Any) -> list[int]:
         try:
             ids = msgspec.convert(token_ids, list[int])
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
             raise InvalidRequestError(f"prompt token ids: {exc}", param="prompt") from exc
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")

@@ -52,7 +52,7 @@ def check_id(request_id: object) -> None:
 def check_whole(prompt: object) -> None:
     """Raise `InvalidRequestError` for a request made elsewhere that is a piece of a prompt: nobody
     would send the next one, and its caller would wait for ever."""
-    if isinstance(prompt, EngineCoreRequest) and prompt.resumable:
+    if isinstance(prompt, EngineCoreRequest) and prompt.resumable is not False:
         raise InvalidRequestError(
             "a prompt in pieces is an async generator; send no resumable request", param="resumable"
         )

@@ -37,7 +37,9 @@ from diptych_protocol import (
 MANY = int(os.environ.get("DIPTYCH_TEST_CALLS", "0"))
 BATCH = 8
 """Calls of one example, which are under way together."""
-EXAMPLES = settings(max_examples=max(40, MANY // (BATCH // 2)))
+FORMS = 3
+"""In process, over ZMQ, over HTTP: each gets its share of the calls."""
+EXAMPLES = settings(max_examples=max(40, -(-MANY // (FORMS * BATCH))))
 CONFIG = EngineConfig(
     DUMMY, num_blocks=64, num_threads=1, max_num_seqs=16, max_model_len=16, max_loras=1
 )
@@ -56,7 +58,7 @@ HTTP_FIELDS = [
     "encoding_format", "dimensions", "no_such_field",
 ]  # fmt: skip
 MORE = [("options", name) for name in ("data_parallel_rank", "piece")]
-batches = st.lists(calls(), min_size=1, max_size=BATCH)
+batches = st.lists(calls(), min_size=BATCH, max_size=BATCH)
 
 
 def check_failure(call: Call, error: str) -> None:
@@ -163,7 +165,7 @@ async def ask_all(engine: AsyncLLM, batch: list[Call]) -> None:
 
 
 @EXAMPLES
-@given(st.lists(calls(*MORE), min_size=1, max_size=BATCH))
+@given(st.lists(calls(*MORE), min_size=BATCH, max_size=BATCH))
 def test_contract_C05_any_call_of_a_client_is_answered(
     loop: asyncio.AbstractEventLoop, served: AsyncLLM, batch: list[Call]
 ) -> None:
@@ -200,7 +202,7 @@ async def post_all(http: httpx.AsyncClient, bodies: list[tuple[str, dict[str, An
             st.sampled_from(list(ROUTES)),
             st.dictionaries(st.sampled_from(HTTP_FIELDS), JSON, min_size=1, max_size=2),
         ),
-        min_size=1,
+        min_size=BATCH,
         max_size=BATCH,
     )
 )
