@@ -142,6 +142,19 @@ class EngineCore:
             log.exception("request %s cannot be added", message.request_id)
             self._refuse(message, client, INTERNAL_ERROR)
 
+    def unreadable(self, request_id: str, client: bytes, error: str) -> None:
+        """Answer a message of which only the id can be read. If that is a session's, its next piece
+        is lost, and the session ends; any other request that runs under this id goes on."""
+        known = self.scheduler.requests.get(request_id)
+        if known is not None and (known.client != client or not known.resumable):
+            log.warning("request %s is already here; the second is dropped: %s", request_id, error)
+            return
+        log.info("request %s refused: %s", request_id, error)
+        if known is not None:
+            self._end(known, FinishReason.ERROR)
+        self.hand_offs.forgo(request_id)
+        self._fail(request_id, client, error)
+
     def _take(self, message: EngineCoreRequest, client: bytes) -> None:
         known = self.scheduler.requests.get(message.request_id)
         if known is not None:

@@ -39,6 +39,7 @@ from diptych_protocol import (
     wire,
 )
 from diptych_protocol.arrays import Frame
+from diptych_protocol.salvage import call_id_of, request_id_of
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class CoreServer:
             try:
                 self._handle(client, frames, arrays)
             except (msgspec.MsgspecError, ValueError) as exc:
-                log.warning("a client sent a malformed message, dropped: %s", exc)
+                self._answer_malformed(client, frames, exc)
 
     @property
     def num_clients(self) -> int:
@@ -240,6 +241,24 @@ class CoreServer:
                 self._call(client, payload)
             case other:
                 raise ValueError(f"{other.name} is not accepted from a socket")
+
+    def _answer_malformed(self, client: bytes, frames: list[bytes], error: Exception) -> None:
+        """Who waits for the answer to a message that cannot be read gets an error, if the message
+        says so much."""
+        self._core.scheduler.stats.malformed_messages += 1
+        kind, message, *_ = (*frames, b"", b"")
+        reason = f"the message cannot be read: {error}"
+        request_id = call_id = None
+        if kind == EngineCoreRequestType.ADD.value:
+            request_id = request_id_of(message)
+        elif kind == EngineCoreRequestType.UTILITY.value:
+            call_id = call_id_of(message)
+        if request_id is not None:
+            self._core.unreadable(request_id, client, reason)
+        elif call_id is not None:
+            self._send_answer(client, UtilityOutput(call_id, failure_message=reason))
+        else:
+            log.warning("a client sent a malformed message, dropped: %s", error)
 
     def _add(self, request: EngineCoreRequest, client: bytes) -> None:
         self._core.add(request, client)

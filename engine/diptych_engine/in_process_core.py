@@ -23,6 +23,7 @@ from diptych_protocol import (
     UtilityOutput,
     wire,
 )
+from diptych_protocol.as_sent import encode_call
 
 CLIENT = b""
 """The only client of such a core."""
@@ -78,10 +79,11 @@ class InProcessCore:
         Requests go on while its answer is waited for.
 
         Raises:
+            InvalidRequestError: the arguments cannot be sent.
             UtilityError: the core refused it or it failed there.
             TimeoutError: no answer in time.
         """
-        sent = wire.utility_decoder.decode(wire.encoder.encode(UtilityCall(0, 0, method, [*args])))
+        sent = wire.utility_decoder.decode(encode_call(UtilityCall(0, 0, method, [*args])))
         core = self.core
         result = _attempt(
             method, lambda: core.call(sent.method, sent.args, wire.utility_decoder.convert)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -25,6 +25,7 @@ from diptych_protocol import (
     RequestOutputKind,
     SamplingParams,
 )
+from diptych_protocol.as_sent import params_as_sent
 
 Conversation = list[dict[str, Any]]
 Params = TypeVar("Params", SamplingParams, PoolingParams)
@@ -60,7 +61,7 @@ class LLM:
         `InvalidRequestError` for a prompt or a parameter that can never succeed.
         """
         each = _as_list(prompts)
-        params = _one_each(sampling_params or SamplingParams(), len(each))
+        params = _one_each(sampling_params, SamplingParams, len(each))
         whole = [
             msgspec.structs.replace(one, output_kind=RequestOutputKind.FINAL_ONLY) for one in params
         ]
@@ -76,6 +77,8 @@ class LLM:
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers to one conversation or several; otherwise as `generate`."""
+        if not isinstance(messages, Sequence) or not messages:
+            raise InvalidRequestError("messages must be a list that is not empty", param="messages")
         several = cast(
             Sequence[Conversation], [messages] if isinstance(messages[0], dict) else messages
         )
@@ -96,7 +99,7 @@ class LLM:
         Raises `EngineGenerateError` if one of them failed in the engine.
         """
         each = _as_list(prompts)
-        params = _one_each(pooling_params or PoolingParams(), len(each))
+        params = _one_each(pooling_params, PoolingParams, len(each))
         vectors: list[PoolingRequestOutput] = []
         for output in self._run(each, params, use_tqdm, lora_request, 0):
             if isinstance(output, RequestOutput):
@@ -169,16 +172,23 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """A text, a dict or a list of integers is one prompt."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}",
+            param="prompts",
+        )
     several = list(prompts)
     if several and isinstance(several[0], int):
         return [cast(list[int], several)]
     return cast(list[PromptType], several)
 
 
-def _one_each(params: Params | Sequence[Params], count: int) -> list[Params]:
-    if isinstance(params, (SamplingParams, PoolingParams)):
-        return [params] * count
-    each = list(params)
-    if len(each) != count:
-        raise InvalidRequestError(f"{len(each)} sets of parameters for {count} prompts")
-    return each
+def _one_each(
+    params: Params | Sequence[Params] | None, kind: type[Params], count: int
+) -> list[Params]:
+    """Parameters for each of the prompts, with the types that they declare."""
+    if not isinstance(params, (list, tuple)):
+        return [params_as_sent(kind() if params is None else params, kind)] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} sets of parameters for {count} prompts")
+    return [params_as_sent(one, kind) for one in params]

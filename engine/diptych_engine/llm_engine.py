@@ -30,6 +30,7 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDescription,
     EngineGenerateError,
+    InvalidRequestError,
     LoRARequest,
     PoolingParams,
     PoolingRequestOutput,
@@ -40,6 +41,7 @@ from diptych_protocol import (
     SchedulerStats,
     UnsupportedFeatureError,
 )
+from diptych_protocol.as_sent import check_id, check_whole, ids_of
 
 if TYPE_CHECKING:
     from diptych_engine.parallel.company import Company
@@ -181,11 +183,13 @@ class LLMEngine(EngineControls):
         """Queue a request; its outputs come from `step`, under `request_id`.
 
         Returns the internal id, by which `abort_request` can tell it from others of the same
-        `request_id`. Raises `TypeError` for an id that is no string, and as `EngineClient.generate`
-        does.
+        `request_id`. Raises as `EngineClient.generate` does; for an id that is no string that is a
+        `TypeError`, too.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+        check_id(request_id)
+        check_whole(prompt)
+        if prompt_text is not None and not isinstance(prompt_text, str):
+            raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
         request = self.input_processor.process(
             request_id,
             prompt,
@@ -219,7 +223,7 @@ class LLMEngine(EngineControls):
 
         The ids are the users', or with `internal` those that `add_request` returned.
         """
-        aborted = self.output_processor.abort(request_ids, internal)
+        aborted = self.output_processor.abort(ids_of(request_ids), internal)
         for request_id in aborted:
             self._open.pop(request_id, None)
         self.engine_core.abort(aborted)

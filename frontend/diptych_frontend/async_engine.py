@@ -42,6 +42,7 @@ from diptych_protocol import (
     SchedulerStats,
     StreamingInput,
 )
+from diptych_protocol.as_sent import check_whole, ids_of
 from diptych_protocol.lora import numbered
 
 if TYPE_CHECKING:
@@ -170,6 +171,9 @@ class AsyncEngine(EngineClient):
                 async for output in outputs:
                     yield output
             return
+        check_whole(prompt)
+        if isinstance(sampling_params, PoolingParams):
+            raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(
             request_id,
             prompt,
@@ -205,6 +209,10 @@ class AsyncEngine(EngineClient):
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
             warnings.warn("truncate_prompt_tokens is ignored", DeprecationWarning, stacklevel=2)
+        if isinstance(pooling_params, SamplingParams):
+            raise InvalidRequestError(
+                "sampling parameters are for generate", param="pooling_params"
+            )
         collector = await self.add_request(
             request_id,
             prompt,
@@ -280,6 +288,8 @@ class AsyncEngine(EngineClient):
         """
         self._check_usable()
         await self._connect()
+        if prompt_text is not None and not isinstance(prompt_text, str):
+            raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
         process = partial(
             self.input_processor.process,
             request_id,
@@ -293,11 +303,10 @@ class AsyncEngine(EngineClient):
             data_parallel_rank=data_parallel_rank,
             tenant=tenant,
         )
-        if isinstance(params, SamplingParams) and (params.structured_outputs or params.bad_words):
-            # Compiling a schema and tokenising words would hold up everybody's stream here.
-            request = await asyncio.to_thread(process)
-        else:
+        if _is_quick(params):
             request = process()
+        else:  # it would hold up everybody's stream here
+            request = await asyncio.to_thread(process)
         parent, parts = fan_out(request)
         num_tokens = len(parts) * len(request.prompt_token_ids or ())
         self._check_room(len(parts), num_tokens, request.tenant)
@@ -361,8 +370,7 @@ class AsyncEngine(EngineClient):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """As `EngineClient.abort`; with `internal`, the ids are those of a collector or of the
         parent of n answers."""
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._withdraw(self.output_processor.abort(ids, internal))
+        self._withdraw(self.output_processor.abort(ids_of(request_id), internal))
 
     async def is_tracing_enabled(self) -> bool:
         return self._tracer is not None
@@ -384,6 +392,14 @@ class AsyncEngine(EngineClient):
             self._dead = cause
             log.error("%s", cause)
         self.output_processor.fail_all(self._dead)
+
+
+def _is_quick(params: object) -> bool:
+    """There is neither a schema to compile nor are there words to tokenise."""
+    if not isinstance(params, SamplingParams):
+        return True
+    words = params.bad_words
+    return params.structured_outputs is None and isinstance(words, list) and not words
 
 
 @contextlib.contextmanager

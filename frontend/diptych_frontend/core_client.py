@@ -29,6 +29,7 @@ from diptych_protocol import (
     wire,
 )
 from diptych_protocol.arrays import Frame
+from diptych_protocol.as_sent import encode_call
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class CoreClient:
         """A utility call.
 
         Raises:
+            InvalidRequestError: the arguments cannot be sent.
             NotConnectedError: nobody listens there now.
             UtilityError: the core refused it or it failed there.
             EngineDeadError: the connection ended before the answer.
@@ -171,7 +173,7 @@ class CoreClient:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = answer
         try:
-            payload = wire.encoder.encode(UtilityCall(0, call_id, method, list(args)))
+            payload = encode_call(UtilityCall(0, call_id, method, list(args)))
             self._send(EngineCoreRequestType.UTILITY, payload)
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -184,7 +186,7 @@ class CoreClient:
         Raises `NotConnectedError` if nobody listens there now.
         """
         call = UtilityCall(0, ~next(self._call_ids), method, list(args))
-        self._send(EngineCoreRequestType.UTILITY, wire.encoder.encode(call))
+        self._send(EngineCoreRequestType.UTILITY, encode_call(call))
 
     async def ask(
         self, method: str, wanted: type[T], *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
@@ -249,7 +251,7 @@ class CoreClient:
         try:
             outputs = wire.outputs_decoder.decode(frames)
         except msgspec.MsgspecError as exc:
-            log.error("%s sent a malformed message, dropped: %s", self.endpoint, exc)
+            self._reconnect(f"it sent a message that cannot be read: {exc}")
             return
         if outputs.last_words is not None:
             self._last_words = outputs.last_words
@@ -262,6 +264,15 @@ class CoreClient:
     def connected(self) -> bool:
         """There is a connection, of which the end has not been noticed."""
         return self._connected
+
+    def _reconnect(self, why: str) -> None:
+        """Whatever that message was about waits for it: all on this connection is lost, here and,
+        because its peer vanishes, in the core."""
+        log.error("the core at %s is cut off: %s", self.endpoint, why)
+        self._socket.disconnect(self.endpoint)
+        self._socket.connect(self.endpoint)
+        self._connected = False
+        self.lost(EngineDeadError(f"the core at {self.endpoint} is cut off: {why}"))
 
     def hear_last_words(self) -> str:
         """What the core said of its end, even if it is only now on its way to us; or nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from diptych_protocol import (
     SchedulingPolicy,
     TokensPrompt,
 )
+from diptych_protocol.as_sent import check_id, params_as_sent, request_as_sent
 from diptych_protocol.sampling import MAX_BAD_SEQUENCES
 
 
@@ -83,49 +85,49 @@ class InputProcessor:
         The prompt may be an `EngineCoreRequest` made elsewhere: its prompt, salt, parameters and
         routing then count, its id is taken for the caller's.
 
-        Raises:
-            InvalidRequestError: the prompt or a parameter can never succeed; names the field.
-            TypeError: the id is not a string.
-            ValueError: the request already has an internal id.
+        Raises `InvalidRequestError`, naming the field, for a prompt or a parameter that can never
+        succeed; for an id that is no string that is a `TypeError`, too.
         """
-        if tokenization_kwargs:
+        if not isinstance(tokenization_kwargs, (dict, type(None))) or tokenization_kwargs:
             raise InvalidRequestError(
                 "tokenization_kwargs are not supported; tokenise the prompt and send token ids",
                 param="tokenization_kwargs",
             )
         if isinstance(prompt, EngineCoreRequest):
-            return self._finish(self._adopt(prompt, params))
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, not {type(request_id).__name__}")
+            return self._finish(self._adopt(request_as_sent(prompt), _as_sent(params)))
+        check_id(request_id)
+        if not isinstance(params, (SamplingParams, PoolingParams)):
+            params = _as_sent(params)
         rendered = self.renderer.render_prompt(prompt)
-        return self._finish(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=rendered["prompt_token_ids"],
-                mm_features=None,
-                sampling_params=params if isinstance(params, SamplingParams) else None,
-                pooling_params=params if isinstance(params, PoolingParams) else None,
-                eos_token_id=None,
-                arrival_time=time.time() if arrival_time is None else arrival_time,
-                lora_request=lora_request,
-                cache_salt=rendered.get("cache_salt"),
-                data_parallel_rank=data_parallel_rank,
-                prompt_embeds=rendered.get("prompt_embeds"),
-                priority=priority,
-                trace_headers=trace_headers,
-                tenant=tenant,
-            )
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=rendered["prompt_token_ids"],
+            mm_features=None,
+            sampling_params=params if isinstance(params, SamplingParams) else None,
+            pooling_params=params if isinstance(params, PoolingParams) else None,
+            eos_token_id=None,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            lora_request=lora_request,
+            cache_salt=rendered.get("cache_salt"),
+            data_parallel_rank=data_parallel_rank,
+            prompt_embeds=rendered.get("prompt_embeds"),
+            priority=priority,
+            trace_headers=trace_headers,
+            tenant=tenant,
         )
+        return self._finish(request_as_sent(request))
 
     def _adopt(
         self, request: EngineCoreRequest, params: SamplingParams | PoolingParams
     ) -> EngineCoreRequest:
         if request.external_req_id is not None:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"external_req_id of request {request.request_id} is set already; "
-                "it is given together with the internal id"
+                "it is given together with the internal id",
+                param="external_req_id",
             )
-        prompt: PromptType = request.prompt_token_ids or []
+        given = request.prompt_token_ids
+        prompt = TokensPrompt(prompt_token_ids=[] if given is None else given)
         if request.prompt_embeds is not None:
             prompt = TokensPrompt(prompt_embeds=request.prompt_embeds)
         adopted = msgspec.structs.replace(
@@ -145,6 +147,10 @@ class InputProcessor:
 
     def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:
         self._check_priority(request.priority)
+        if not math.isfinite(request.arrival_time):
+            raise InvalidRequestError(
+                "arrival_time must be finite: requests are ordered by it", param="arrival_time"
+            )
         num_prompt_tokens = len(request.prompt_token_ids or ())
         if request.pooling_params is not None:
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
@@ -204,10 +210,8 @@ class InputProcessor:
             params,
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
-            stop=list(params.stop),
             stop_token_ids=self._stop_token_ids(params),
             bad_words_token_ids=self._bad_words(params),
-            extra_args=None if params.extra_args is None else dict(params.extra_args),
         )
 
     def _stop_token_ids(self, params: SamplingParams) -> list[int]:
@@ -262,6 +266,12 @@ class InputProcessor:
                 "use stop_token_ids",
                 param="stop",
             )
+
+
+def _as_sent(params: object) -> SamplingParams | PoolingParams:
+    if isinstance(params, PoolingParams):
+        return params_as_sent(params, PoolingParams)
+    return params_as_sent(params, SamplingParams)
 
 
 def _check_kv_transfer(params: SamplingParams) -> None:

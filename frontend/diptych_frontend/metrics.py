@@ -247,6 +247,8 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (
     ("num_preemptions", "Requests that lost their blocks to another.",
      lambda s: s.num_preemptions),
     ("engine_steps", "Steps of the engine; stands still when it does.", lambda s: s.steps),
+    ("malformed_messages", "Messages of clients that the engine could not read.",
+     lambda s: s.malformed_messages),
 )  # fmt: skip
 
 _TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (

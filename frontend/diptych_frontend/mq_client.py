@@ -22,6 +22,7 @@ from diptych_frontend.model_config import ModelConfig
 from diptych_frontend.output_processor import Collector
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import ClientClosedError, EngineConfig, EngineDeadError, LoRARequest
+from diptych_protocol.as_sent import check_id
 
 MQClientClosedError = ClientClosedError
 """The error of every call after `close`, under V0's name."""
@@ -114,6 +115,7 @@ class MQLLMEngineClient(AsyncLLM):
         """As any client, but raises `ValueError` for an id that is in use."""
         self._check_usable()
         await self._connect()
+        check_id(request_id)
         if request_id in self.output_queues or request_id in self._arriving:
             raise ValueError(f"Request {request_id} already exists")
         self._arriving.add(request_id)

@@ -11,6 +11,8 @@ from diptych_frontend.prompt_embeds import check_embeds
 from diptych_frontend.tokenizer import Tokenizer
 from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
 
+PROMPT_FIELDS: Final = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"})
+"""Others, as for pictures, would change the answer: who sends them must know that they do not."""
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -46,6 +48,12 @@ class TextRenderer:
             raise InvalidRequestError(
                 "prompt must be a string or a list of token ids", param="prompt"
             )
+        for key, value in prompt.items():
+            if key not in PROMPT_FIELDS and value is not None:
+                raise InvalidRequestError(
+                    f"{str(key)[:100]!r} is not supported in a prompt; leave it out",
+                    param=str(key)[:100],
+                )
         rendered = self._render_dict(dict(prompt), add_special_tokens)
         if "cache_salt" in prompt:
             rendered["cache_salt"] = _text(prompt["cache_salt"], "cache_salt")
@@ -123,7 +131,7 @@ class TextRenderer:
     def _checked(self, token_ids: Any) -> list[int]:
         try:
             ids = msgspec.convert(token_ids, list[int])
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
             raise InvalidRequestError(f"prompt token ids: {exc}", param="prompt") from exc
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")

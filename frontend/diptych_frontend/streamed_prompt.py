@@ -26,6 +26,7 @@ from diptych_protocol import (
     SamplingParams,
     StreamingInput,
 )
+from diptych_protocol.as_sent import params_as_sent
 
 CANCEL_TIMEOUT_S = 5.0
 """How long a user's generator may take to end when nobody waits for its next piece any more."""
@@ -77,6 +78,11 @@ class StreamedPrompt:
 
         Raises `InvalidRequestError` for a piece that cannot be appended.
         """
+        if not isinstance(piece, StreamingInput):
+            raise InvalidRequestError(
+                f"a piece of a prompt must be a StreamingInput, not {type(piece).__name__}",
+                param="prompt",
+            )
         params = self._params
         if piece.sampling_params is not None:
             params = _checked(piece.sampling_params)
@@ -151,8 +157,9 @@ async def next_piece(
 
 
 def _checked(params: SamplingParams | PoolingParams) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
+    if isinstance(params, PoolingParams):
         raise InvalidRequestError("a prompt in pieces cannot be pooled", param="prompt")
+    params = params_as_sent(params, SamplingParams)
     for field, wrong in (
         ("n", params.n > 1),
         ("output_kind", params.output_kind is RequestOutputKind.FINAL_ONLY),

@@ -50,6 +50,8 @@ def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs"
         encoded = msgspec.msgpack.encode(form)
     except RecursionError:
         raise _refuse("nested too deeply", field) from None
+    except OverflowError:
+        raise _refuse("an integer beyond 64 bits", field) from None
     if len(encoded) > MAX_FORM_BYTES:
         reason = f"{len(encoded)} bytes, of which at most {MAX_FORM_BYTES} are accepted"
         raise _refuse(reason, field)

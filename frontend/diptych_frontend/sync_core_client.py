@@ -31,6 +31,7 @@ from diptych_protocol import (
     wire,
 )
 from diptych_protocol.arrays import Frame
+from diptych_protocol.as_sent import encode_call
 
 LIFE_CHECK_MS = 200
 """While nothing comes, this often the process is looked at."""
@@ -97,12 +98,13 @@ class SyncCoreClient:
         """A utility call.
 
         Raises:
+            InvalidRequestError: the arguments cannot be sent.
             UtilityError: the core refused it or it failed there.
             EngineDeadError: the core ended before the answer.
             TimeoutError: no answer in time.
         """
         call_id = next(self._call_ids)
-        payload = wire.encoder.encode(UtilityCall(0, call_id, method, list(args)))
+        payload = encode_call(UtilityCall(0, call_id, method, list(args)))
         self._send(EngineCoreRequestType.UTILITY, payload)
         deadline = time.monotonic() + timeout_s
         self._awaited = call_id
@@ -139,7 +141,14 @@ class SyncCoreClient:
         if heads[0] == wire.ENGINE_CORE_DEAD:
             self._dead = EngineDeadError(f"the engine core at {self._core.endpoint} has ended")
             raise self._dead
-        message = wire.outputs_decoder.decode([*heads, *arrays])
+        try:
+            message = wire.outputs_decoder.decode([*heads, *arrays])
+        except msgspec.MsgspecError as exc:
+            # Whatever it was about would be waited for in vain.
+            self._dead = EngineDeadError(
+                f"the engine core at {self._core.endpoint} sent what cannot be read: {exc}"
+            )
+            raise self._dead from exc
         answer = message.utility_output
         if answer is None:
             self._outputs += message.outputs

@@ -104,7 +104,7 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
             raw = {name: value for name, value in raw.items() if value is not None}
         try:
             return msgspec.convert(raw, cls)
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
             raise bad_params(str(exc)) from exc
 
     def _require_address(self) -> None:

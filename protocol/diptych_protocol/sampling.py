@@ -95,6 +95,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     extra_args: dict[str, Any] | None = None
     """Carries `kv_transfer_params`, as in vLLM."""
 
+    def __post_init__(self) -> None:
+        """A single stop string stands for a list of one: letter by letter it is never meant."""
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
         for field, ok, wanted in (
@@ -106,7 +111,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "in (0, 100]"),
-            ("seed", self.seed is None or abs(self.seed) < 2**63, "a 64-bit integer"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             (
                 "min_tokens",

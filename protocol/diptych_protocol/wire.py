@@ -249,6 +249,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Which of the processor's instructions kernels use; empty: the model runs on a GPU."""
     cpu_kernels_set_aside: int = 0
     """Kernels that differed from their references, which compute in their place."""
+    malformed_messages: int = 0
+    """Messages of clients that could not be read."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from core_kit import DUMMY
@@ -15,6 +16,7 @@ from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,
     PoolingParams,
+    SamplingParams,
 )
 
 
@@ -57,6 +59,45 @@ def test_a_batch_larger_than_the_engine_is_answered_in_its_order() -> None:
         with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
             llm.generate([[1], [99999]])
         assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_contract_L03_what_is_no_batch_is_refused_by_name(real: LLM) -> None:
+    wrong: dict[str, list[Any]] = {
+        "prompts": [5, None],
+        "prompt": [[[]], [5.0], [None]],
+        "sampling_params": ["hot", 7, [PoolingParams()], PoolingParams()],
+        "messages": [5, [], None],
+        "pooling_params": [SamplingParams()],
+    }
+    for prompts in wrong["prompts"] + wrong["prompt"]:
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            real.generate(prompts)
+    for given in wrong["sampling_params"]:
+        with pytest.raises(InvalidRequestError, match="sampling_params"):
+            real.generate([[1]], given)
+    for messages in wrong["messages"]:
+        with pytest.raises(InvalidRequestError, match="messages"):
+            real.chat(messages)
+    for given in wrong["pooling_params"]:
+        with pytest.raises(InvalidRequestError, match="pooling_params"):
+            real.embed([[1]], given)
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        real.generate([[1]], SamplingParams(temperature=None))  # type: ignore[arg-type]
+    assert not real.llm_engine.has_unfinished_requests()
+
+
+def test_contract_L04_a_single_stop_string_is_not_taken_letter_by_letter(real: LLM) -> None:
+    stop: Any = "Paris"
+    [answer] = real.generate(FACT.words, params(max_tokens=60, stop=stop), use_tqdm=False)
+    assert answer.outputs[0].stop_reason == "Paris"
+
+
+def test_contract_B02_seeds_at_the_ends_of_64_bits_have_children(real: LLM) -> None:
+    for seed in (2**63 - 1, -(2**63)):
+        [both] = real.generate([[5, 6]], params(temperature=1.0, max_tokens=3, seed=seed, n=2))
+        wrapped = (seed + 1 + 2**63) % 2**64 - 2**63
+        [alone] = real.generate([[5, 6]], params(temperature=1.0, max_tokens=3, seed=wrapped))
+        assert both.outputs[1].token_ids == alone.outputs[0].token_ids
 
 
 def test_a_conversation_is_answered_in_words(real: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from diptych_frontend.metric_snapshot import Counter, Gauge, Histogram
 from diptych_protocol import (
     ClientClosedError,
     EngineCoreOutput,
+    EngineCoreRequest,
     EngineDeadError,
     FinishReason,
     InvalidRequestError,
@@ -117,6 +118,22 @@ def test_contract_L02_the_environment_decides_where_an_engine_lives_and_dies(
 def test_contract_L03_an_id_must_be_text(engine: LLMEngine) -> None:
     with pytest.raises(TypeError, match="string, not int"):
         engine.add_request(7, [1], params())  # type: ignore[arg-type]
+    assert not engine.has_unfinished_requests()
+
+
+def test_contract_L06_calls_out_of_order_harm_nobody(engine: LLMEngine) -> None:
+    assert engine.step() == []
+    engine.abort_request(["never heard of"])
+    engine.abort_request("nor of this")
+    with pytest.raises(InvalidRequestError, match="must be a string"):
+        engine.abort_request([["r"]])  # type: ignore[list-item]
+    session = EngineCoreRequest(
+        "s", [1], None, params(), None, None, 0.0, None, None, None, resumable=True
+    )
+    with pytest.raises(InvalidRequestError, match="resumable"):
+        engine.add_request("s", session, params())
+    with pytest.raises(InvalidRequestError, match="sleep"):
+        engine.call_core("sleep", object())
     assert not engine.has_unfinished_requests()
 
 

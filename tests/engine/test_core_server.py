@@ -71,6 +71,68 @@ def test_a_call_that_nobody_waits_for_has_no_answer(client: Client) -> None:
     assert answer.call_id == 7
 
 
+BROKEN_REQUESTS = {
+    "a field of another type": request("broken", max_tokens=2.5),
+    "a flag for a number": request("broken", seed=True),
+    "a text for a list": request("broken", bad_words="Paris"),
+    "a field that does not exist": ["broken", [1], None, {"wishes": 3}, None, None, 0.0],
+    "too few fields": ["broken"],
+}
+
+
+@pytest.mark.parametrize("message", BROKEN_REQUESTS.values(), ids=BROKEN_REQUESTS.keys())
+def test_a_request_that_cannot_be_read_is_answered_under_its_id(
+    client: Client, message: Any
+) -> None:
+    before = client.stats().malformed_messages
+    client.send(ADD, msgspec.msgpack.encode(message))
+    tokens, reason, error = client.read("broken")
+    assert (tokens, reason) == ([], FinishReason.ERROR)
+    assert error is not None
+    assert "cannot be read" in error
+    assert client.stats().malformed_messages == before + 1
+
+
+def test_half_a_request_is_answered_under_its_id(client: Client) -> None:
+    whole = msgspec.msgpack.encode(request("half"))
+    client.send(ADD, whole[: len(whole) // 2])
+    assert client.read("half")[1] is FinishReason.ERROR
+
+
+def test_what_cannot_be_read_does_not_end_the_request_that_runs_under_its_id(
+    client: Client,
+) -> None:
+    client.add("twice", max_tokens=200, ignore_eos=True)
+    client.send(ADD, msgspec.msgpack.encode(request("twice", max_tokens=2.5)))
+    tokens, reason, _ = client.read("twice")
+    assert (len(tokens), reason) == (200, FinishReason.LENGTH)
+
+
+def test_a_session_whose_next_piece_cannot_be_read_ends(client: Client) -> None:
+    first = request("session", max_tokens=1)
+    first.resumable = True
+    client.send(ADD, msgspec.msgpack.encode(first))
+    assert client.receive().outputs[0].piece_finish_reason is FinishReason.LENGTH
+    client.send(ADD, msgspec.msgpack.encode(request("session", seed=True)))
+    assert client.read("session")[1] is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("message", [[0, 77, "stats"], [0, 77, 5, []], [0, 77, "stats", {}]])
+def test_a_call_that_cannot_be_read_is_answered(client: Client, message: Any) -> None:
+    client.send(UTILITY, msgspec.msgpack.encode(message))
+    answer = client.receive().utility_output
+    assert answer is not None
+    assert answer.call_id == 77
+    assert "cannot be read" in (answer.failure_message or "")
+
+
+def test_what_names_nobody_is_counted(client: Client) -> None:
+    before = client.stats().malformed_messages
+    for frames in ((ADD, b"\xc1"), (ABORT, b"\x01"), (UTILITY, b"\x91\xa1a"), (b"?", b""), (b"",)):
+        client.send(*frames)
+    assert client.stats().malformed_messages == before + 5
+
+
 def test_contract_C07_an_abort_ends_a_request_and_unknown_ids_are_ignored(client: Client) -> None:
     client.add("long", max_tokens=900, ignore_eos=True)
     client.receive()

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from diptych_frontend.input_processor import InputProcessor
@@ -31,6 +32,14 @@ def inputs(text_renderer: TextRenderer) -> InputProcessor:
         eos_token_ids=(2, 0, 5),
         scheduling_policy="priority",
     )
+
+
+@pytest.mark.parametrize("ids", ["\ud800", np.zeros(3), 5, {1: 2}, [None]])
+def test_a_request_made_elsewhere_must_have_token_ids(inputs: InputProcessor, ids: Any) -> None:
+    request = EngineCoreRequest("r", ids, None, SamplingParams(), None, None, 0.0, None, None, None)
+    with pytest.raises(InvalidRequestError) as caught:
+        inputs.process("r", request, SamplingParams())
+    assert caught.value.param == "prompt"
 
 
 def process(inputs: InputProcessor, prompt: Any = (7, 8, 9), **params: Any) -> EngineCoreRequest:

@@ -28,6 +28,7 @@ def without_tokenizer() -> TextRenderer:
         ([0, 49151], {"prompt_token_ids": [0, 49151]}),
         ({"prompt_token_ids": [5], "prompt": "x"}, {"prompt": "x", "prompt_token_ids": [5]}),
         ({"prompt_token_ids": [5], "prompt": None}, {"prompt_token_ids": [5]}),
+        ({"prompt_token_ids": [5], "multi_modal_data": None}, {"prompt_token_ids": [5]}),
         (
             {"prompt": "Hello", "cache_salt": "s"},
             {"prompt": "Hello", "prompt_token_ids": HELLO, "cache_salt": "s"},
@@ -56,6 +57,8 @@ def test_prompts(text_renderer: TextRenderer, prompt: Any, expected: dict[str, A
         ({"prompt_token_ids": "ab"}, "prompt", "array"),
         ({"prompt": "x", "cache_salt": 1}, "cache_salt", "string"),
         ("\ud800", "prompt", "surrogate"),
+        ({"prompt": "x", "multi_modal_data": {"image": "y"}}, "multi_modal_data", "not supported"),
+        ({"prompt_token_ids": [5], "token_type_ids": [0]}, "token_type_ids", "not supported"),
     ],
 )
 def test_prompts_that_cannot_be_rendered(

@@ -111,6 +111,22 @@ async def test_contract_Q08_of_two_fatal_errors_the_first_is_kept(
     assert "died" not in str(client.dead_error)
 
 
+async def test_contract_Q08_an_answer_that_cannot_be_read_ends_what_may_wait_for_it(
+    client: MQLLMEngineClient, fake: FakeCore
+) -> None:
+    [task] = reading(client, "r")
+    await fake.added(1)
+    fake.answers["stats"] = SILENCE
+    [member] = client._cores.members
+    question = asyncio.create_task(member.refresh_stats())
+    await fake.added(1)
+    await fake.send(b"\xc1 is no message")
+    for waiting in (task, question):
+        with pytest.raises(EngineDeadError, match="cannot be read"):
+            await waiting
+    assert not client.output_queues
+
+
 async def test_contract_Q14_health_is_the_first_cause_itself(
     client: MQLLMEngineClient, fake: FakeCore
 ) -> None:

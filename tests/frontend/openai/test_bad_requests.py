@@ -79,6 +79,13 @@ BOTH = [
         }
     },
     {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "integer", "minimum": 2**70}},
+        }
+    },
+    {"structured_outputs": {"json": {"enum": [-(2**64)]}}},
     {"structured_outputs": {}},
     {"structured_outputs": {"regex": "("}},
     {"structured_outputs": {"regex": "a", "choice": ["b"]}},
@@ -120,6 +127,12 @@ ONLY = {
         {"response_format": {"type": "json_object"}, "tools": [TOOL], "tool_choice": "required"},
         {
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+            "tool_choice": "required",
+        },
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"const": 2**70}}}
+            ],
             "tool_choice": "required",
         },
         {"tool_choice": "required"},

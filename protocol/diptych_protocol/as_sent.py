@@ -1,0 +1,162 @@
+"""What a caller asks for as an engine core will read it: encoded and decoded as on the wire.
+
+Whoever takes requests from callers does this first. So the types of everything are checked before
+anything is computed with them, and what the wire would refuse is refused here, by construction:
+there is no second table of types. What comes out is a copy, made of plain values of the declared
+types; the caller's objects stay as they are.
+
+It costs a request some microseconds: the prompt, which the renderer checks, stays out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from diptych_protocol import wire
+from diptych_protocol.arrays import FrameDecoder
+from diptych_protocol.errors import InvalidRequestError
+from diptych_protocol.pooling import PoolingParams
+from diptych_protocol.sampling import SamplingParams
+from diptych_protocol.wire import EngineCoreRequest, UtilityCall
+
+MAX_REQUEST_BYTES: Final = 8 << 20
+"""Of a request besides its prompt, so that no message of it is near the limit of the wire."""
+
+_UNSENDABLE: Final = (
+    msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError, AttributeError,
+)  # fmt: skip
+"""What encoding and decoding raise for values that are not what their field declares."""
+PARAM_NAMES: Final[dict[type, str]] = {
+    SamplingParams: "sampling_params",
+    PoolingParams: "pooling_params",
+}
+_params_decoders: Final = {kind: FrameDecoder[Any](kind) for kind in PARAM_NAMES}
+Params = TypeVar("Params", SamplingParams, PoolingParams)
+
+
+class MistypedIdError(InvalidRequestError, TypeError):
+    """The id of a request is not a string; a `TypeError` for callers that know vLLM."""
+
+
+def check_id(request_id: object) -> None:
+    """Raise `MistypedIdError` unless this can be the id of a request."""
+    if not isinstance(request_id, str):
+        kind = type(request_id).__name__
+        raise MistypedIdError(f"request_id must be a string, not {kind}", param="request_id")
+
+
+def check_whole(prompt: object) -> None:
+    """Raise `InvalidRequestError` for a request made elsewhere that is a piece of a prompt: nobody
+    would send the next one, and its caller would wait for ever."""
+    if isinstance(prompt, EngineCoreRequest) and prompt.resumable is not False:
+        raise InvalidRequestError(
+            "a prompt in pieces is an async generator; send no resumable request", param="resumable"
+        )
+
+
+def ids_of(request_ids: object) -> list[str]:
+    """One id or several, as a list. Raises `MistypedIdError` for anything else."""
+    if isinstance(request_ids, str):
+        return [request_ids]
+    if not isinstance(request_ids, Iterable):
+        check_id(request_ids)
+        return []
+    ids = list(request_ids)
+    for request_id in ids:
+        check_id(request_id)
+    return ids
+
+
+def request_as_sent(request: EngineCoreRequest) -> EngineCoreRequest:
+    """The request with the types that its fields declare; its prompt is taken over as it is.
+
+    Raises `InvalidRequestError`, naming the field, for values of other types, for integers beyond
+    64 bits, and for more than a message can carry.
+    """
+    rest = msgspec.structs.replace(request, prompt_token_ids=None, prompt_embeds=None)
+    sent: EngineCoreRequest = _round_trip(rest, wire.request_decoder)
+    sent.prompt_token_ids, sent.prompt_embeds = request.prompt_token_ids, request.prompt_embeds
+    return sent
+
+
+def params_as_sent(params: object, kind: type[Params]) -> Params:
+    """The parameters, which must be of this kind, with the types that their fields declare. Raises
+    as `request_as_sent` does."""
+    if type(params) is not kind:
+        name = PARAM_NAMES[kind]
+        raise InvalidRequestError(
+            f"{name} must be {kind.__name__}, not {type(params).__name__}", param=name
+        )
+    sent: Params = _round_trip(params, _params_decoders[kind])
+    return sent
+
+
+def encode_call(call: UtilityCall) -> list[Any]:
+    """The frames of a utility call. Raises `InvalidRequestError` for arguments that cannot be
+    sent."""
+    try:
+        frames = wire.encoder.encode(call)
+    except _UNSENDABLE as exc:
+        raise InvalidRequestError(f"{call.method}: {_reason(exc)}", param="args") from exc
+    if max(map(len, frames)) > wire.MAX_MESSAGE_BYTES:
+        raise InvalidRequestError(
+            f"{call.method}: more than {wire.MAX_MESSAGE_BYTES} bytes", param="args"
+        )
+    return frames
+
+
+def _round_trip(message: msgspec.Struct, decoder: FrameDecoder[Any]) -> Any:
+    try:
+        frames = wire.encoder.encode(message)
+        size = sum(map(len, frames))
+        if size <= MAX_REQUEST_BYTES:
+            return decoder.decode(frames)
+    except _UNSENDABLE as exc:
+        field, cause = _culprit(message) or (None, exc)
+        where = f"{field}: " if field else ""
+        raise InvalidRequestError(f"{where}{_reason(cause)}", param=field) from exc
+    raise InvalidRequestError(
+        f"the request has {size} bytes besides its prompt; at most {MAX_REQUEST_BYTES} are taken",
+        param=max(_decoders_of(type(message)), key=lambda name: _size(getattr(message, name))),
+    )
+
+
+def _culprit(message: msgspec.Struct) -> tuple[str, Exception] | None:
+    """The first field, however deep, whose value is not what it declares, and why."""
+    for name, decoder in _decoders_of(type(message)).items():
+        try:
+            decoder.decode(wire.encoder.encode(getattr(message, name)))
+        except _UNSENDABLE as exc:
+            value = getattr(message, name, None)
+            if isinstance(value, (SamplingParams, PoolingParams)):
+                return _culprit(value) or (name, exc)
+            if name == "extra_args" and isinstance(value, dict) and "kv_transfer_params" in value:
+                return "kv_transfer_params", exc
+            return name, exc
+    return None
+
+
+@cache
+def _decoders_of(kind: type) -> dict[str, FrameDecoder[Any]]:
+    return {field.name: FrameDecoder(field.type) for field in msgspec.structs.fields(kind)}
+
+
+def _size(value: Any) -> int:
+    return sum(map(len, wire.encoder.encode(value)))
+
+
+def _reason(exc: Exception) -> str:
+    match exc:
+        case RecursionError():
+            return "nested too deeply"
+        case OverflowError():
+            return "an integer beyond 64 bits"
+        case UnicodeEncodeError():
+            return "the text holds a lone surrogate, which is not a character"
+        case msgspec.MsgspecError():
+            return str(exc)[:1].lower() + str(exc)[1:]
+    return f"{exc}; use plain values: None, bool, int, float, str, list and dict"
