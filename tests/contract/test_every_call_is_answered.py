@@ -39,7 +39,7 @@ BATCH = 8
 """Calls of one example, which are under way together."""
 FORMS = 3
 """In process, over ZMQ, over HTTP: each gets its share of the calls."""
-EXAMPLES = settings(max_examples=max(40, -(-MANY // (FORMS * BATCH))))
+EXAMPLES = settings(max_examples=max(15, -(-MANY // (FORMS * BATCH))))
 CONFIG = EngineConfig(
     DUMMY, num_blocks=64, num_threads=1, max_num_seqs=16, max_model_len=16, max_loras=1
 )

@@ -76,7 +76,11 @@ def test_a_copy_that_nobody_waits_for_is_not_there() -> None:
 @pytest.mark.filterwarnings(
     "ignore:divide by zero"
 )  # of the log of a uniform 0, in the interpreter
-@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "steps ahead"])
+@pytest.mark.parametrize(
+    "ahead",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["step by step", "steps ahead"],
+)
 def test_a_core_answers_there_as_on_the_cpu(
     model: str, asked: list[Question], foreign: pytest.MonkeyPatch, ahead: bool
 ) -> None:

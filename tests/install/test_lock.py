@@ -42,8 +42,14 @@ def run(command: Sequence[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(
+    ("python", "platform"),
+    [
+        pytest.param(python, platform, marks=[] if python == PYTHONS[0] else pytest.mark.slow)
+        for python in PYTHONS
+        for platform in PLATFORMS
+    ],
+)
 def test_all_extras_resolve_to_wheels_that_are_locked(
     tmp_path: Path, python: str, platform: str
 ) -> None:

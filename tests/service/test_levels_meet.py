@@ -13,8 +13,11 @@ from diptych_kernels.cpu_level import CpuLevel, machine_level
 from diptych_protocol import EngineConfig, KVTransferConfig, RequestOutput, SamplingParams
 
 LEVELS = [level for level in CpuLevel if level <= machine_level()]
-MEETINGS = list(zip(LEVELS, [*LEVELS[1:], LEVELS[0]], strict=True))
-"""Each level prefills once and decodes once."""
+MEETINGS = [
+    pytest.param(*levels, marks=pytest.mark.slow if number else [])
+    for number, levels in enumerate(zip(LEVELS, [*LEVELS[1:], LEVELS[0]], strict=True))
+]
+"""Each level prefills once and decodes once; the quick one is of the lowest and the next."""
 
 
 async def answer(
