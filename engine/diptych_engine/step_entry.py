@@ -124,8 +124,10 @@ def _admit_short(scheduler: Scheduler, step: Step, beside: Request, room: int) -
 
 
 def _is_due_before(request: Request, other: Request) -> bool:
-    """Another tenant's request is as urgent, and that tenant was served less."""
-    return request.account.served < other.account.served and request.priority <= other.priority
+    """Another tenant's request is more urgent, or as urgent and that tenant was served less."""
+    if request.priority != other.priority:
+        return request.priority < other.priority
+    return request.account.served < other.account.served
 
 
 def _may_be_short(scheduler: Scheduler, request: Request, room: int) -> bool:

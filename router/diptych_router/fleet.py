@@ -45,5 +45,8 @@ class Fleet(Protocol):
     def heir(self, fingerprint: str) -> Engine | None:
         """A decode engine that may take over KV of this fingerprint."""
 
+    def num_decoding(self) -> int:
+        """Engines of the decode pool that may get new requests."""
+
     def draining(self) -> Sequence[Engine]:
         """Decode engines whose streams should go elsewhere."""

@@ -179,6 +179,10 @@ class Pools:
             if link.description is not None and self.usable(link)
         ]
 
+    def num_decoding(self) -> int:
+        """Engines of the decode pool that may get new requests."""
+        return sum(self.usable(link) for link in self.of("decode"))
+
     def draining(self) -> list[EngineLink]:
         """Decode engines that leave."""
         return [link for link in self.of("decode") if link.stats.draining]

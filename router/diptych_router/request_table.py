@@ -209,10 +209,11 @@ class RequestTable:
     def fleet_changed(self, now: float) -> Sequence[Action]:
         """Engines came, went or began to leave: let those who wait go on, and move streams."""
         actions: list[Action] = []
+        self._places.num_engines = self._fleet.num_decoding()
         stuck: set[bool] = set()
         """Kinds of requests (`prefill_only`) that no engine can take."""
         for routed in self.held:
-            if routed.prefill_only in stuck:
+            if routed.crowded or routed.prefill_only in stuck:
                 continue
             if self._fleet.choose(prefill_only=routed.prefill_only) is None:
                 stuck.add(routed.prefill_only)
@@ -285,6 +286,7 @@ class RequestTable:
         routed.attempts += 1
         if routed.attempts == 1:
             routed.account.served += routed.prompt_tokens
+            routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
         facts = {
             "prefill": prefill.name,

@@ -7,8 +7,8 @@ from collections import defaultdict
 from diptych_frontend.fair_share import Account, FairShare
 
 MAX_PLACED = 256
-"""Requests that one tenant may have at the engines while others have some, too: a few times what an
-engine computes at once, and a part of what it lets wait."""
+"""Requests that one tenant may have at the engines, for each that decodes, while others have some,
+too: a few times what an engine computes at once, and a part of what it lets wait."""
 CREDIT = 4096
 """Tokens by which a tenant that comes back may be behind those who wait."""
 
@@ -18,6 +18,8 @@ class TenantPlaces:
 
     def __init__(self) -> None:
         self.accounts = FairShare(CREDIT)
+        self.num_engines = 1
+        """Engines that decode."""
         self._num_placed = defaultdict[str, int](int)
         """Requests at the engines, of those tenants that have some."""
 
@@ -33,7 +35,7 @@ class TenantPlaces:
 
     def is_crowded(self, tenant: str) -> bool:
         """A tenant has many requests there, and another one has some here, too."""
-        if self._num_placed.get(tenant, 0) < MAX_PLACED:
+        if self._num_placed.get(tenant, 0) < MAX_PLACED * max(1, self.num_engines):
             return False
         return self.accounts.others_than(tenant)
 

@@ -143,3 +143,15 @@ def test_shares_change_nothing_about_what_is_generated(
         assert request.token_ids == wanted
     assert scheduler.pool.num_free == num_blocks
     assert len(scheduler.tenants) == 0
+
+
+def test_what_is_more_urgent_goes_first_however_much_its_tenant_was_served() -> None:
+    scheduler = product_scheduler(BUDGET, policy="priority")
+    long = make_request("a", TOKENS, 4, tenant="light", priority=5)
+    scheduler.add(long)
+    for _ in range(5):
+        advance(scheduler)
+    urgent = make_request("b", TOKENS[-50:], 4, tenant="heavy", priority=-10)
+    scheduler.add(urgent)
+    urgent.account.served = long.account.served + 90_000
+    assert steps_to_first_token(scheduler, urgent) <= 3

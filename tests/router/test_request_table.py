@@ -89,6 +89,9 @@ class ToyFleet:
         view = heir(self.views("d"), fingerprint)
         return self.engines[view.key] if view is not None else None
 
+    def num_decoding(self) -> int:
+        return sum(view.usable for view in self.views("d"))
+
     def draining(self) -> Sequence[ToyEngine]:
         return [e for e in self.engines.values() if e.key[0] == "d" and e.up and e.withdrawn]
 
@@ -577,6 +580,21 @@ class TestTenants:
         for name in list(world.delivered):
             world.leave(name)
         world.check_end()
+
+    def test_more_engines_take_more_of_one_tenant(self) -> None:
+        world = World("p", "d1", "d2", "d3")
+        world.carry_out(world.table.fleet_changed(0.0))
+        world.submit("o", tenant="other")
+        for number in range(10):
+            world.submit(f"g{number}", tenant="greedy")
+        assert world.table.held.num_crowded == 1
+
+    def test_who_had_to_wait_for_his_turn_may_wait_for_an_engine_later(self) -> None:
+        world = self.greedy(4, hold_seconds=5.0)
+        world.now = 4.0
+        world.leave("g0")
+        assert "g3" in self.placed(world)
+        assert world.table.requests["g3"].hold_until is None
 
     @pytest.mark.parametrize("tenant", ["", "greedy"])
     def test_a_lone_tenant_places_all(self, tenant: str) -> None:

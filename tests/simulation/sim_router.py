@@ -112,6 +112,9 @@ class Links:
         chosen = heir([_view(link) for link in self.of("decode")], fingerprint)
         return self.by_name[chosen.key] if chosen is not None else None
 
+    def num_decoding(self) -> int:
+        return sum(link.usable for link in self.of("decode"))
+
     def draining(self) -> list[Link]:
         return [link for link in self.of("decode") if link.posture.draining]
 

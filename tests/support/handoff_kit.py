@@ -257,6 +257,9 @@ class LocalFleet:
         chosen = heir([seat.view for seat in self.of("decode")], fingerprint)
         return None if chosen is None else self.seats[chosen.key]
 
+    def num_decoding(self) -> int:
+        return sum(not seat.withdrawn for seat in self.of("decode"))
+
     def draining(self) -> list[Seat]:
         return [seat for seat in self.of("decode") if seat.withdrawn]
 

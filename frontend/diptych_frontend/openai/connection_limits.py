@@ -64,14 +64,15 @@ class Door:
 
     def enter(self, address: str, connection: LimitedProtocol) -> bool:
         """Whether there is room for one more."""
+        crowd = None
         if len(self._open.get(address, ())) >= max(1, self._most // 2):
-            self._make_room(address)
+            crowd = address
         elif len(self) >= self._most:
-            self._make_room(max(self._open, key=lambda each: len(self._open[each])))
-        else:
-            self._open.setdefault(address, {})[connection] = None
-            return True
-        return False
+            crowd = max(self._open, key=lambda each: len(self._open[each]))
+        if crowd is not None and not self._make_room(crowd):
+            return False
+        self._open.setdefault(address, {})[connection] = None
+        return True
 
     def leave(self, address: str, connection: LimitedProtocol) -> None:
         of_address = self._open.get(address, {})
@@ -79,11 +80,14 @@ class Door:
         if not of_address:
             self._open.pop(address, None)
 
-    def _make_room(self, address: str) -> None:
-        """Close several at a time: to look for one takes as long as to look for all of them."""
+    def _make_room(self, address: str) -> bool:
+        """Close idle connections, several at a time: to look for one takes as long as to look for
+        all of them. False if there are none."""
         idle = [connection for connection in self._open[address] if connection.is_idle]
         for connection in idle[: max(1, self._most // 16)]:
             connection.transport.abort()
+            self.leave(address, connection)
+        return bool(idle)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -129,8 +133,6 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_idle and self._head_since == math.inf:
-            self._head_since = self.loop.time()
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
             # What is not complete was not seen by `on_header`.
@@ -141,6 +143,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._received, self._head_bytes = True, 0, 0
+        self._head_since = min(self._head_since, self.loop.time())
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -181,7 +184,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def sweep(self, now: float) -> None:
         """Give the connection up if its client is too slow. Called about once a second."""
-        if now - self._head_since > HEAD_TIMEOUT_S and not self.transport.is_closing():
+        late = self.is_idle and now - self._head_since > HEAD_TIMEOUT_S
+        if late and not self.transport.is_closing():
             if self._in_head:
                 message = f"the headers did not arrive within {HEAD_TIMEOUT_S:g} s"
                 self._refuse(InvalidRequestError(message, status=408, code="headers_too_late"))

@@ -11,6 +11,8 @@ import msgspec
 MAX_PARAMS_BYTES = 256 << 10
 """The largest `kv_transfer_params` that are looked for: they list a prompt's blocks. Nothing larger
 is decoded, which happens on the event loop."""
+MAX_VALUES = 1 << 14
+"""Of what is decoded: the blocks of a prompt of 131,072 tokens, twice."""
 _KEY = re.compile(rb'"kv_transfer_params"\s{0,16}:\s{0,16}(?=\{)')
 _LONGEST_KEY = 64
 
@@ -24,7 +26,7 @@ def promised_prefill(body: bytes) -> dict[str, Any] | None:
     if b"do_remote_prefill" not in body:
         return None
     finder = PromiseFinder()
-    if len(body) > MAX_PARAMS_BYTES:
+    if len(body) > MAX_PARAMS_BYTES or _has_many_values(body):
         finder.feed(body)
         return finder.found()
     try:
@@ -56,13 +58,17 @@ class PromiseFinder:
 
     def found(self) -> dict[str, Any] | None:
         """What was announced by the pieces so far."""
-        if not self._inside:
+        if not self._inside or _has_many_values(self._kept):
             return None
         try:
             value, _ = json.JSONDecoder().raw_decode(self._kept.decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             return None
         return _promise(value)
+
+
+def _has_many_values(data: bytes) -> bool:
+    return sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES
 
 
 def _promise(params: Any) -> dict[str, Any] | None:

@@ -27,8 +27,8 @@ INLINE_BYTES: Final = 2 << 10
 quicker than a hop to a thread and back."""
 THREADS: Final = 2
 """The second keeps one large request from holding up all others."""
-MAX_OF_ONE: Final = 32
 MAX_WAITING_BYTES: Final = 64 << 20
+"""Half of it may be one client's."""
 TURN_TIMEOUT_S: Final = 30.0
 """A request that waited and worked so long is refused: its client has others to ask."""
 
@@ -45,7 +45,7 @@ class RequestWorkers:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="requests")
-        self._turns: Turns[_Task] = Turns(max_of_one=MAX_OF_ONE, max_bytes=MAX_WAITING_BYTES)
+        self._turns: Turns[_Task] = Turns(MAX_WAITING_BYTES)
         self._busy = 0
 
     async def run(self, scope: Scope, size: int, work: Callable[[], T]) -> T:

@@ -162,16 +162,24 @@ def test_idle_connections_make_room_for_new_ones() -> None:
     busy = [Connection(is_idle=False) for _ in range(6)]
     for connection in (*busy, *idle):
         assert door.enter("greedy", connection)
-    assert not door.enter("greedy", Connection(is_idle=True)), "one address has half at most"
+    newcomer = Connection(is_idle=False)
+    assert door.enter("greedy", newcomer), "two idle ones give way to it"
     assert [each.closed for each in idle] == [True] * 2 + [False] * 8
-    assert not any(each.closed for each in busy)
-    for connection in idle[:2]:
-        door.leave("greedy", connection)
-    others = [(f"address {i}", Connection(is_idle=False)) for i in range(18)]
+    assert not any(each.closed for each in (*busy, newcomer))
+    others = [(f"address {i}", Connection(is_idle=False)) for i in range(17)]
     assert all(door.enter(*other) for other in others)
     assert len(door) == 32
-    assert not door.enter("one more", Connection(is_idle=True))
+    assert door.enter("one more", Connection(is_idle=False))
     assert sum(each.closed for each in idle) == 4, "the address with most makes room for others"
+
+
+def test_busy_connections_give_way_to_nobody() -> None:
+    door: Any = Door(8)
+    assert all(door.enter("greedy", Connection(is_idle=False)) for _ in range(4))
+    assert not door.enter("greedy", Connection(is_idle=True)), "one address has half at most"
+    assert all(door.enter(str(number), Connection(is_idle=False)) for number in range(4))
+    assert not door.enter("one more", Connection(is_idle=True))
+    assert len(door) == 8
 
 
 async def test_one_too_many_is_told_to_come_again(

@@ -13,6 +13,7 @@ from diptych_frontend.metrics import ServerMetrics
 from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.generation import GenerationRoute
+from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 
@@ -77,7 +78,7 @@ async def test_tokens_are_counted_by_the_key_they_were_asked_for_with(
     monkeypatch.setattr(engine, "generate", generating)
     monkeypatch.setattr(engine, "check_admission", checking)
     metrics = ServerMetrics("echo")
-    route = GenerationRoute(CompletionApi(), engine, frozenset({"echo"}), metrics)
+    route = GenerationRoute(CompletionApi(), engine, frozenset({"echo"}), metrics, RequestWorkers())
     for tenant in ("alice", "alice", "bob", ""):
         exchange = Exchange("r", tenant=tenant)
         exchange.body = b'{"model": "echo", "prompt": "abcd", "max_tokens": 5}'

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from waits import PATIENCE_S
 
 from diptych_frontend.openai import build_app
-from diptych_frontend.openai.promised_prefill import PromiseFinder, promised_prefill
+from diptych_frontend.openai.promised_prefill import MAX_VALUES, PromiseFinder, promised_prefill
 from diptych_protocol import EngineGenerateError, EngineOverloadedError
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -171,4 +171,12 @@ def test_a_promise_is_found_in_pieces_of_any_size(data: st.DataObject) -> None:
     ],
 )
 def test_in_rubbish_there_is_no_promise(body: bytes) -> None:
+    assert promised_prefill(body) is None
+
+
+@pytest.mark.parametrize("end", [b"]}}", b""], ids=["whole", "cut off"])
+def test_what_would_take_long_to_decode_is_not_looked_into(end: bytes) -> None:
+    """It happens on the event loop, after any refusal."""
+    many = b",".join([b"[]"] * MAX_VALUES)
+    body = b'{"kv_transfer_params":{"do_remote_prefill":true,"x":[' + many + end
     assert promised_prefill(body) is None

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.openai.turns import Turns
+from diptych_frontend.openai.request_workers import MAX_WAITING_BYTES
+from diptych_frontend.openai.turns import SMALL_BYTES, Turns
 from diptych_protocol import EngineOverloadedError
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=40))
 def test_each_client_is_served_in_its_order_and_once_a_round(puts: list[tuple[str, int]]) -> None:
-    turns: Turns[tuple[str, int]] = Turns(max_of_one=100, max_bytes=1000)
+    turns: Turns[tuple[str, int]] = Turns(max_bytes=1000)
     for number, (client, size) in enumerate(puts):
         turns.put(client, (client, number), size)
     taken = [turns.take() for _ in puts]
@@ -31,14 +32,30 @@ def test_each_client_is_served_in_its_order_and_once_a_round(puts: list[tuple[st
             waiting[client] -= 1
 
 
-def test_too_much_is_refused_and_room_comes_back() -> None:
-    turns: Turns[int] = Turns(max_of_one=2, max_bytes=10)
-    turns.put("a", 1, 4)
-    turns.put("a", 2, 4)
-    with pytest.raises(EngineOverloadedError, match="2 large requests of this client"):
-        turns.put("a", 3, 1)
-    with pytest.raises(EngineOverloadedError, match="too many large requests"):
-        turns.put("b", 4, 3)
-    assert turns.take() == 1
-    turns.put("b", 4, 3)
-    assert [turns.take(), turns.take()] == [2, 4]
+def test_one_client_has_half_of_the_room_and_room_comes_back() -> None:
+    turns: Turns[int] = Turns(8 * SMALL_BYTES)
+    for number in range(4):
+        turns.put("a", number, SMALL_BYTES)
+    with pytest.raises(EngineOverloadedError, match="of this client"):
+        turns.put("a", 4, 1)
+    assert turns.take() == 0
+    turns.put("a", 4, SMALL_BYTES)
+    assert [turns.take() for _ in range(5)] == [1, 2, 3, 4, None]
+
+
+def test_others_large_items_keep_no_small_one_out() -> None:
+    turns: Turns[str] = Turns(8 * SMALL_BYTES)
+    for client in "ab":
+        turns.put(client, client, 4 * SMALL_BYTES)
+    with pytest.raises(EngineOverloadedError, match="too many large requests wait"):
+        turns.put("c", "large", SMALL_BYTES + 1)
+    turns.put("c", "small", SMALL_BYTES)
+    assert [turns.take() for _ in range(3)] == ["a", "b", "small"]
+
+
+def test_many_ordinary_requests_of_one_client_wait() -> None:
+    """An evaluation sends a thousand conversations of some kilobytes at once."""
+    turns: Turns[int] = Turns(MAX_WAITING_BYTES)
+    for number in range(1000):
+        turns.put("a", number, 8 << 10)
+    assert len(turns) == 1000
