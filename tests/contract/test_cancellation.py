@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from waits import PATIENCE_S
 
 from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client import CoreClient
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,
@@ -136,12 +137,16 @@ async def test_contract_B03_a_validation_error_comes_unchanged(
 
 
 async def test_contract_B03_an_unexpected_error_aborts_and_names_its_cause(
-    engine: AsyncLLM, eventually: Eventually
+    engine: AsyncLLM, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request can be made, but not encoded."""
-    beyond_msgpack = 1 << 80
+    """The request can be made, but not sent."""
+
+    def fail(*_: object) -> None:
+        raise OverflowError("of something")
+
+    monkeypatch.setattr(CoreClient, "add", fail)
     with pytest.raises(EngineGenerateError, match="OverflowError") as failed:
-        async for _ in engine.generate([1], sampling(extra_args={"anything": beyond_msgpack}), "r"):
+        async for _ in engine.generate([1], sampling(), "r"):
             pass
     assert isinstance(failed.value.__cause__, OverflowError)
     await eventually(lambda: nothing_left(engine))

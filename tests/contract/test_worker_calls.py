@@ -90,7 +90,7 @@ async def test_contract_C24_what_a_worker_raises_its_caller_raises(engine: Async
         ("_load_lora", (1, "/path", ""), "not for clients"),
         ("__init__", (), "not for clients"),
     ):
-        with pytest.raises((UtilityError, TypeError), match=message):
+        with pytest.raises((UtilityError, InvalidRequestError), match=message):
             await engine.collective_rpc(method, args=args)
     assert await generated(engine), "the engine is alive"
 

@@ -92,6 +92,6 @@ async def test_contract_B10_other_files_under_one_name_exchange_no_kv(service: S
     assert [o async for o in service.prefill.generate([1], params, "warm", lora_request=one)]
     save_adapter(service.folder / "one", 3)
     before = await service.received()
-    with pytest.raises(DiptychError, match="hand-off failed"):
+    with pytest.raises(DiptychError, match="another prompt, adapter or salt"):
         await service.answer("one", PROMPT[::-1])
     assert await service.received() == before
