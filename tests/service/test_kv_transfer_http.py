@@ -423,7 +423,8 @@ async def test_a_reference_is_used_once(pods: Pods) -> None:
     first, second = await asyncio.gather(
         *(pods.d.post(COMPLETIONS, json={**body, "kv_transfer_params": lent}) for _ in range(2))
     )
-    assert sorted((first.status_code, second.status_code)) == [200, 400]
+    # This engine lets one request wait: the other may find no room before it is found a copy.
+    assert sorted((first.status_code, second.status_code)) in ([200, 400], [200, 503])
     third = await pods.d.post(COMPLETIONS, json={**body, "kv_transfer_params": lent})
     assert third.status_code == 400
     assert "used here before" in third.json()["error"]["message"]
