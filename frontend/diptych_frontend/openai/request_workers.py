@@ -26,7 +26,7 @@ INLINE_BYTES: Final = 2 << 10
 """Bodies up to this size are dealt with on the event loop, which takes at most a few milliseconds:
 quicker than a hop to a thread and back."""
 THREADS: Final = 2
-"""The second keeps one large request from holding up all others."""
+"""One client has one of them at a time: what it sends holds up no others, and takes one processor."""
 MAX_WAITING_BYTES: Final = 64 << 20
 """Half of it may be one client's."""
 TURN_TIMEOUT_S: Final = 30.0
@@ -46,7 +46,8 @@ class RequestWorkers:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="requests")
         self._turns: Turns[_Task] = Turns(MAX_WAITING_BYTES)
-        self._busy = 0
+        self._working: set[str] = set()
+        """Clients for whom a thread works."""
 
     async def run(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
         """What `work` returns or raises, once it is the turn of the request's client.
@@ -64,18 +65,19 @@ class RequestWorkers:
             raise EngineOverloadedError("too many large requests are here; retry later") from exc
 
     def _start_next(self) -> None:
-        while self._busy < THREADS:
-            task = self._turns.take()
-            if task is None:
+        while len(self._working) < THREADS:
+            turn = self._turns.take(without=self._working)
+            if turn is None:
                 return
+            client, task = turn
             if task.done.done():
                 continue  # its client left while it waited
-            self._busy += 1
+            self._working.add(client)
             running = asyncio.get_running_loop().run_in_executor(self._executor, task.work)
-            running.add_done_callback(partial(self._ended, task))
+            running.add_done_callback(partial(self._ended, client, task))
 
-    def _ended(self, task: _Task, ran: asyncio.Future[Any]) -> None:
-        self._busy -= 1
+    def _ended(self, client: str, task: _Task, ran: asyncio.Future[Any]) -> None:
+        self._working.remove(client)
         error = ran.exception()
         if task.done.done():
             pass  # its client left meanwhile

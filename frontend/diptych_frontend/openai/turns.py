@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Container
 from typing import Generic, TypeVar
 
 from diptych_protocol import EngineOverloadedError
@@ -40,11 +41,13 @@ class Turns(Generic[T]):
         self._bytes += size
         self._bytes_of[client] += size
 
-    def take(self) -> T | None:
-        """The next item; its client then comes last. None if nothing waits."""
-        if not self._queues:
+    def take(self, without: Container[str] = ()) -> tuple[str, T] | None:
+        """The next item and its client, who then comes last. without: clients whose turn it is not.
+        None if nobody else waits."""
+        client = next((client for client in self._queues if client not in without), None)
+        if client is None:
             return None
-        client, queue = next(iter(self._queues.items()))
+        queue = self._queues[client]
         item, size = queue.popleft()
         self._bytes -= size
         self._bytes_of[client] -= size
@@ -52,4 +55,4 @@ class Turns(Generic[T]):
             self._queues.move_to_end(client)
         else:
             del self._queues[client], self._bytes_of[client]
-        return item
+        return client, item

@@ -13,9 +13,9 @@ from diptych_protocol import EngineOverloadedError
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=40))
 def test_each_client_is_served_in_its_order_and_once_a_round(puts: list[tuple[str, int]]) -> None:
-    turns: Turns[tuple[str, int]] = Turns(max_bytes=1000)
+    turns: Turns[int] = Turns(max_bytes=1000)
     for number, (client, size) in enumerate(puts):
-        turns.put(client, (client, number), size)
+        turns.put(client, number, size)
     taken = [turns.take() for _ in puts]
     assert turns.take() is None
     assert len(turns) == 0
@@ -38,9 +38,10 @@ def test_one_client_has_half_of_the_room_and_room_comes_back() -> None:
         turns.put("a", number, SMALL_BYTES)
     with pytest.raises(EngineOverloadedError, match="of this client"):
         turns.put("a", 4, 1)
-    assert turns.take() == 0
+    assert turns.take() == ("a", 0)
     turns.put("a", 4, SMALL_BYTES)
-    assert [turns.take() for _ in range(5)] == [1, 2, 3, 4, None]
+    taken = [turns.take() for _ in range(5)]
+    assert taken == [("a", 1), ("a", 2), ("a", 3), ("a", 4), None]
 
 
 def test_others_large_items_keep_no_small_one_out() -> None:
@@ -50,7 +51,16 @@ def test_others_large_items_keep_no_small_one_out() -> None:
     with pytest.raises(EngineOverloadedError, match="too many large requests wait"):
         turns.put("c", "large", SMALL_BYTES + 1)
     turns.put("c", "small", SMALL_BYTES)
-    assert [turns.take() for _ in range(3)] == ["a", "b", "small"]
+    assert [turns.take() for _ in range(3)] == [("a", "a"), ("b", "b"), ("c", "small")]
+
+
+def test_who_has_a_turn_already_waits_while_others_go_on() -> None:
+    turns: Turns[int] = Turns(1000)
+    for client, number in (("a", 1), ("a", 2), ("b", 3)):
+        turns.put(client, number, 1)
+    assert turns.take(without={"a"}) == ("b", 3)
+    assert turns.take(without={"a"}) is None
+    assert turns.take() == ("a", 1)
 
 
 def test_many_ordinary_requests_of_one_client_wait() -> None:
