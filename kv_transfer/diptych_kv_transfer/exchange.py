@@ -22,7 +22,7 @@ from diptych_kv_transfer.ucp import UcpError, address_of, transports_of
 
 log = logging.getLogger(__name__)
 
-MAX_UNCLAIMED_OFFERS = 4096
+MAX_UNCLAIMED_OFFERS, MAX_UNCLAIMED_RUNS = 4096, 1 << 20
 """More come only from a peer that means harm."""
 TRANSFER_BITS = 38
 """Of a UCX tag: which transfer, so that no other peer can send to it."""
@@ -76,11 +76,14 @@ class Exchange:
         self._handles = handles
         self._same_host = same_host
         self._say = say
-        self._accepted = accepted
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._offers: dict[int, Offer] = {}
         """Not asked for yet."""
+        self._offered_runs = 0
+        """Of all of them."""
+        self._introduced = accepted
+        """The other side has said who it is, or is not to."""
         self._source: OtherProcess | None = None
         """The other side, if we may read its memory."""
         self._ended: list[TransferEnded] = []
@@ -92,7 +95,9 @@ class Exchange:
     # --- what the owner asks ------------------------------------------------------------------
 
     def send(self, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
-        """Offer buffers to the other side."""
+        """Offer buffers to the other side. Raises `ExchangeError`."""
+        if tag in self._outgoing:
+            raise ExchangeError("it has two transfers under one tag")
         self._outgoing[tag] = _Outgoing(key, buffers)
         self._say(Offer(tag, [(address_of(buffer), buffer.nbytes) for buffer in buffers]))
 
@@ -101,9 +106,12 @@ class Exchange:
 
         Raises `ExchangeError`.
         """
+        if tag in self._incoming:  # UCX would go on writing to the buffers of the former
+            raise ExchangeError("it has two transfers under one tag")
         self._incoming[tag] = _Incoming(key, buffers)
         offer = self._offers.pop(tag, None)
         if offer is not None:
+            self._offered_runs -= len(offer.runs)
             self._begin(offer)
 
     @property
@@ -160,9 +168,7 @@ class Exchange:
             case Offer(tag) if tag in self._incoming:
                 self._begin(frame)
             case Offer(tag):
-                if len(self._offers) >= MAX_UNCLAIMED_OFFERS:
-                    raise ExchangeError("too many offers of blocks that nobody asked for")
-                self._offers[tag] = frame
+                self._keep(frame)
             case Send():
                 self._pass(frame)
             case Moved(tag, ok):
@@ -172,9 +178,19 @@ class Exchange:
                 self.way = "cma"
                 self._sent(tag, ok=ok)
 
+    def _keep(self, offer: Offer) -> None:
+        """Until its blocks are asked for."""
+        if offer.tag in self._offers:
+            raise ExchangeError("it offers twice")
+        self._offered_runs += len(offer.runs)
+        if len(self._offers) >= MAX_UNCLAIMED_OFFERS or self._offered_runs > MAX_UNCLAIMED_RUNS:
+            raise ExchangeError("too many offers of blocks that nobody asked for")
+        self._offers[offer.tag] = offer
+
     def _meet(self, other: Introduction) -> None:
-        if self._accepted or self._source is not None:
+        if self._introduced:
             raise ExchangeError("it introduces itself without being asked")
+        self._introduced = True
         if self._same_host is not None:
             self._source = self._same_host.meet(other)
 

@@ -64,5 +64,13 @@ class Moved(Frame, frozen=True):
 AnyFrame = Introduction | Offer | Send | Moved
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(AnyFrame).decode
-"""Raises `msgspec.MsgspecError` for what is not a frame."""
+_decoder = msgspec.msgpack.Decoder(AnyFrame)
+
+
+def decode(data: bytes) -> AnyFrame:
+    """Parse a peer's bytes. Raises `msgspec.DecodeError`, and nothing else, for garbage."""
+    try:
+        frame: AnyFrame = _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as exc:
+        raise msgspec.DecodeError(str(exc)) from exc
+    return frame

@@ -186,6 +186,9 @@ class LeaseTable:
                         lease.expires_at = now + self.lease_seconds
                 return []
             case Reject():
+                lease = self.leases.get(message.lease_id)
+                if lease is not None and lease.claim is not None and lease.claim.peer != peer:
+                    return []  # who has a copy of a reference does not disturb its reader
                 ends = self.revoke(message.lease_id)
                 self.rejections += bool(ends)
                 return ends

@@ -96,7 +96,7 @@ class Sending(Message, frozen=True):
     """Of the claim."""
     first: Tag
     """The first run travels under this tag, the others follow, one up each."""
-    runs: list[Run]
+    runs: Annotated[list[Run], msgspec.Meta(min_length=1)]
     """Parts of those that were asked for, each contiguous on both sides."""
 
 

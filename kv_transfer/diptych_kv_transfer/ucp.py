@@ -116,6 +116,8 @@ def _bind(library: Any) -> Any:
         ("ucp_tag_send_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p]),
         ("ucp_tag_recv_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, *[c_uint64] * 2, c_void_p]),
         ("ucp_tag_recv_request_test", c_int, [c_void_p] * 2),
+        ("ucp_tag_probe_nb", c_void_p, [c_void_p, c_uint64, c_uint64, c_int, c_void_p]),
+        ("ucp_tag_msg_recv_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_void_p, c_void_p]),
         ("ucp_stream_recv_nbx", c_void_p, [c_void_p, c_void_p, c_size_t, c_void_p, c_void_p]),
         ("ucp_request_check_status", c_int8, [c_void_p]),
         ("ucp_request_cancel", None, [c_void_p] * 2),
@@ -142,6 +144,8 @@ def address_of(buffer: NDArray[np.uint8]) -> int:
 
 
 _Bytes = c_char * 0
+_nothing = c_char()
+"""Where messages go that nobody wants: none of their bytes are written."""
 
 
 def tag_send(endpoint: int, address: int, length: int, tag: int) -> int:
@@ -164,6 +168,22 @@ def _request(request: int | None) -> int:
     if request is None or LAST_ERROR <= ctypes.c_int64(request).value < 0:
         raise UcpError(f"UCX status {request and ctypes.c_int64(request).value}")
     return request
+
+
+def drop_unexpected(worker: int) -> int:
+    """Let go of tag messages that have come without anybody's waiting for them; how many.
+
+    UCX keeps each, without a bound and beyond the end of its connection, for whoever may still ask.
+    Here receives are posted before a sender hears of their tag: what is not waited for is late, or
+    from somebody who means harm.
+    """
+    info, dropped = _TagInfo(), 0
+    while (message := _ucp.ucp_tag_probe_nb(worker, 0, 0, 1, byref(info))) is not None:
+        request = _ucp.ucp_tag_msg_recv_nbx(worker, byref(_nothing), 0, message, _PARAM)
+        if request is not None and not LAST_ERROR <= ctypes.c_int64(request).value < 0:
+            free(request)  # UCX ends it without us
+        dropped += 1
+    return dropped
 
 
 def status_of(request: int) -> int:

@@ -43,7 +43,7 @@ from diptych_kv_transfer.passage import PIECE_BYTES, Passage
 from diptych_kv_transfer.same_host import SameHost, may_read, network_transports
 from diptych_kv_transfer.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transport import Buffer
-from diptych_kv_transfer.ucp import UcpError, libucxx, remote_host_of
+from diptych_kv_transfer.ucp import UcpError, drop_unexpected, libucxx, remote_host_of
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ OPTIONS = {
 DRAIN_TIMEOUT_S = 2.0
 HANDSHAKE_TIMEOUT_S = 20.0
 """Who has not proven itself by then is cut off."""
+MAX_PROGRESS = 256
+"""Steps of UCX before what they brought is looked at: who sends without a pause is noticed."""
 MAX_STRANGERS = 64
 """That have connected to us and not proven themselves; beyond, the oldest is cut off. An engine of
 the service is one for a round trip."""
@@ -228,8 +230,12 @@ class UcxTransport:
         exchange = self._exchange_of(peer)
         if exchange is None:
             self._events.append(TransferEnded(key, ok=False))
-        else:
+            return
+        try:
             exchange.send(key, tag, buffers)
+        except ExchangeError as exc:
+            self._events.append(TransferEnded(key, ok=False))
+            self._connections[peer].cut(exc)
 
     def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
         exchange = self._exchange_of(peer)
@@ -238,7 +244,7 @@ class UcxTransport:
             return
         try:
             exchange.receive(key, tag, buffers)
-        except ExchangeError as exc:
+        except ExchangeError as exc:  # each load hears of it, as of any lost connection
             self._connections[peer].cut(exc)
 
     def _exchange_of(self, peer: Peer) -> Exchange | None:
@@ -279,8 +285,10 @@ class UcxTransport:
         for connection in self._connections.values():
             if not connection.lost:
                 connection.stream.flush()
-        while self._worker.progress_once():
-            pass
+        for _ in range(MAX_PROGRESS):
+            if not self._worker.progress_once():
+                break
+        drop_unexpected(self._worker.handle)
         accepted, self._accepted = self._accepted, []
         for endpoint in accepted:
             self._adopt(endpoint, None)

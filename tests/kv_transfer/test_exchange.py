@@ -14,7 +14,13 @@ import pytest
 
 from diptych_kv_transfer import frames, passage, same_host
 from diptych_kv_transfer.events import TransferEnded
-from diptych_kv_transfer.exchange import MAX_UNCLAIMED_OFFERS, Exchange, ExchangeError, Handles
+from diptych_kv_transfer.exchange import (
+    MAX_UNCLAIMED_OFFERS,
+    MAX_UNCLAIMED_RUNS,
+    Exchange,
+    ExchangeError,
+    Handles,
+)
 from diptych_kv_transfer.frames import AnyFrame, Introduction, Moved, Offer, Send
 from diptych_kv_transfer.passage import PIECE_BYTES, Passage
 from diptych_kv_transfer.same_host import (
@@ -152,7 +158,38 @@ def test_offers_that_nobody_asked_for_are_bounded(receiver: Ends) -> None:
         exchange.handle(Offer(MAX_UNCLAIMED_OFFERS, []))
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"\x93\xa5Offer\x01", frames.encode(5)])
+def test_runs_of_offers_that_nobody_asked_for_are_bounded(receiver: Ends) -> None:
+    exchange, _ = receiver
+    run = (1, 1)
+    exchange.handle(Offer(0, [run] * (MAX_UNCLAIMED_RUNS - 1)))
+    exchange.handle(Offer(1, [run]))
+    with pytest.raises(ExchangeError, match="too many"):
+        exchange.handle(Offer(2, [run]))
+
+
+def test_two_transfers_under_one_tag_are_refused(receiver: Ends, sender: Ends) -> None:
+    """Else the first receive would be forgotten, and still be written to."""
+    block = np.zeros(10, np.uint8)
+    receiver[0].receive("in", 3, [block])
+    with pytest.raises(ExchangeError, match="one tag"):
+        receiver[0].receive("other", 3, [block])
+    sender[0].send("out", 3, [block])
+    with pytest.raises(ExchangeError, match="one tag"):
+        sender[0].send("other", 3, [block])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"\x93\xa5Offer\x01",
+        frames.encode(5),
+        frames.encode(Introduction("hh", b"a", b"k", 1, bytes(16))).replace(b"hh", b"\xff\xfe"),
+        b"\x93\xa5Offer\x01" + b"\x91" * 100_000,
+    ],
+    ids=["nothing", "no frame", "half a frame", "a number", "not UTF-8", "deep lists"],
+)
 def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         frames.decode(data)

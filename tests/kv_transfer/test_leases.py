@@ -260,15 +260,22 @@ def test_a_promise_that_is_not_kept_is_withdrawn_and_its_reader_told(how: str) -
     table = promised()
     table.receive(D, opening(), 0.0)
     table.lend("lease", BLOCKS[:1])
-    if how == "reject":
-        actions = table.receive(STRANGER, Reject("lease"), 0.0)
-    else:
-        actions = table.revoke("lease")
+    actions = table.receive(D, Reject("lease"), 0.0) if how == "reject" else table.revoke("lease")
     assert actions == [Send(D, closed(False))]
     assert table.grant("lease", BLOCKS, 1.0) == [], "too late"
     gone = LeaseEnded("request", BLOCKS[:1], "withdrawn", "lease")
     assert table.sends_ended("lease", TAG) == [gone]
     assert table.rejections == (how == "reject")
+
+
+def test_who_has_a_copy_of_a_reference_does_not_end_it_under_its_reader() -> None:
+    table = reading()
+    assert table.receive(STRANGER, Reject("lease"), 0.0) == []
+    assert state(table) is LeaseState.READING
+    assert table.rejections == 0
+    table.receive(D, closing(ok=False), 0.0)
+    table.receive(STRANGER, Reject("lease"), 0.0)
+    assert state(table) is LeaseState.REVOKED, "nobody reads it any more"
 
 
 def test_an_early_open_waits_for_the_promise() -> None:

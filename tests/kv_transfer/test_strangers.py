@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 from waits import Deadline, source_of
 
-from diptych_kv_transfer import ucx
+from diptych_kv_transfer import ucp, ucx
 from diptych_kv_transfer.connector import key_of, with_literals
 from diptych_kv_transfer.events import Connected, ConnectFailed, Event, PeerLost, Received
 from diptych_kv_transfer.handshake import Session
@@ -75,6 +77,30 @@ def test_who_has_another_key_is_nobody_on_either_side(make: Make) -> None:
     assert len(ours.of(Connected)) == 1
     assert not ours.of(PeerLost)
     until(lambda: len(ours.transport._connections) == 1, ours, foreign, friend)
+
+
+def test_messages_that_nobody_waits_for_are_not_kept(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From who is connected and has proven nothing: UCX itself would keep them all."""
+    ours, flood, friend = make(), make(), make()
+    monkeypatch.setattr(flood.transport, "_shake", lambda *_: None)
+    flood.connect(ours)
+    until(lambda: ours.transport._connections and flood.transport._connections, ours, flood)
+    [connection] = flood.transport._connections.values()
+    message = np.zeros(8 << 10, np.uint8)
+    before = psutil.Process().memory_info().rss
+    for number in range(200):
+        sent = [
+            ucp.tag_send(connection.endpoint.handle, ucp.address_of(message), 8 << 10, number)
+            for _ in range(64)
+        ]
+        until(lambda sent=sent: all(ucp.status_of(x) != ucp.IN_PROGRESS for x in sent), flood, ours)
+        for request in sent:
+            ucp.free(request)
+    assert psutil.Process().memory_info().rss - before < 30 << 20, "of 100 MiB that were sent"
+    friend.connect(ours)
+    until(lambda: friend.of(Connected), ours, friend)
 
 
 def test_who_says_nothing_is_cut_off_in_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ INLINE_BYTES: Final = 2 << 10
 """Bodies up to this size are dealt with on the event loop, which takes at most a few milliseconds:
 quicker than a hop to a thread and back."""
 THREADS: Final = 2
-"""One client has one of them at a time: what it sends holds up no others, and takes one processor."""
+"""One client has one of them at a time: it holds up no others, and takes one processor."""
 MAX_WAITING_BYTES: Final = 64 << 20
 """Half of it may be one client's."""
 TURN_TIMEOUT_S: Final = 30.0
