@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from chaos_load import Load
 from chaos_service import LEASE_S, Engine, Service, environment
 from faulty_network import BLACK_HOLE, Weather
-from hostile_bytes import pester_core, pester_hinge
+from hostile_bytes import knock_without_its_key, pester_core, pester_hinge
 from stale_references import KINDS, Forger
 from wire_kit import Client
 
@@ -179,6 +179,19 @@ def visit_hinge(engine: Engine, rng: random.Random, count: int) -> int:
         return pester_hinge(engine.hinge, HingeKey.of(read_keys(engine.keys_dir)), rng, count)
 
 
+async def strangers(scene: Scene) -> None:
+    """Who has no key comes to a hinge, sends what nobody waits for, and comes again."""
+    engine, seconds = scene.anybody(), scene.while_s()
+    rng = random.Random(scene.rng.randrange(2**32))
+    scene.note(f"strangers at the hinge of {engine.name} for {seconds:.2f} s")
+
+    def knock() -> int:
+        with environment(engine.ucx_settings(0)):
+            return knock_without_its_key(engine.hinge, rng, seconds)
+
+    scene.note(f"they came {await asyncio.to_thread(knock)} times")
+
+
 async def stale_rejections(scene: Scene) -> None:
     """Rejections of leases that never were, were others' or are over."""
     engine = scene.one_of("prefill")
@@ -299,7 +312,7 @@ Fault = Callable[[Scene], Awaitable[None]]
 ANYWHERE: list[Fault] = [
     *[kill_prefill, kill_decode, kill_a_pair, stop_prefill, stop_decode] * 2,
     lose_the_router, impatient_clients, overload, pause, sleep, forget_prefixes, drain_and_replace,
-    hostile_bytes, stale_rejections, stale_references,
+    hostile_bytes, stale_rejections, stale_references, strangers,
 ]  # fmt: skip
 ON_A_NETWORK: list[Fault] = [
     *[black_hole, bad_line, resets] * 3,

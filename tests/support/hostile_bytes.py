@@ -5,15 +5,20 @@ On the import path of the tests (pytest's `pythonpath`).
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from waits import PATIENCE_S
 from wire_kit import ABORT, ADD, UTILITY, Client, request
 
+from diptych_kv_transfer import frames, ucp
 from diptych_kv_transfer.actions import Peer
 from diptych_kv_transfer.events import Connected, ConnectFailed, PeerLost, Received
+from diptych_kv_transfer.frames import Moved, Offer, Send
 from diptych_kv_transfer.keys import HingeKey
 from diptych_kv_transfer.messages import (
     AnyMessage,
@@ -28,9 +33,11 @@ from diptych_kv_transfer.messages import (
     decode,
     encode,
 )
+from diptych_kv_transfer.stream import FRAME, MESSAGE
 from diptych_kv_transfer.ucx import UcxTransport
-from diptych_protocol import UtilityCall
+from diptych_protocol import CurveKeys, UtilityCall
 
+FRAMES = Offer(3, [(1, 10)] * 3), Send(3, 1 << 40), Moved(3, ok=True)
 BATCH = 500
 """So many messages are under way at most."""
 
@@ -98,14 +105,55 @@ def pester_hinge(address: tuple[str, int], key: HingeKey, rng: random.Random, co
             peer = _visit(transport, address)
             while peer is not None and count > 0:
                 for _ in range(min(count, 4)):  # few: those after one that cuts us off are lost
-                    payload = encode(rng.choice(control_messages(rng)))
-                    transport.send(peer, mutated(payload, rng) if rng.random() < 0.5 else payload)
+                    _say_something(transport, peer, rng)
                     count -= 1
                 if not _is_answered(transport, peer, f"{rng.getrandbits(128):032x}"):
                     peer, cuts = None, cuts + 1
     finally:
         transport.close()
     return cuts
+
+
+def _say_something(transport: UcxTransport, peer: Peer, rng: random.Random) -> None:
+    """A message, or what only the transport says; every other time with other bytes in it."""
+    if rng.random() < 0.2:
+        kind, payload = FRAME, frames.encode(rng.choice(FRAMES))
+    else:
+        kind, payload = MESSAGE, encode(rng.choice(control_messages(rng)))
+    if rng.random() < 0.5:
+        payload = mutated(payload, rng)
+    connection = transport._connections.get(peer)
+    if connection is not None and not connection.lost:
+        connection.stream.send(kind, payload)
+
+
+def knock_without_its_key(address: tuple[str, int], rng: random.Random, seconds: float) -> int:
+    """Come to a hinge again and again, prove nothing, and send what nobody waits for; how often."""
+    transport = UcxTransport(
+        "127.0.0.1", 0, HingeKey.of(CurveKeys("nobody's", rng.randbytes(9).hex()))
+    )
+    if rng.random() < 0.5:
+        # Else it is cut off for what it proves; so, when its time is over.
+        transport._shake = lambda *_: None  # type: ignore[method-assign]
+    message, visits = np.zeros(8 << 10, np.uint8), 0
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            transport.connect(address)
+            visits += 1
+            for _ in range(5):
+                transport.poll(0.01)
+                for connection in transport._connections.values():
+                    if not connection.lost:
+                        _send_tag(connection.endpoint.handle, message, rng.getrandbits(62))
+    finally:
+        transport.close()
+    return visits
+
+
+def _send_tag(endpoint: int, message: NDArray[np.uint8], tag: int) -> None:
+    with contextlib.suppress(ucp.UcpError):
+        ucp.free(ucp.tag_send(endpoint, ucp.address_of(message), message.nbytes, tag))
 
 
 def _visit(transport: UcxTransport, address: tuple[str, int]) -> Peer:
