@@ -43,16 +43,20 @@ async def follow(*holders: Mounted) -> None:
                 log.exception("mounted files could not be looked at")
 
 
+class TooManyFilesError(OSError):
+    """A directory holds more than anybody would put there."""
+
+
 def names_in(directory: Path, most: int) -> list[str]:
     """What a directory holds, sorted, less what begins with a dot: that is the kubelet's own.
 
-    Raises `OSError` if it cannot be listed, also for one with more than `most` entries.
+    Raises `OSError` if it cannot be listed, `TooManyFilesError` for more than `most` entries.
     """
     with os.scandir(directory) as entries:
         found = (entry.name for entry in entries if not entry.name.startswith("."))
         names = list(islice(found, most + 1))
     if len(names) > most:
-        raise OSError(f"{directory} holds more than {most} files")
+        raise TooManyFilesError(f"{directory} holds more than {most} files")
     return sorted(names)
 
 

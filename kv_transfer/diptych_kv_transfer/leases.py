@@ -69,7 +69,7 @@ TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {
 
 @dataclass(slots=True)
 class Lease:
-    """The right to read some blocks, for whoever knows its id and its tokens."""
+    """The right to read some blocks, for an engine that knows its id and its tokens."""
 
     lease_id: str
     request_id: str

@@ -100,7 +100,11 @@ def access(service: InferenceService) -> str:
     """Who may use the API, in words."""
     keys, tls = service.spec.router.api_keys, service.spec.router.tls
     who = "open to whoever reaches it" if keys is None else f"API keys of Secret {keys.secret_name}"
-    return f"{who}, {'no TLS' if tls is None else f'TLS of Secret {tls.secret_name}'}"
+    router = f"{who}, {'no TLS' if tls is None else f'TLS of Secret {tls.secret_name}'}"
+    network = service.spec.network
+    if network.engine_api == "OwnPods" and network.policy == "None":
+        return f"{router}; engines open to the cluster, without a policy"
+    return router
 
 
 def _current_revision(

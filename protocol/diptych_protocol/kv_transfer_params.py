@@ -19,6 +19,8 @@ from diptych_protocol.errors import InvalidRequestError
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 _LEASE_ID = re.compile("[0-9a-f]{32}")
 
 LEASE_FIELDS = (
@@ -48,20 +50,20 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """P's block ids, one list per KV-cache group; we have one group."""
     remote_host: Name | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
-    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    remote_num_tokens: Count | None = None
     """Tokens whose KV the blocks hold."""
-    tp_size: int = 1
+    tp_size: Count = 1
     lease_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
-    """128 random bits in hex: the capability to read those blocks. A router that tells D of the
-    request while P computes draws it and tells both; otherwise P does."""
+    """128 random bits in hex. A router that tells D of the request while P computes draws it and
+    tells both; otherwise P does."""
     lease_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     epoch: Name | None = None
     """P's incarnation; a P restarted at the same address has another one."""
     compat: Name | None = None
     """Fingerprint of everything that must be equal for KV to be exchanged."""
-    first_token_ids: list[int] | None = None
+    first_token_ids: list[TokenId] | None = None
     """Tokens that P already sampled; D continues after them."""
-    remote_block_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    remote_block_size: Count | None = None
     """Tokens that each of the blocks holds; None: as many as D's."""
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
     """Unix time, in seconds of P's clock, after which no D takes this reference. The lease itself

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -23,7 +23,7 @@ from diptych_operator.progress import Progress, deadline_missed
 from diptych_operator.reasons import MARK, PAGE, ConditionType, Reason, reference
 from diptych_operator.reasons import main as write_reference
 from diptych_operator.revision import revision as revision_of
-from diptych_operator.status import EventNote, build_status, events_between
+from diptych_operator.status import EventNote, access, build_status, events_between
 from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
 
 T0, T1, T2 = "2026-11-21T07:00:00Z", "2026-11-21T07:05:00Z", "2026-11-21T07:30:00Z"
@@ -418,6 +418,25 @@ def test_a_spec_that_cannot_be_read_leaves_everything_else_unknown() -> None:
     assert set(told.values()) == {("Unknown", "SpecInvalid")}
     assert msgspec.structs.replace(status, conditions=RESTED.conditions) == RESTED
     assert kinds(events_between(RESTED, status)) == [("Warning", "SpecInvalid")]
+
+
+@pytest.mark.parametrize(
+    ("engine_api", "policy", "said"),
+    [
+        ("None", "Managed", ""), ("None", "None", ""), ("OwnPods", "Managed", ""),
+        ("OwnPods", "None", "; engines open to the cluster, without a policy"),
+    ],
+)  # fmt: skip
+def test_access_says_who_passes_the_routers_by(
+    engine_api: Literal["None", "OwnPods"], policy: Literal["None", "Managed"], said: str
+) -> None:
+    asked = service()
+    network = msgspec.structs.replace(asked.spec.network, engine_api=engine_api, policy=policy)
+    spec = msgspec.structs.replace(asked.spec, network=network)
+    assert (
+        access(msgspec.structs.replace(asked, spec=spec))
+        == f"open to whoever reaches it, no TLS{said}"
+    )
 
 
 def test_the_fields_around_the_conditions() -> None:

@@ -77,7 +77,8 @@ def test_a_hand_off_survives_its_own_vocabulary() -> None:
         {"remote_host": None}, {"lease_id": None}, {"remote_port": "x"}, {"epoch": None},
         {"do_remote_decode": True}, {"remote_block_ids": [[1], [2]]}, {"remote_block_ids": [1]},
         {"remote_num_tokens": "many"}, {"compat": None}, {"proof": None}, {"expires_at": 1.5},
-        {"do_remote_prefill": False},
+        {"do_remote_prefill": False}, {"tp_size": 1 << 70}, {"tp_size": 0},
+        {"first_token_ids": [1 << 31]}, {"remote_block_size": 1 << 64},
     ],
 )  # fmt: skip
 def test_incomplete_or_contradictory_hand_offs_are_refused(change: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych_frontend.mounted import Mark, mark, names_in, read
+from diptych_frontend.mounted import Mark, TooManyFilesError, mark, names_in, read
 from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_protocol import InvalidRequestError
 
@@ -53,15 +53,26 @@ class ApiKeys:
         """Read the keys if they have changed; True if so. What is wrong with them is logged."""
         try:
             files = names_in(self._directory, MAX_KEYS)
-        except OSError as exc:
+        except (FileNotFoundError, NotADirectoryError, TooManyFilesError) as exc:
             self._complain(f"cannot read the API keys: {exc}; nobody is let in")
             changed, self._mark, self._names = self._mark is not None, None, {}
             return changed
+        except OSError as exc:  # of this process: its descriptors, for example, have run out
+            self._complain(f"cannot look at the API keys: {exc}; they stay what they were")
+            return False
         seen = mark(self._directory, files)
         if seen == self._mark:
             return False
+        former = self._names
+        self._names, unread = self._read([name for name, *_ in seen])
+        if unread:  # look again: nothing else would say that they have changed
+            self._mark = None
+            self._names |= {digest: name for digest, name in former.items() if name in unread}
+            self._complain(
+                f"cannot read the API keys {', '.join(unread)}; they stay what they were"
+            )
+            return self._names != former
         self._mark = seen
-        self._names = self._read([name for name, *_ in seen])
         if self._names:
             self._complaint = ""
             log.info("API keys of %s", ", ".join(self.names))
@@ -78,13 +89,18 @@ class ApiKeys:
                 found = name
         return found
 
-    def _read(self, files: list[str]) -> dict[bytes, str]:
+    def _read(self, files: list[str]) -> tuple[dict[bytes, str], list[str]]:
+        """The names by digest, and the files that cannot be read now, but may be later."""
         names: dict[bytes, str] = {}
+        unread: list[str] = []
         for name in files:
             try:
                 key = read(self._directory / name, MAX_KEY_BYTES).strip()
             except OSError as exc:
-                log.warning("an API key is left out: %s", exc)
+                if exc.errno is None:  # it is no key
+                    log.warning("an API key is left out: %s", exc)
+                else:
+                    unread.append(name)
                 continue
             if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
                 log.warning(
@@ -96,7 +112,7 @@ class ApiKeys:
             first = names.setdefault(self._digest(key), name)
             if first != name:
                 log.warning("the API keys %s and %s are equal; it counts as %s", first, name, first)
-        return names
+        return names, unread
 
     def _digest(self, key: bytes) -> bytes:
         """Equal lengths to compare, and nothing to be learnt from how a comparison went."""

@@ -60,7 +60,7 @@ def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:
             message = str(exc)[:MAX_MESSAGE_CHARS]
             param = exc.param and exc.param[:MAX_PARAM_CHARS]
             detail = ErrorDetail(message, "invalid_request_error", param, exc.code)
-            return ErrorAnswer(exc.status, detail)
+            return ErrorAnswer(exc.status, detail, _CHALLENGE if exc.status == 401 else ())
         case HTTPException():
             headers = tuple((k.encode(), v.encode()) for k, v in (exc.headers or {}).items())
             detail = ErrorDetail(str(exc.detail), "invalid_request_error")
@@ -84,6 +84,8 @@ def _unavailable(message: str, code: str) -> ErrorAnswer:
     return ErrorAnswer(503, ErrorDetail(message, "server_error", None, code), headers)
 
 
+_CHALLENGE = ((b"www-authenticate", b"Bearer"),)
+"""RFC 9110 wants it with every 401."""
 _AT_PATH = re.compile(r"^(?P<problem>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _NAMED_FIELD = re.compile(
     r"^Object (?:contains unknown|missing required) field `(?P<field>.*)`$", re.DOTALL

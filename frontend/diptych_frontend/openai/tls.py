@@ -55,13 +55,14 @@ class Certificate:
         return mark(self._directory, (CERTIFICATE_FILE, KEY_FILE))
 
     def _load(self) -> None:
-        self._mark = self._look()
+        seen = self._look()
         # Where the links lead now, so that both files are of one version of the Secret.
         place = os.path.dirname(os.path.realpath(self._directory / CERTIFICATE_FILE))
         pair = os.path.join(place, CERTIFICATE_FILE), os.path.join(place, KEY_FILE)
         # Tried first: a context that is given a key of another certificate is left without any.
         _new_context().load_cert_chain(*pair, password=_no_password)
         self.context.load_cert_chain(*pair, password=_no_password)
+        self._mark = seen  # not before: what has failed is tried again at the next look
 
 
 def _new_context() -> ssl.SSLContext:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
+import resource
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from diptych_frontend import mounted
 from diptych_frontend.metrics import ServerMetrics
-from diptych_frontend.openai import build_app
+from diptych_frontend.openai import api_keys, build_app
 from diptych_frontend.openai.api_keys import MAX_KEYS, ApiKeys
 
 CHAT = "/v1/chat/completions"
@@ -71,6 +76,7 @@ async def test_nobody_gets_in_without_a_key(
         ]
     for answer in answers:
         assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
 
@@ -172,6 +178,54 @@ def test_the_number_of_keys_is_bounded(tmp_path: Path, caplog: pytest.LogCapture
     assert keys.refresh()
     assert keys.names == [], "rather nobody than not everybody"
     assert f"more than {MAX_KEYS} files" in caplog.text
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """As if somebody held all that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_uses_up_all_descriptors_takes_no_key_away(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(folder)
+    with no_descriptors():
+        for _ in range(3):
+            assert not keys.refresh()
+        assert keys.names == ["alice", "bob"]
+    assert len([x for x in caplog.records if x.levelno == logging.ERROR]) == 1
+    assert not keys.refresh()
+
+
+def test_a_key_that_cannot_be_read_now_is_read_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is until then what it was."""
+    keys = ApiKeys(folder)
+    (folder / "alice").write_text("another")
+    (folder / "carol").write_text("new")
+
+    def fails(path: Path, most: int) -> bytes:
+        if path.name == "alice":
+            raise OSError(errno.EIO, "of the disk")
+        return mounted.read(path, most)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api_keys, "read", fails)
+        for _ in range(2):
+            keys.refresh()
+        assert keys.names == ["alice", "bob", "carol"]
+        assert keys.name_of(b"sesame") == "alice"
+    assert keys.refresh()
+    assert keys.name_of(b"another") == "alice"
+    assert keys.name_of(b"sesame") is None
+    assert not keys.refresh()
 
 
 def test_a_pipe_is_no_key_and_keeps_nobody_waiting(folder: Path) -> None:

@@ -91,6 +91,23 @@ async def test_a_pair_that_does_not_fit_changes_nothing(
         await asyncio.wait((serving,))
 
 
+def test_a_pair_that_cannot_be_read_now_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("first", tmp_path)
+    certificate = Certificate(tmp_path)
+    put("second", tmp_path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("no descriptors")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ssl.SSLContext, "load_cert_chain", fails)
+        assert not certificate.refresh()
+    assert certificate.refresh()
+    assert not certificate.refresh()
+
+
 @pytest.mark.parametrize(
     "files",
     [{}, {"tls.crt": b"x", "tls.key": b"y"}, {"tls.crt": b""}],
