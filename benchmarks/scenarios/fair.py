@@ -48,11 +48,12 @@ class Crowd:
 
 
 PROMPTS = {"128 tokens": 128, "512 tokens": 512, "1024 tokens": 1024}
-ASKED, QUICK_ASKED = 15, 4
+ASKED, QUICK_ASKED = 10, 4
 """Requests whose first token is timed, one after the other."""
 OUTPUT = 4
-PAUSE_S = 0.3
-"""From an answer to the next question, on average."""
+PAUSE_S = 0.01
+"""From an answer to the next question, on average, for each token of a prompt: so that the tenant
+wants a quarter of the engine. Who wants more than half has half, and waits accordingly."""
 CROWDS = {
     "alone": None,
     "beside 4 of another key that only generate": Crowd("greedy", 4, 16, 6000),
@@ -166,7 +167,7 @@ async def measure(
                 await asyncio.sleep(0.05)  # by then they run in both engines
         seconds: list[float] = []
         for number in range(asked):
-            await asyncio.sleep(2 * PAUSE_S * rng.random())
+            await asyncio.sleep(2 * PAUSE_S * length * rng.random())
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     seconds.append(await ask(client, f"r{number}", "light", prompt(length), OUTPUT))
@@ -209,9 +210,10 @@ def run(options: Options, reporter: Reporter) -> list[Record]:
 SCENARIO = Scenario(
     "fair",
     "Fair: one tenant's first tokens beside another's 1,000 requests",
-    "A tenant asks now and then, alone and beside 1,000 requests of 200 tokens for 64, which keep "
-    "a pair of engines busy: those of another tenant, and its own. Beside four that only generate, "
-    "the engines do not share their steps, but the machine's processors. "
+    "A tenant asks for a quarter of what the engine can compute, alone and beside 1,000 requests "
+    "of 200 tokens for 64, which keep a pair of engines busy: those of another tenant, and its "
+    "own. Beside four that only generate, the engines do not share their steps, but the machine's "
+    "processors. "
     f"Who waits for {PATIENCE_S:g} s is waited for no longer.",
     (Column("ttft_ms", "TTFT p50 ms", 0), Column("ttft_p90_ms", "TTFT p90 ms", 0)),
     run,
