@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from diptych_frontend.loop_watch import LoopWatch
+from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.connection_limits import Door, LimitedProtocol
 
 BACKLOG = 256
@@ -65,6 +66,10 @@ def listen(host: str, port: int) -> socket.socket:
         reason = os.strerror(code) if code and code > 0 else exc
         raise SystemExit(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
     listener.setblocking(False)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # What the system has taken of an answer, it too keeps no longer for who reads nothing.
+        milliseconds = int(WRITE_TIMEOUT_S * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener
 
 

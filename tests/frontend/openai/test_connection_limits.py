@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from waits import FOR_EVER_S, PATIENCE_S
 
-from diptych_frontend.openai import build_app, connection_limits
+from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.openai import build_app, connection_limits, server
 from diptych_frontend.openai.connection_limits import Door, raise_descriptor_limit
 
 REQUEST = b"GET /version HTTP/1.1\r\nHost: x\r\n"
@@ -142,6 +145,33 @@ async def test_a_reader_that_stopped_leaves_no_socket_behind(
         await eventually(lambda: len(doors[0]) == 0)
         await eventually(lambda: bool(engine.left_early))
         transport.abort()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such thing")
+async def test_nor_what_the_system_has_taken_to_send(
+    engine: Any, serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that fit into its buffers are written as far as the server can see."""
+    monkeypatch.setattr(server, "WRITE_TIMEOUT_S", 1.0)
+    metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
+    async with serve(build_app(engine, metrics=metrics)) as url:
+        address = httpx.URL(url)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address.host, address.port))
+            last = REQUEST.replace(b"/version", b"/metrics") + b"Connection: close\r\n\r\n"
+            client.sendall((REQUEST.replace(b"/version", b"/metrics") + b"\r\n") * 7 + last)
+            ours = client.getsockname()[1]
+
+            def kept() -> bool:
+                sockets = psutil.net_connections("tcp")
+                return any(
+                    x.laddr.port == address.port and x.raddr and x.raddr.port == ours
+                    for x in sockets
+                )
+
+            assert kept()
+            await eventually(lambda: not kept())
 
 
 class Connection:
