@@ -25,6 +25,7 @@ from chaos_faults import (
     resets,
     stale_references,
     stop_decode,
+    strangers,
     visit_hinge,
 )
 from chaos_load import Load
@@ -58,6 +59,7 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campa
         pytest.param(stale_references, marks=pytest.mark.slow),
         black_hole,
         resets,
+        strangers,
     ],
     ids=lambda f: f.__name__,
 )

@@ -85,6 +85,7 @@ async def expected(client: PoolClient, known: dict[str, list[int]]) -> list[list
     return list(known.values())
 
 
+@pytest.mark.slow
 async def test_a_draining_engine_hands_its_streams_to_its_twin(
     smollm2: str,
     keys_dir: Path,
