@@ -23,6 +23,7 @@ from diptych_engine import LLM
 from diptych_engine.models import CausalLM, StepInputs, build_model, load_weights
 from diptych_frontend.model_source import ModelSource, resolve_model
 from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import SamplingParams
 
@@ -146,7 +147,7 @@ def compare_chats(uri: str, num_chats: int, num_tokens: int) -> Comparison:
 
 def _source_of(uri: str) -> tuple[ModelSource, Tokenizer]:
     source = resolve_model(uri)
-    tokenizer = source.load_tokenizer()
+    tokenizer = load_tokenizer(source)
     if tokenizer is None:
         raise SystemExit(f"{uri} has no tokenizer")
     return source, tokenizer

@@ -24,6 +24,7 @@ from diptych_frontend.structured_outputs import (
     grammar_of,
     parser_limits,
 )
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_protocol import DiptychError, InvalidRequestError, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class GrammarCompiler:
 def _vocabulary(source: ModelSource) -> LLTokenizer:
     """The model's tokens as llguidance wants them. Raises `ValueError` if it has none."""
     try:
-        tokenizer = source.load_tokenizer()
+        tokenizer = load_tokenizer(source)
     except DiptychError as exc:
         raise ValueError(str(exc)) from exc
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""From a model's URI to its files, its configuration and its tokenizer."""
+"""From a model's URI to its files and its configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from diptych_frontend.model_config import (
     config_from_hf,
     config_from_query,
 )
-from diptych_frontend.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from diptych_protocol import InvalidRequestError
 
-__all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "resolve_model"]
+__all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
 
 MAX_JSON_BYTES: Final = 16 << 20
 """Of a configuration file."""
@@ -42,17 +41,8 @@ class ModelSource:
         """Where each tensor lies in the GGUF file. Raises `ValueError` for another format."""
         if self.format != "gguf" or self.path is None:
             raise ValueError(f"{self.uri} is not a GGUF file")
-        with _reading(self.path):
+        with readable(self.path):
             return read_header(self.path).tensors()
-
-    def load_tokenizer(self) -> Tokenizer | None:
-        """The model's own tokenizer; None if it brings none. Takes about 0.1 s."""
-        if self.path is None:
-            return None
-        with _reading(self.path):
-            if self.format == "gguf":
-                return tokenizer_from_gguf(read_header(self.path).metadata)
-            return tokenizer_from_hf(self.path, self.config.eos_token_ids)
 
 
 def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
@@ -73,7 +63,7 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         query = parse_qsl(parts.query, keep_blank_values=True)
         return ModelSource(uri, "dummy", None, config_from_query(dict(query)))
     path = _locate(uri)
-    with _reading(path):
+    with readable(path):
         if path.is_dir():
             return ModelSource(uri, "safetensors", path, _read_hf_config(path, weights))
         if not path.is_file():
@@ -139,8 +129,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn what can go wrong with a file into the one error that callers expect."""
+def readable(path: Path) -> Iterator[None]:
+    """Turn what can go wrong with a model's file into `InvalidRequestError`."""
     try:
         yield
     except GGUFError as exc:

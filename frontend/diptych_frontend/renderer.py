@@ -9,6 +9,7 @@ import msgspec
 from diptych_frontend.model_source import ModelSource
 from diptych_frontend.prompt_embeds import check_embeds
 from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
 
 PROMPT_FIELDS: Final = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"})
@@ -26,7 +27,7 @@ class TextRenderer:
     def __init__(self, source: ModelSource, *, skip_tokenizer_init: bool = False) -> None:
         """Without its tokenizer a model takes token ids and answers with them."""
         self.model_config = source.config
-        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else source.load_tokenizer()
+        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(source)
         self.vocab_size = source.config.vocab_size
         self.hidden_size = source.config.hidden_size
         self.max_model_len = source.config.max_position_embeddings

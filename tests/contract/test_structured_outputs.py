@@ -19,6 +19,7 @@ from diptych_frontend.model_source import resolve_model
 from diptych_frontend.renderer import TextRenderer
 from diptych_frontend.structured_outputs import MAX_FORM_BYTES
 from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     EngineCoreOutput,
     FinishReason,
@@ -62,7 +63,7 @@ def core(smollm2: str) -> EngineCore:
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2: str) -> Tokenizer:
-    tokenizer = resolve_model(smollm2).load_tokenizer()
+    tokenizer = load_tokenizer(resolve_model(smollm2))
     assert tokenizer is not None
     return tokenizer
 

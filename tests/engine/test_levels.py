@@ -12,6 +12,7 @@ from core_kit import core_request, make_core, run
 from questions import DEMO
 
 from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 from diptych_protocol import InvalidRequestError
 
@@ -25,7 +26,7 @@ def source(smollm2: str) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def token_ids(source: ModelSource) -> list[int]:
-    tokenizer = source.load_tokenizer()
+    tokenizer = load_tokenizer(source)
     assert tokenizer is not None
     return tokenizer.encode(TEXT.read_text())[:100]
 
@@ -65,7 +66,7 @@ def test_engines_of_all_levels_exchange_kv(level: CpuLevel, smollm2: str) -> Non
 
 
 def test_the_demo_question_is_answered(level: CpuLevel, smollm2: str, source: ModelSource) -> None:
-    tokenizer = source.load_tokenizer()
+    tokenizer = load_tokenizer(source)
     assert tokenizer is not None
     chat = tokenizer.render_chat([{"role": "user", "content": DEMO.words}])
     prompt = tokenizer.encode(chat, add_special_tokens=False)

@@ -20,6 +20,7 @@ from diptych_engine.request import Request
 from diptych_engine.runner import ModelRunner
 from diptych_engine.scheduler import Scheduler
 from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import EngineConfig, FinishReason, SamplingParams
 
@@ -119,7 +120,7 @@ def test_packed_weights_keep_the_quality_of_the_file(
     source: ModelSource, reference: Any, lone_sequence: Callable[..., Any]
 ) -> None:
     """For a text in chunks of several sizes."""
-    tokenizer = source.load_tokenizer()
+    tokenizer = load_tokenizer(source)
     assert tokenizer is not None
     token_ids = tokenizer.encode(TEXT.read_text())[:402]
     sequence = lone_sequence(source, 416, packs=True)

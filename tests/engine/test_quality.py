@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_kernels.cpu_level import CpuLevel, forced
 
 CHATS = Path(__file__).parents[2] / "benchmarks" / "data" / "chats.txt"
@@ -28,7 +29,7 @@ def source(smollm2: str) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def chats(source: ModelSource) -> list[list[int]]:
-    tokenizer = source.load_tokenizer()
+    tokenizer = load_tokenizer(source)
     assert tokenizer is not None
     return [
         tokenizer.encode(

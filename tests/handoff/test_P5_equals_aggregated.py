@@ -20,6 +20,7 @@ from handoff_kit import Engine, LocalRouter, engines, prompt_of, request, save_t
 
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     Array,
     EngineCoreRequest,
@@ -137,7 +138,7 @@ def panels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Panels]:
     root = tmp_path_factory.mktemp("toy")
     model = save_toy(root / "model")
     adapter = LoRARequest("one", 1, save_adapter(root / "one", 1, rank=2))
-    tokenizer = resolve_model(model).load_tokenizer()
+    tokenizer = load_tokenizer(resolve_model(model))
     assert tokenizer is not None
     chunked = {"max_num_batched_tokens": CHUNK}
     with engines(model, alone={}, prefill=chunked, decode={}, other={}) as made:

@@ -15,6 +15,7 @@ from handoff_kit import Engine, LocalRouter, drive, engines, prompt_of, request,
 
 from diptych_frontend.model_source import resolve_model
 from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -40,7 +41,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     root = tmp_path_factory.mktemp("toy")
     model = save_toy(root / "model")
     adapter = LoRARequest("one", 1, save_adapter(root / "one", 1, rank=2))
-    tokenizer = resolve_model(model).load_tokenizer()
+    tokenizer = load_tokenizer(resolve_model(model))
     assert tokenizer is not None
     return Toy(model, adapter, tokenizer)
 
