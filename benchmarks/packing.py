@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from benchmarks.quality import MODEL
 
+from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.models import StepInputs
-from diptych_engine.runner import ModelRunner
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import EngineConfig
 

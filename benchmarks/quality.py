@@ -21,9 +21,9 @@ from torch import Tensor
 
 from diptych_engine import LLM
 from diptych_engine.models import CausalLM, StepInputs, build_model, load_weights
-from diptych_frontend.model_source import ModelSource, resolve_model
-from diptych_frontend.tokenizer import Tokenizer
-from diptych_frontend.tokenizer_files import load_tokenizer
+from diptych_frontend.model_files.model_source import ModelSource, resolve_model
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import SamplingParams
 

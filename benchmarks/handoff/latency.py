@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.handoff.shapes import KIB, Shape
 from benchmarks.handoff.speed import Link
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import EngineConfig, KVTransferConfig, RequestOutput, SamplingParams
 
 MODEL = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diptych_engine.models import CausalLM, StepInputs, build_model
 from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
-from diptych_frontend.model_config import ModelConfig
+from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_kernels.paged_attention import AttentionMetadata
 
 

@@ -20,12 +20,12 @@ from benchmarks.load import WORD_IDS
 from benchmarks.scenario import Column, Options, Reporter, Scenario
 from benchmarks.servers import MODEL, NotStartedError, free_port
 
-from diptych_frontend.core_launcher import CoreProcess
-from diptych_frontend.curve import new_keys
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.output_processor import OutputProcessor
-from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.core_client.curve import new_keys
+from diptych_frontend.core_client.launcher import CoreProcess
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     EngineConfig,
     EngineDeadError,

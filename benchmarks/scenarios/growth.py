@@ -10,8 +10,8 @@ from benchmarks.scenario import Column, Options, Panel, Reporter, Scenario
 from benchmarks.scenarios.overhead import DUMMY, abort, add_requests, decode_steps_ms, prefill
 from benchmarks.servers import KV_GIB, MODEL
 
-from diptych_engine.build_core import build_core
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
+from diptych_engine.serving.build_core import build_core
 from diptych_protocol import EngineConfig
 
 STEPS = 16

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from benchmarks.figures import Record, percentile
 from benchmarks.scenario import Column, Options, Reporter, Scenario
 
-from diptych_engine.build_core import build_core
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
+from diptych_engine.serving.build_core import build_core
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,

@@ -11,8 +11,8 @@ from benchmarks.figures import Record
 from benchmarks.scenario import Column, Options, Reporter, Scenario
 from benchmarks.scenarios.overhead import DUMMY, measure
 
-from diptych_engine.build_core import build_core
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_engine.serving.build_core import build_core
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import EngineConfig, RequestOutputKind, SamplingParams
 
 BATCH = 8

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from benchmarks.servers import KV_GIB
 from benchmarks.simulate.engine import Limits
 
-from diptych_engine.build_core import build_core
-from diptych_engine.request import Request, ScheduledRequest, StepPlan
+from diptych_engine.scheduling.request import Request, ScheduledRequest, StepPlan
+from diptych_engine.serving.build_core import build_core
 from diptych_protocol import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from diptych.errors import BadInputError
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_operator.api_types import InferenceService
 from diptych_operator.errors import SpecError
 from diptych_operator.new_secrets import new_secrets

@@ -10,20 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diptych_engine.llm import LLM
-    from diptych_engine.llm_engine import LLMEngine
-    from diptych_frontend.async_llm import AsyncLLM
-    from diptych_frontend.engine_args import EngineArgs
-    from diptych_frontend.mq_client import MQLLMEngineClient
+    from diptych_engine.serving.llm import LLM
+    from diptych_engine.serving.llm_engine import LLMEngine
+    from diptych_frontend.core_client.async_llm import AsyncLLM
+    from diptych_frontend.core_client.engine_args import EngineArgs
+    from diptych_frontend.core_client.mq_client import MQLLMEngineClient
 
 __all__ = ["LLM", "AsyncLLM", "EngineArgs", "LLMEngine", "MQLLMEngineClient"]
 
 _HOMES = {
-    "LLM": "diptych_engine.llm",
-    "LLMEngine": "diptych_engine.llm_engine",
-    "AsyncLLM": "diptych_frontend.async_llm",
-    "EngineArgs": "diptych_frontend.engine_args",
-    "MQLLMEngineClient": "diptych_frontend.mq_client",
+    "LLM": "diptych_engine.serving.llm",
+    "LLMEngine": "diptych_engine.serving.llm_engine",
+    "AsyncLLM": "diptych_frontend.core_client.async_llm",
+    "EngineArgs": "diptych_frontend.core_client.engine_args",
+    "MQLLMEngineClient": "diptych_frontend.core_client.mq_client",
 }
 
 

@@ -22,13 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_engine.admin_control import ControlRoutes
-from diptych_engine.admin_lora import LoraRoutes
-from diptych_engine.admin_scale import ScaleRoutes
-from diptych_engine.admin_weights import WeightRoutes
-from diptych_frontend.admin import build_admin_app, report, seconds_of
-from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.admin.calls import build_admin_app, report, seconds_of
+from diptych_frontend.admin.control import ControlRoutes
+from diptych_frontend.admin.lora import LoraRoutes
+from diptych_frontend.admin.scale import ScaleRoutes
+from diptych_frontend.admin.weights import WeightRoutes
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.app import build_app, build_probe_app
 from diptych_frontend.openai.asgi import UntilDisconnect, exchange_of
 from diptych_frontend.openai.server import Site, listen, serve_sites

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from diptych_frontend.logs import setup_logging
+from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import DiptychError, InvalidRequestError
 
 

@@ -6,7 +6,7 @@ The admin port wants a bearer token (`ADMIN_TOKEN_FILE` of the service's Secret)
     engine   GET  /admin/state    DrainReport
     engine   POST /admin/drain    DrainReport, once drained or after `?timeout_s=`
 
-Engines take control calls there, too (`diptych_engine.admin_control`, `admin_lora`, `admin_scale`),
+Engines take control calls there, too (`diptych_frontend.admin`),
 which no operator makes: docs/admin-api.md lists them.
 """
 

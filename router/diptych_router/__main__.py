@@ -14,19 +14,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from diptych_frontend.admin import build_admin_app, report
-from diptych_frontend.curve import read_key_ring
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.metrics import ServerMetrics
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.mounted import follow
+from diptych_frontend.admin.calls import build_admin_app, report
+from diptych_frontend.core_client.curve import read_key_ring
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.app import build_app
+from diptych_frontend.openai.mounted import follow
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.openai.tls import Certificate
-from diptych_frontend.output_processor import OutputProcessor
 from diptych_frontend.program import run_program
-from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
 from diptych_router.leaving import Leaving

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from diptych_frontend.core_client import CoreClient, HandshakeFailedError, NotConnectedError
-from diptych_frontend.pulse import Pulse
+from diptych_frontend.core_client.client import CoreClient, HandshakeFailedError, NotConnectedError
+from diptych_frontend.core_client.pulse import Pulse
 from diptych_protocol import (
     ClientClosedError,
     CurveKeys,

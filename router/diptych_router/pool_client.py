@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from diptych_frontend.async_engine import AsyncEngine
-from diptych_frontend.core_client import NotConnectedError
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.output_processor import OutputProcessor
+from diptych_frontend.core_client.async_engine import AsyncEngine
+from diptych_frontend.core_client.client import NotConnectedError
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_protocol import (
     EngineCoreOutputs,
     EngineCoreRequest,

@@ -10,9 +10,9 @@ from benchmarks.simulate.engine import EngineModel, Limits, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_engine.block_pool import BlockPool
-from diptych_engine.request import Request, StepResult
-from diptych_engine.scheduler import Scheduler
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.request import Request, StepResult
+from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import KVTransferParams, SamplingParams
 
 BLOCK = 4

@@ -37,7 +37,7 @@ from rude_clients import (
 from service_kit import cores, engine_config
 from waits import PATIENCE_S
 
-from diptych_frontend.curve import new_keys
+from diptych_frontend.core_client.curve import new_keys
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_protocol import RouterConfig
 

@@ -18,7 +18,7 @@ import pytest
 from service_kit import engine_config, generate
 from waits import PATIENCE_S
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.openai.app import build_app
 from diptych_protocol import EngineDeadError, KVTransferConfig
 

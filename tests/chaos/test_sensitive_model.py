@@ -15,7 +15,7 @@ from sensitive_model import (
     save_sensitive_model,
 )
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 
 BLOCK_SIZE = 16
 

@@ -12,7 +12,7 @@ import yaml
 from chart_kit import CHART, Helm, of_kind, only
 from prometheus_client import generate_latest
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_operator.api_status import Condition, Status
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.names import (

@@ -18,7 +18,7 @@ from diptych.chat import ChatError, Conversation, Piece, Service, find_service, 
 from diptych.demo import HandOff, Timing, read_hand_off
 from diptych.errors import RunError
 from diptych.main import main
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 

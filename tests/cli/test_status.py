@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diptych.laptop.rundir import PodState, RunState
 from diptych.status import read_cpus, show, with_cpus
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import SchedulerStats
 
 STATS = {

@@ -12,9 +12,9 @@ import pytest
 import pytest_asyncio
 from core_kit import CLIENT, DUMMY, core_request, make_core
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.openai.app import build_app
-from diptych_frontend.output_processor import Collector, OutputProcessor
+from diptych_frontend.text.output_processor import Collector, OutputProcessor
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutput,

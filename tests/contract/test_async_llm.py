@@ -14,8 +14,8 @@ from free_ports import free_port
 from waits import PATIENCE_S
 
 from diptych_engine import AsyncLLM
-from diptych_frontend import core_link
-from diptych_frontend.curve import new_keys
+from diptych_frontend.core_client import link as core_link
+from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import (
     EngineClient,
     EngineConfig,

@@ -22,7 +22,7 @@ from core_kit import DUMMY
 from waits import PATIENCE_S
 
 from diptych_engine import AsyncLLM
-from diptych_frontend.core_launcher import CoreProcess
+from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_protocol import (
     ClientClosedError,
     EngineDeadError,

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waits import PATIENCE_S
 
-from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.core_client import CoreClient
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.client import CoreClient
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from waits import PATIENCE_S
 
-from diptych_engine.llm_engine import LLMEngine
+from diptych_engine.serving.llm_engine import LLMEngine
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
 
 IDLE_PROGRAM = """
 import sys
-from diptych_engine.llm_engine import LLMEngine
+from diptych_engine.serving.llm_engine import LLMEngine
 from diptych_protocol import EngineConfig
 engine = LLMEngine(EngineConfig(
     model="dummy://", num_blocks=64, num_threads=1, data_parallel_size=2, data_parallel_rank=1,

@@ -9,8 +9,8 @@ import pytest
 from control_kit import LONG, Owner, undisturbed
 from core_kit import generate
 
-from diptych_engine.control.pause import PauseGate, PauseState
-from diptych_engine.waiting_queue import FcfsQueue
+from diptych_engine.scheduling.pause import PauseGate, PauseState
+from diptych_engine.scheduling.waiting_queue import FcfsQueue
 from diptych_protocol import DiptychError, FinishReason, PauseMode
 
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")

@@ -18,11 +18,11 @@ import pytest
 import pytest_asyncio
 from waits import FOR_EVER_S, PATIENCE_S
 
-from diptych_engine.admin_control import ControlRoutes
-from diptych_frontend.admin import build_admin_app
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.admin.calls import build_admin_app
+from diptych_frontend.admin.control import ControlRoutes
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.pulse import Pulse
 from diptych_frontend.openai.app import build_app
-from diptych_frontend.pulse import Pulse
 from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.references import References
 from diptych_protocol import (

@@ -18,9 +18,9 @@ from core_kit import make_core
 from waits import PATIENCE_S
 from wire_kit import ABORT, ADD, TIMEOUT_MS, UTILITY, Client, request, start
 
-from diptych_engine.core import EngineCore
-from diptych_engine.core_server import FEW_CLIENTS, CoreServer
-from diptych_engine.request import Pending, StepPlan
+from diptych_engine.control.core import EngineCore
+from diptych_engine.scheduling.request import Pending, StepPlan
+from diptych_engine.serving.core_server import FEW_CLIENTS, CoreServer
 from diptych_protocol import FinishReason, UtilityCall, wire
 
 ENDLESS = {"max_tokens": 900, "ignore_eos": True}

@@ -15,7 +15,7 @@ import torch
 from checkpoint_kit import SIZES, random_tensors, save_adapter, save_model
 from core_kit import CLIENT, core_request, make_core, run, step, tokens
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_protocol import (
     Array,
     DiptychError,

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from diptych_engine.admin_scale import ScaleRoutes
-from diptych_frontend.admin import build_admin_app
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.admin.calls import build_admin_app
+from diptych_frontend.admin.scale import ScaleRoutes
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
     EngineConfig,
     EngineDeadError,

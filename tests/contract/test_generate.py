@@ -15,7 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app
 from diptych_protocol import (
     EngineConfig,

@@ -15,7 +15,7 @@ from control_kit import LONG, Owner
 from core_kit import core_request, generate
 from waits import Deadline, source_of
 
-from diptych_engine.early_loads import EarlyState
+from diptych_engine.scheduling.early_loads import EarlyState
 from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.references import References
 from diptych_protocol import (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from core_kit import CLIENT, VOCABULARY, core_request, generate, make_core, run, step, tokens
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_protocol import (
     Array,
     DiptychError,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import ToyRunner, make_request, make_scheduler, run
 
-from diptych_engine.journey import MAX_EVENTS, JourneyLog
-from diptych_engine.scheduler import Scheduler
+from diptych_engine.scheduling.journey import MAX_EVENTS, JourneyLog
+from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import FinishReason, KVTransferParams, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 

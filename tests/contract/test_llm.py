@@ -11,7 +11,7 @@ from llm_engine_kit import params, run, stats
 from questions import FACT
 
 from diptych_engine import LLM
-from diptych_frontend.input_processor import InputProcessor
+from diptych_frontend.text.input_processor import InputProcessor
 from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,

@@ -14,8 +14,8 @@ import pytest
 from llm_engine_kit import ARGS, CONFIG, params, run, stats
 
 from diptych_engine import LLMEngine
-from diptych_engine.llm_engine import MULTIPROCESSING
-from diptych_frontend.metric_snapshot import Counter, Gauge, Histogram
+from diptych_engine.serving.llm_engine import MULTIPROCESSING
+from diptych_frontend.observability.metric_snapshot import Counter, Gauge, Histogram
 from diptych_protocol import (
     ClientClosedError,
     EngineCoreOutput,

@@ -12,7 +12,7 @@ from core_kit import DUMMY
 from llm_engine_kit import CONFIG, params, run
 
 from diptych_engine import LLMEngine
-from diptych_engine.llm_engine import LOG_INTERVAL
+from diptych_engine.serving.llm_engine import LOG_INTERVAL
 from diptych_protocol import (
     EngineConfig,
     SchedulerStats,

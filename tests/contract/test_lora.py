@@ -13,8 +13,8 @@ from core_kit import CLIENT, core_request, generate, make_core, run, step, token
 from safetensors.torch import load_file, save_file
 
 from diptych_engine import LLMEngine
-from diptych_engine.core import EngineCore
-from diptych_engine.lora.adapter import Adapter, cache_identity
+from diptych_engine.control.core import EngineCore
+from diptych_engine.scheduling.adapter import Adapter, cache_identity
 from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,

@@ -13,9 +13,9 @@ from checkpoint_kit import merged, random_tensors, save_adapter, save_model
 from core_kit import generate, make_core
 from waits import PATIENCE_S
 
-from diptych_engine.admin_lora import LoraRoutes
-from diptych_frontend.admin import build_admin_app
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.admin.calls import build_admin_app
+from diptych_frontend.admin.lora import LoraRoutes
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.openai.app import build_app
 from diptych_protocol import EngineConfig, LoRARequest, SamplingParams, UtilityError
 

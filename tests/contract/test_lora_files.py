@@ -13,7 +13,7 @@ from checkpoint_kit import MODULES, merged, random_tensors, save_adapter, save_m
 from core_kit import CLIENT, core_request, generate, make_core, run, step, tokens
 from safetensors.torch import save_file
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_protocol import InvalidRequestError, LoRARequest
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]

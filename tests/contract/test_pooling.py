@@ -13,8 +13,8 @@ from core_kit import CLIENT, DUMMY, VOCABULARY, core_request, generate, make_cor
 from pooling_kit import hidden_states
 from torch import Tensor
 
-from diptych_engine.core import EngineCore
-from diptych_engine.llm import LLM
+from diptych_engine.control.core import EngineCore
+from diptych_engine.serving.llm import LLM
 from diptych_protocol import (
     Array,
     EngineCoreOutput,

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 
-from diptych_engine.build_core import build_core
-from diptych_engine.request import Request
-from diptych_engine.waiting_queue import FcfsQueue, PriorityQueue, turn
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.renderer import TextRenderer
+from diptych_engine.scheduling.request import Request
+from diptych_engine.scheduling.waiting_queue import FcfsQueue, PriorityQueue, turn
+from diptych_engine.serving.build_core import build_core
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,

@@ -13,12 +13,12 @@ from pooling_kit import runner_of
 from torch import Tensor
 from waits import PATIENCE_S
 
-from diptych_engine.core import EngineCore
-from diptych_engine.prompt_embeds import as_tensor
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.renderer import TextRenderer
-from diptych_frontend.zmq_frames import receive_frames
+from diptych_engine.control.core import EngineCore
+from diptych_engine.models.wire_arrays import as_tensor
+from diptych_frontend.core_client.zmq_frames import receive_frames
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     Array,
     EmbedsPrompt,

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from core_kit import DUMMY, VOCABULARY, core_request, make_core, run, step
 
-from diptych_engine.core import EngineCore
-from diptych_frontend.collector import Collector
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.output_processor import OutputProcessor, ParentRequest
-from diptych_frontend.renderer import TextRenderer
+from diptych_engine.control.core import EngineCore
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.collector import Collector
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor, ParentRequest
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     EngineCoreOutput,
     LogprobsTensors,

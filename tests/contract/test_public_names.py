@@ -12,7 +12,7 @@ import pytest
 import diptych_engine
 import diptych_protocol
 from diptych_engine import EngineArgs
-from diptych_frontend.engine_args import OUR_NAMES, field_docs
+from diptych_frontend.core_client.engine_args import OUR_NAMES, field_docs
 from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferConfig
 
 PROTOCOL_NAMES = [

@@ -11,7 +11,7 @@ import pytest
 from core_kit import DUMMY
 from service_kit import engine_config, healthy, routing, start_engine
 
-from diptych_frontend.curve import new_keys
+from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import InvalidRequestError, RequestOutput, SamplingParams, StreamingInput
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from core_kit import VOCABULARY, core_request, generate, make_core, run
 
-from diptych_engine.core import EngineCore
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.renderer import TextRenderer
+from diptych_engine.control.core import EngineCore
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import FinishReason, InvalidRequestError, SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9]

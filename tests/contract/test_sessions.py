@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import BLOCK, ToyRunner, expected, make_request, make_scheduler, next_token, run
 
-from diptych_engine.request import Request, RequestStatus
-from diptych_engine.scheduler import Scheduler
-from diptych_engine.sessions import check_piece, go_on
+from diptych_engine.scheduling.request import Request, RequestStatus
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.sessions import check_piece, go_on
 from diptych_protocol import (
     EngineCoreRequest,
     EngineDescription,

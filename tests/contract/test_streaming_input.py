@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from core_kit import DUMMY
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
     EngineConfig,
     EngineGenerateError,

@@ -17,11 +17,11 @@ import pytest
 import torch
 from waits import PATIENCE_S
 
-from diptych_engine.build_core import build_core
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_engine.models import StepInputs
 from diptych_engine.parallel.lead import check_hinge
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_engine.serving.build_core import build_core
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
     Array,
     EngineConfig,

@@ -21,10 +21,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.observability.request_tracer import RequestTracer
+from diptych_frontend.observability.tracing import start_tracer, trace_context
 from diptych_frontend.openai.app import build_app
-from diptych_frontend.request_tracer import RequestTracer
-from diptych_frontend.tracing import start_tracer, trace_context
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutput,
@@ -116,7 +116,7 @@ async def test_contract_C09_tracing_is_enabled_exactly_with_an_endpoint() -> Non
     finally:
         engine.shutdown()
     code = (
-        "import sys; from diptych_frontend.async_llm import AsyncLLM; "
+        "import sys; from diptych_frontend.core_client.async_llm import AsyncLLM; "
         "from diptych_frontend.openai.app import build_app; "
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )

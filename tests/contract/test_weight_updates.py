@@ -16,7 +16,7 @@ from core_kit import CLIENT, core_request, generate, make_core, run, step, token
 from torch import Tensor
 from waits import PATIENCE_S
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_engine.weights.trainer import WeightSender, describe
 from diptych_protocol import (
     Array,

@@ -13,7 +13,7 @@ from checkpoint_kit import random_tensors, save_adapter, save_model
 from core_kit import core_request, generate, make_core, run, tokens
 from waits import PATIENCE_S
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_engine.weights.trainer import WeightSender, describe
 from diptych_protocol import Array, InvalidRequestError, LoRARequest, WeightTransferUpdateRequest
 

@@ -21,11 +21,11 @@ from core_kit import DUMMY, generate, make_core
 from free_ports import free_port
 from waits import PATIENCE_S
 
-from diptych_engine.admin_control import ControlRoutes
-from diptych_engine.admin_weights import WeightRoutes
 from diptych_engine.weights.trainer import WeightSender, describe
-from diptych_frontend.admin import build_admin_app
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.admin.calls import build_admin_app
+from diptych_frontend.admin.control import ControlRoutes
+from diptych_frontend.admin.weights import WeightRoutes
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
     Array,
     EngineConfig,

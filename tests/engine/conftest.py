@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models import StepInputs, build_model, load_weights
-from diptych_frontend.model_source import ModelSource
+from diptych_frontend.model_files.model_source import ModelSource
 from diptych_kernels.paged_attention import AttentionMetadata
 
 BLOCK_SIZE = 16

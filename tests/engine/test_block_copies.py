@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from diptych_engine import block_copies
-from diptych_engine.block_copies import BlockCopies, for_the_hinge
+from diptych_engine.handoff import block_copies
+from diptych_engine.handoff.block_copies import BlockCopies, for_the_hinge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

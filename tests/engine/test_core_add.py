@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from core_kit import CLIENT, core_request, generate, make_core, run, tokens
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_kv_transfer.connector import digest_of
 from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.references import References

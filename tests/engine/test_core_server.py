@@ -19,7 +19,7 @@ import zmq
 from waits import PATIENCE_S, Deadline
 from wire_kit import ABORT, ADD, FAILED, TIMEOUT_MS, UTILITY, WAVE, Client, request, start
 
-from diptych_frontend.core_client import CoreClient
+from diptych_frontend.core_client.client import CoreClient
 from diptych_protocol import (
     EngineDeadError,
     FinishReason,
@@ -313,7 +313,7 @@ def test_a_core_that_cannot_start_says_why_in_one_line(
 ) -> None:
     answer = subprocess.run(
         [
-            *(sys.executable, "-m", "diptych_engine.core_process"),
+            *(sys.executable, "-m", "diptych_engine.serving.core_process"),
             *("--local", f"ipc://{tmp_path}/core", "--config", json.dumps(config)),
             *("--parent-pid", str(os.getpid())),
         ],

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 
-from diptych_engine.block_pool import BlockPool
-from diptych_engine.request import Request, StepResult
-from diptych_engine.scheduler import CREDIT_STEPS, Scheduler
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.request import Request, StepResult
+from diptych_engine.scheduling.scheduler import CREDIT_STEPS, Scheduler
 from diptych_frontend.fair_share import OUTPUT_WEIGHT
 from diptych_protocol import FinishReason
 

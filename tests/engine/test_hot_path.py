@@ -19,7 +19,7 @@ from core_kit import CLIENT, VOCABULARY, core_request, make_core, step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.paged_attention import paged_attention, reference
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych_engine.kv_cache_size import (
+from diptych_engine.execution.kv_cache_size import (
     BESIDE_TENSORS,
     BYTES_ON_A_CPU,
     GIB,
@@ -17,8 +17,8 @@ from diptych_engine.kv_cache_size import (
     bytes_that_fit,
     peak_of_a_step,
 )
-from diptych_engine.placement import block_bytes
-from diptych_frontend.model_source import ModelConfig
+from diptych_engine.execution.placement import block_bytes
+from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 LLAMA_8B = ModelConfig(

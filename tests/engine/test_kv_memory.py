@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diptych_engine.kv_memory import KVMemory, map_shared
+from diptych_engine.execution.kv_memory import KVMemory, map_shared
 
 BLOCKS, BLOCK_BYTES = 8, 1 << 16
 

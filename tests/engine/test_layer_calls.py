@@ -19,7 +19,7 @@ from diptych_engine.models.groups import read_groups
 from diptych_engine.models.interface import GivenEmbeddings, StepInputs
 from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.packed import PackedMatrix
-from diptych_frontend.model_config import ModelConfig
+from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_kernels.paged_attention import AttentionMetadata
 
 BLOCK_SIZE, BLOCKS_EACH, MAX_SEQUENCES = 4, 8, 6

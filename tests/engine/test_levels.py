@@ -11,8 +11,8 @@ import torch
 from core_kit import core_request, make_core, run
 from questions import DEMO
 
-from diptych_frontend.model_source import ModelSource, resolve_model
-from diptych_frontend.tokenizer_files import load_tokenizer
+from diptych_frontend.model_files.model_source import ModelSource, resolve_model
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 from diptych_protocol import InvalidRequestError
 

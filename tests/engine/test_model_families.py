@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.model_source import resolve_model
 
 NUM_TOKENS = 70
 SIZES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diptych_engine.models import CausalLM, build_model, load_weights
-from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_protocol import InvalidRequestError
 
 SIZES: dict[str, Any] = {

@@ -14,13 +14,13 @@ from core_kit import core_request, make_core, run
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from diptych_engine.block_pool import BlockPool
+from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.models.loader import GGUF_LAYER_PARTS
-from diptych_engine.request import Request
-from diptych_engine.runner import ModelRunner
-from diptych_engine.scheduler import Scheduler
-from diptych_frontend.model_source import ModelSource, resolve_model
-from diptych_frontend.tokenizer_files import load_tokenizer
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.request import Request
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_frontend.model_files.model_source import ModelSource, resolve_model
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import EngineConfig, FinishReason, SamplingParams
 

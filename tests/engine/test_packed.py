@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_kit import quantised, save_gguf, save_lora
 from torch import Tensor
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_engine.models import StepInputs, build_model, load_weights
 from diptych_engine.models.groups import Groups, read_groups
 from diptych_engine.models.interface import WeightSlot
@@ -25,7 +25,7 @@ from diptych_engine.models.loader import fill, share_of
 from diptych_engine.models.low_rank import AdapterRows
 from diptych_engine.models.packed import PackedMatrix
 from diptych_engine.models.shard import Shard, Span
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import InvalidRequestError, LoRARequest

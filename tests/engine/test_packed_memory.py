@@ -17,7 +17,7 @@ from torch import Tensor
 from diptych_engine.models import CausalLM, build_model, load_weights
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.shard import Shard
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import Array, InvalidRequestError, WeightTransferUpdateRequest
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_frontend.model_source import ModelSource, resolve_model
-from diptych_frontend.tokenizer_files import load_tokenizer
+from diptych_frontend.model_files.model_source import ModelSource, resolve_model
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.cpu_level import CpuLevel, forced
 
 CHATS = Path(__file__).parents[2] / "benchmarks" / "data" / "chats.txt"

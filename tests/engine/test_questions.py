@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from questions import MARGIN, QUESTIONS, Question
 
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import ModelSource, resolve_model
+from diptych_frontend.model_files.model_source import ModelSource, resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
 from diptych_protocol import EngineConfig
 
 MAX_TOKENS = 128

@@ -10,10 +10,10 @@ import pytest
 from core_kit import core_request, make_core, run, tokens
 from toy_engine import BLOCK, ToyRunner, make_request, make_scheduler, step
 
-from diptych_engine.core import EngineCore
-from diptych_engine.request import Pending, StepPlan, StepResult
-from diptych_engine.run_ahead import plan_ahead
-from diptych_engine.scheduler import Scheduler
+from diptych_engine.control.core import EngineCore
+from diptych_engine.scheduling.request import Pending, StepPlan, StepResult
+from diptych_engine.scheduling.run_ahead import plan_ahead
+from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferParams
 
 PROMPT = [1, 2, 3]

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_engine.block_copies import for_the_hinge
-from diptych_engine.placement import block_bytes
-from diptych_engine.request import Request, ScheduledRequest, StepPlan, StepResult
-from diptych_engine.runner import ModelRunner
-from diptych_frontend.model_source import resolve_model
+from diptych_engine.execution.placement import block_bytes
+from diptych_engine.execution.runner import ModelRunner
+from diptych_engine.handoff.block_copies import for_the_hinge
+from diptych_engine.scheduling.request import Request, ScheduledRequest, StepPlan, StepResult
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
 
@@ -46,7 +46,7 @@ def runner() -> ModelRunner:
 def test_cores_of_one_front_end_share_the_processors_unless_told_otherwise(
     cores: int, num_threads: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diptych_engine.runner.usable_processors", lambda: 8.0)
+    monkeypatch.setattr("diptych_engine.execution.runner.usable_processors", lambda: 8.0)
     before = torch.get_num_threads()
     try:
         make_runner(num_threads=num_threads, data_parallel_size=cores)

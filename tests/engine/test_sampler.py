@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_engine.request import Request, StepResult
-from diptych_engine.sampler import Sampler
-from diptych_engine.sampling_math import uniforms
+from diptych_engine.execution.sampler import Sampler
+from diptych_engine.execution.sampling_math import uniforms
+from diptych_engine.scheduling.request import Request, StepResult
 from diptych_kernels.sampling.reference import NARROW, keep_floor
 from diptych_protocol import SamplingParams
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_engine.block_pool import BlockPool
-from diptych_engine.request import Request, RequestStatus, StepPlan, StepResult
-from diptych_engine.scheduler import Scheduler
-from diptych_engine.stop_condition import stop_condition
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.request import Request, RequestStatus, StepPlan, StepResult
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.stop_condition import stop_condition
 from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
 
 BLOCK = 4

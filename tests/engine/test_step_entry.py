@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 
-from diptych_engine.block_pool import BlockPool
-from diptych_engine.request import Request, StepPlan, StepResult
-from diptych_engine.scheduler import Scheduler
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.request import Request, StepPlan, StepResult
+from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import SchedulingPolicy
 
 BUDGET = 512

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diptych_engine.request import Request, ScheduledRequest
-from diptych_engine.step_order import order_of
+from diptych_engine.execution.step_order import order_of
+from diptych_engine.scheduling.request import Request, ScheduledRequest
 from diptych_protocol import SamplingParams
 
 PROMPT = 5

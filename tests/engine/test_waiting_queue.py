@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_engine import make_request
 
-from diptych_engine.request import Request
-from diptych_engine.waiting_queue import FairQueue, make_queue
+from diptych_engine.scheduling.request import Request
+from diptych_engine.scheduling.waiting_queue import FairQueue, make_queue
 from diptych_frontend.fair_share import FairShare
 from diptych_protocol import SchedulingPolicy
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diptych_frontend.model_source import ModelSource, resolve_model
-from diptych_frontend.renderer import TextRenderer
-from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.model_files.model_source import ModelSource, resolve_model
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_frontend.admin import MAX_BODY_BYTES, build_admin_app, report, seconds_of
+from diptych_frontend.admin.calls import MAX_BODY_BYTES, build_admin_app, report, seconds_of
 
 
 class Waited(msgspec.Struct):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diptych_frontend.chat_template import ChatTemplate
+from diptych_frontend.text.chat_template import ChatTemplate
 from diptych_protocol import InvalidRequestError
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waits import PATIENCE_S
 
-from diptych_frontend.collector import Collector
+from diptych_frontend.text.collector import Collector
 from diptych_protocol import CompletionOutput, EngineGenerateError, Logprob, RequestOutput
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from diptych_frontend.detokenizer import MAX_UNDECODED, Detokenizer, StopMatcher, TextStream
-from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.text.detokenizer import MAX_UNDECODED, Detokenizer, StopMatcher, TextStream
+from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import SamplingParams
 
 TEXTS = [

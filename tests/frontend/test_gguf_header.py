@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_frontend.gguf_header import GGUFError, read_header
-from diptych_frontend.model_source import ModelSource
+from diptych_frontend.model_files.gguf_header import GGUFError, read_header
+from diptych_frontend.model_files.model_source import ModelSource
 
 MATRIX = np.arange(64 * 3, dtype=np.float32).reshape(3, 64)
 QUANTIZED = gguf.quants.quantize(MATRIX, gguf.GGMLQuantizationType.Q8_0)

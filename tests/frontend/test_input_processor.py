@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     EngineCoreRequest,
     InvalidRequestError,

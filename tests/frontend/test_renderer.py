@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.renderer import TextRenderer
-from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import InvalidRequestError
 
 HELLO = [19556]

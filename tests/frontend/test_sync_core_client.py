@@ -14,8 +14,8 @@ from fake_core import description
 from waits import PATIENCE_S
 from wire_kit import request
 
-from diptych_frontend.core_launcher import AdoptedCore
-from diptych_frontend.sync_core_client import SyncCoreClient
+from diptych_frontend.core_client.launcher import AdoptedCore
+from diptych_frontend.core_client.sync_client import SyncCoreClient
 from diptych_protocol import EngineCoreOutputs, EngineDeadError, UtilityOutput, wire
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from diptych_frontend.gguf_header import read_header
-from diptych_frontend.model_source import ModelSource
-from diptych_frontend.tokenizer import Tokenizer
-from diptych_frontend.tokenizer_files import tokenizer_from_gguf, tokenizer_from_hf
+from diptych_frontend.model_files.gguf_header import read_header
+from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.text.tokenizer_files import tokenizer_from_gguf, tokenizer_from_hf
 from diptych_protocol import InvalidRequestError
 
 TEXTS = [

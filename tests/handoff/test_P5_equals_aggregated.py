@@ -18,9 +18,9 @@ import torch
 from checkpoint_kit import SIZES, save_adapter
 from handoff_kit import Engine, LocalRouter, engines, prompt_of, request, save_toy
 
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.tokenizer import Tokenizer
-from diptych_frontend.tokenizer_files import load_tokenizer
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     Array,
     EngineCoreRequest,

@@ -17,7 +17,7 @@ from kernel_model_kit import (
 from torch import Tensor
 
 from diptych_engine.models import StepInputs
-from diptych_frontend.model_config import ModelConfig
+from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_kernels.paged_attention import AttentionMetadata
 
 NUM_BLOCKS, POSITIONS = 16, 64

@@ -81,7 +81,7 @@ def one(raw: dict[str, Any], role: str = "decode") -> Finding:
 
 
 BAD_MODEL = "model: /models/x.gguf does not exist; mount it or correct spec.model.uri"
-TRACEBACK = """07:00:01 I [engine] diptych_engine.core: starting
+TRACEBACK = """07:00:01 I [engine] diptych_engine.control.core: starting
 Traceback (most recent call last):
   File "core.py", line 3, in <module>
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB

@@ -89,7 +89,7 @@ def test_a_fetched_model_has_an_init_container_of_the_pods_own_image() -> None:
         assert container["image"] == ("router:1" if role == "router" else "engine:1")
         reader = "router" if role == "router" else "engine"
         assert shlex.join(container["command"] + container["args"]) == (
-            f"python -m diptych_frontend.model_fetch --uri hf://org/repo --for {reader} "
+            f"python -m diptych_frontend.model_files.fetch --uri hf://org/repo --for {reader} "
             f"--cache {MODEL_CACHE_DIR} --revision {COMMIT}"
         )
         assert container["securityContext"] == {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_operator.api_status import PoolStatus, Status
 from diptych_operator.api_types import InferenceService
 from diptych_operator.children import ChildId, child_id, with_owner

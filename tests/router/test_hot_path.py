@@ -21,11 +21,11 @@ from benchmarks.scenarios.router import engines
 from free_ports import free_port
 from waits import PATIENCE_S
 
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.openai import build_app
-from diptych_frontend.output_processor import OutputProcessor
-from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
 from diptych_router.pool_client import PoolClient

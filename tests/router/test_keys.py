@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych_frontend.curve import new_keys, read_key_ring, read_keys
+from diptych_frontend.core_client.curve import new_keys, read_key_ring, read_keys
 from diptych_protocol import CurveKeys, InvalidRequestError
 
 

@@ -13,8 +13,8 @@ import pytest_asyncio
 from service_kit import Streaming, engine_config, generate, healthy, routing, start_engine
 from waits import PATIENCE_S
 
-from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.curve import new_keys
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import EngineOverloadedError, RequestOutput
 
 PROMPT = "The lighthouse keeper climbed the stairs every evening, and "

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from service_kit import Pair, engine_config, healthy, make_pools, start_engine
 
-from diptych_frontend.curve import new_keys, read_keys
+from diptych_frontend.core_client.curve import new_keys, read_keys
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from core_kit import generate as generate_alone
 from core_kit import make_core
 from service_kit import engine_config, healthy, make_router, start_engine
 
-from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.curve import read_keys
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.curve import read_keys
 from diptych_protocol import DiptychError, RequestOutput, SamplingParams
 from diptych_router.pool_client import PoolClient
 

@@ -18,9 +18,9 @@ from pooling_kit import hidden_states, runner_of
 from service_kit import Pair, generate
 from waits import PATIENCE_S
 
-from diptych_engine.core import EngineCore
-from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.core_client import CoreClient
+from diptych_engine.control.core import EngineCore
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.openai import build_app, serve_http
 from diptych_frontend.openai.app import METRICS_AGE_S
 from diptych_protocol import (

@@ -16,7 +16,7 @@ import pytest_asyncio
 from service_kit import engine_config, generate, start_engine
 from waits import PATIENCE_S
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app, serve_http
 from diptych_protocol import KVTransferConfig, RequestOutput
 

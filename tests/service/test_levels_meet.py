@@ -8,7 +8,7 @@ import pytest
 from questions import DEMO
 
 from diptych_engine import AsyncLLM, EngineArgs
-from diptych_frontend.input_processor import InputProcessor
+from diptych_frontend.text.input_processor import InputProcessor
 from diptych_kernels.cpu_level import CpuLevel, machine_level
 from diptych_protocol import EngineConfig, KVTransferConfig, RequestOutput, SamplingParams
 

@@ -13,7 +13,7 @@ import pytest
 from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
 from waits import PATIENCE_S
 
-from diptych_frontend.curve import new_keys, read_keys
+from diptych_frontend.core_client.curve import new_keys, read_keys
 from diptych_protocol import EngineOverloadedError, KVTransferConfig
 from diptych_router.report import router_report
 

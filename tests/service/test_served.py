@@ -55,7 +55,7 @@ class Served:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 line = process.cmdline()
-                if "diptych_engine.core_process" in line and any(
+                if "diptych_engine.serving.core_process" in line and any(
                     f"smollm2-{role}" in part for part in line
                 ):
                     return process

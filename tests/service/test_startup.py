@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from waits import PATIENCE_S
 
-from diptych_frontend.async_llm import AsyncLLM
+from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import EngineConfig, EngineDeadError
 
 

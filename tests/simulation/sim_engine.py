@@ -21,10 +21,10 @@ from sim_session import Abort, Add, Call, FromEngine, Posture, Session, ToEngine
 from sim_tally import UTILITY_REFUSALS, named, refused_by_engine
 
 from diptych_engine.control.controls import Controls
-from diptych_engine.core import EngineCore
-from diptych_engine.grammar_compiler import GrammarCompiler
-from diptych_engine.request import Pending, StepPlan
-from diptych_engine.scheduler import Scheduler
+from diptych_engine.control.core import EngineCore
+from diptych_engine.execution.grammar_compiler import GrammarCompiler
+from diptych_engine.scheduling.request import Pending, StepPlan
+from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_kv_transfer.connector import KVConnector, make_hinge
 from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.messages import VERSION, Hello

@@ -11,7 +11,7 @@ from sim_engine import SimEngine
 from sim_network import Faults
 from sim_world import LEASES, LOADS, STATUSES, Moment, World
 
-from diptych_engine.request import RequestStatus
+from diptych_engine.scheduling.request import RequestStatus
 from diptych_kv_transfer.messages import VERSION
 
 # --- engines and routers ------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 
 from sim_model import oracle
 
-from diptych_engine.core import INTERNAL_ERROR
-from diptych_engine.lora.adapter import cache_identity
+from diptych_engine.control.core import INTERNAL_ERROR
+from diptych_engine.scheduling.adapter import cache_identity
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,

@@ -22,7 +22,7 @@ from sim_session import PATIENCE_S, Call, Session
 from sim_stranger import Liar, Stranger
 from sim_streams import Stream
 
-from diptych_engine.request import RequestStatus
+from diptych_engine.scheduling.request import RequestStatus
 from diptych_kv_transfer.leases import LeaseState
 from diptych_kv_transfer.load import LoadState
 from diptych_protocol import DiptychError, EngineCoreOutput

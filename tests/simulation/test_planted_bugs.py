@@ -11,13 +11,13 @@ import pytest
 from sim_faults import FAULTS
 from sim_schedule import run_schedule
 
-from diptych_engine.block_pool import BlockPool
-from diptych_engine.control.pause import PauseGate
-from diptych_engine.early_loads import EarlyLoads
-from diptych_engine.lent_blocks import LentBlocks
-from diptych_engine.request import Request, RequestStatus
-from diptych_engine.scheduler import Scheduler
-from diptych_engine.waiting_queue import WaitingQueue
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.early_loads import EarlyLoads
+from diptych_engine.scheduling.lent_blocks import LentBlocks
+from diptych_engine.scheduling.pause import PauseGate
+from diptych_engine.scheduling.request import Request, RequestStatus
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.waiting_queue import WaitingQueue
 from diptych_kv_transfer import connector, loads
 from diptych_kv_transfer.actions import Action, Fence, LeaseEnded
 from diptych_kv_transfer.leases import NEVER, Lease, LeaseTable
@@ -185,7 +185,7 @@ def router_that_forgets_a_request_in_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_that_ignores_the_salt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("diptych_engine.block_pool.root_hash", lambda salt: b"")
+    patch.setattr("diptych_engine.scheduling.block_pool.root_hash", lambda salt: b"")
 
 
 def pool_that_remembers_what_it_gave_away(patch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from hostile_bytes import knock_without_its_key, pester_core, pester_hinge
 from stale_references import KINDS, Forger
 from wire_kit import Client
 
-from diptych_frontend.core_client import CoreClient
-from diptych_frontend.curve import read_keys
+from diptych_frontend.core_client.client import CoreClient
+from diptych_frontend.core_client.curve import read_keys
 from diptych_kv_transfer.keys import HingeKey
 from diptych_protocol import EngineDeadError, UtilityError
 

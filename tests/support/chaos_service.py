@@ -19,9 +19,9 @@ from faulty_network import FaultyNetwork
 from free_ports import free_port
 from service_kit import engine_config, make_router
 
-from diptych_frontend.core_client import CoreClient
-from diptych_frontend.core_launcher import CoreProcess
-from diptych_frontend.curve import new_keys, read_keys
+from diptych_frontend.core_client.client import CoreClient
+from diptych_frontend.core_client.curve import new_keys, read_keys
+from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_protocol import (
     CurveKeys,
     EngineConfig,

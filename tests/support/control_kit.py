@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from core_kit import CLIENT, core_request, generate, make_core, step, tokens
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
 from diptych_protocol import EngineCoreOutput, FinishReason
 
 LONG = {"max_tokens": 40, "ignore_eos": True}

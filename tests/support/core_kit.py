@@ -9,8 +9,8 @@ from typing import Any
 
 from waits import Deadline
 
-from diptych_engine.build_core import build_core
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
+from diptych_engine.serving.build_core import build_core
 from diptych_protocol import (
     CurveKeys,
     EngineConfig,

@@ -215,4 +215,4 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 def place(patch: pytest.MonkeyPatch, chosen: torch.device) -> None:
     """Have engines made there from now on."""
-    patch.setattr("diptych_engine.runner.choose_device", lambda config, rank=0: chosen)
+    patch.setattr("diptych_engine.execution.runner.choose_device", lambda config, rank=0: chosen)

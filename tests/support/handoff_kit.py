@@ -24,9 +24,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from waits import PATIENCE_S, Deadline, source_of
 
-from diptych_frontend.collector import Collector
-from diptych_frontend.output_processor import OutputProcessor, fan_out
-from diptych_frontend.tokenizer import Tokenizer
+from diptych_frontend.text.collector import Collector
+from diptych_frontend.text.output_processor import OutputProcessor, fan_out
+from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_kv_transfer.keys import PUBLIC_KEY
 from diptych_kv_transfer.references import References
 from diptych_protocol import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models import CausalLM, build_model, llama
-from diptych_frontend.model_config import ModelConfig
+from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_kernels.paged_attention import triton as paged_attention
 from diptych_kernels.rms_norm import triton as rms_norm
 from diptych_kernels.rope_kv_write import reference as rope_kv_write_reference

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diptych_engine.core import EngineCore
+from diptych_engine.control.core import EngineCore
+from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.models import StepInputs
-from diptych_engine.runner import ModelRunner
 from diptych_kernels.paged_attention import AttentionMetadata
 
 

@@ -17,7 +17,7 @@ from sensitive_model import VOCABULARY
 from waits import PATIENCE_S
 from wire_kit import Client
 
-from diptych_frontend.curve import read_keys
+from diptych_frontend.core_client.curve import read_keys
 from diptych_kv_transfer import open_connector
 from diptych_protocol import EngineCoreOutput, KVTransferConfig, KVTransferParams
 

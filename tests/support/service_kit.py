@@ -16,13 +16,13 @@ from typing import Any
 from free_ports import free_port
 from waits import PATIENCE_S
 
-from diptych_frontend.async_llm import AsyncLLM
-from diptych_frontend.core_launcher import CoreProcess
-from diptych_frontend.curve import read_keys
-from diptych_frontend.input_processor import InputProcessor
-from diptych_frontend.model_source import resolve_model
-from diptych_frontend.output_processor import OutputProcessor
-from diptych_frontend.renderer import TextRenderer
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.curve import read_keys
+from diptych_frontend.core_client.launcher import CoreProcess
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     CurveKeys,
     EngineConfig,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from diptych_engine.block_pool import BlockPool
-from diptych_engine.request import Request, StepPlan, StepResult
-from diptych_engine.scheduler import Scheduler
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.request import Request, StepPlan, StepResult
+from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import SamplingParams
 
 BLOCK = 4

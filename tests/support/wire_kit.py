@@ -89,6 +89,6 @@ def start(path: str, **changes: Any) -> subprocess.Popen[bytes]:
             "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_num_waiting": 16, **changes,
         }
     )  # fmt: skip
-    command = [sys.executable, "-m", "diptych_engine.core_process", "--local", path]
+    command = [sys.executable, "-m", "diptych_engine.serving.core_process", "--local", path]
     config_json = msgspec.json.encode(config).decode()
     return subprocess.Popen([*command, "--config", config_json, "--parent-pid", str(os.getpid())])

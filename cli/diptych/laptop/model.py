@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedCo
 from rich.progress import Progress as Bar
 
 from diptych.errors import BadInputError, RunError
-from diptych_frontend.model_fetch import BadSourceError, FetchError, Progress, fetch_model
+from diptych_frontend.model_files.fetch import BadSourceError, FetchError, Progress, fetch_model
 from diptych_operator.api_model import ModelCache
 from diptych_operator.api_types import InferenceService
 from diptych_protocol import InvalidRequestError

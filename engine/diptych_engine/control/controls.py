@@ -11,12 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from diptych_engine.control.pause import is_under_way
 from diptych_engine.control.sleep import Weights, check_level, check_tags
+from diptych_engine.scheduling.pause import is_under_way
 from diptych_protocol import DiptychError, InvalidRequestError, PauseMode
 
 if TYPE_CHECKING:
-    from diptych_engine.core import EngineCore
+    from diptych_engine.control.core import EngineCore
 
 log = logging.getLogger(__name__)
 

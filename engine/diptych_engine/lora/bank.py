@@ -15,7 +15,7 @@ from diptych_engine.lora.peft import PeftAdapter, read_peft
 from diptych_engine.models.interface import CausalLM, Projection, share
 from diptych_engine.models.loader import interleave_pairs
 from diptych_engine.models.low_rank import AdapterRows, LowRank
-from diptych_engine.request import ScheduledRequest
+from diptych_engine.scheduling.request import ScheduledRequest
 from diptych_protocol import InvalidRequestError
 
 Layers = list[dict[str, LowRank]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diptych_engine.lora.adapter import busy_adapters
 from diptych_engine.lora.table import AdapterTable
-from diptych_engine.request import Request
+from diptych_engine.scheduling.adapter import busy_adapters
+from diptych_engine.scheduling.request import Request
 from diptych_protocol import LoRARequest
 
 

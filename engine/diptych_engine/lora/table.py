@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from diptych_engine.lora.adapter import Adapter, busy_adapters
-from diptych_engine.request import Request, ScheduledRequest
+from diptych_engine.scheduling.adapter import Adapter, busy_adapters
+from diptych_engine.scheduling.request import Request, ScheduledRequest
 from diptych_protocol import DiptychError, InvalidRequestError, LoRARequest
 
 WorkerCall = Callable[[str, tuple[Any, ...]], list[Any]]

@@ -17,7 +17,7 @@ from diptych_engine.models.interface import StepInputs
 from diptych_engine.models.layer import LayerWeights
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
-from diptych_frontend.model_source import ModelConfig
+from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_kernels.call_table import WIDTH, rows_of, run_all
 from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.kernel import Call

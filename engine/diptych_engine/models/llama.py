@@ -21,7 +21,7 @@ from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
-from diptych_frontend.model_source import ModelConfig
+from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
 from diptych_kernels.paged_attention.cpu import fills_vectors

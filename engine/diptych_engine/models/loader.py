@@ -25,7 +25,7 @@ from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
-from diptych_frontend.model_source import GGUFTensor, ModelSource
+from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
 from diptych_protocol import InvalidRequestError
 
 Progress = Callable[[int, int], None]

@@ -10,7 +10,7 @@ import torch
 from diptych_engine.models.interface import CausalLM
 from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.shard import WHOLE, Shard
-from diptych_frontend.model_source import ModelConfig
+from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_protocol import InvalidRequestError
 
 Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard], CausalLM]

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from diptych_frontend.model_source import ModelConfig
+from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_protocol import InvalidRequestError
 
 

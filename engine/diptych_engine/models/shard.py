@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from torch import Tensor
 
-from diptych_frontend.model_source import ModelConfig
+from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_protocol import InvalidRequestError
 
 

@@ -22,7 +22,9 @@ import zmq
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.kv_memory import map_shared
+from diptych_engine.execution.kv_memory import map_shared
+from diptych_engine.execution.placement import choose_device
+from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.models import StepInputs
 from diptych_engine.models.shard import Shard
 from diptych_engine.parallel.group import SumGroup
@@ -37,10 +39,8 @@ from diptych_engine.parallel.steps import (
     endpoint,
     frames_of,
 )
-from diptych_engine.placement import choose_device
-from diptych_engine.request import Pending, StepPlan
-from diptych_engine.runner import ModelRunner
-from diptych_frontend.model_source import ModelSource
+from diptych_engine.scheduling.request import Pending, StepPlan
+from diptych_frontend.model_files.model_source import ModelSource
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError, UtilityError
 from diptych_protocol.arrays import Frame
 

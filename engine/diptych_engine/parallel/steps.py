@@ -23,7 +23,7 @@ from torch import Tensor
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs
 from diptych_engine.models.interface import GivenEmbeddings
-from diptych_engine.prompt_embeds import as_tensor
+from diptych_engine.models.wire_arrays import as_tensor
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import Array
 from diptych_protocol.arrays import Frame, FrameDecoder, FrameEncoder

@@ -18,9 +18,11 @@ import msgspec
 import torch
 import zmq
 
-from diptych_engine.lifeline import die_with_parent
+from diptych_engine.execution.placement import choose_device
+from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.models.shard import Shard
 from diptych_engine.parallel.group import SumGroup
+from diptych_engine.parallel.lifeline import die_with_parent
 from diptych_engine.parallel.steps import (
     FAILED,
     STARTED,
@@ -32,10 +34,8 @@ from diptych_engine.parallel.steps import (
     endpoint,
     step_decoder,
 )
-from diptych_engine.placement import choose_device
-from diptych_engine.runner import ModelRunner
-from diptych_frontend.logs import setup_logging
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diptych_engine.models.interface import CausalLM, WeightSlot
 from diptych_engine.models.loader import fill, is_redundant
-from diptych_engine.prompt_embeds import as_tensor
+from diptych_engine.models.wire_arrays import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
 from diptych_protocol import Array, DiptychError, InvalidRequestError
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
 from diptych_frontend.openai.chat import ChatApi

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import CacheSalt, Int64
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values, split_prompts
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import encode
-from diptych_frontend.tracing import trace_context
 from diptych_protocol import (
     Array,
     EngineClient,

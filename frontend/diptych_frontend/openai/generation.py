@@ -17,14 +17,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import GenerationRequest
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import ResponseWriter, Tally
-from diptych_frontend.structured_outputs import check_structured_outputs
-from diptych_frontend.tracing import trace_context
+from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineClient,
     EngineGenerateError,

@@ -18,7 +18,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from diptych_frontend.loop_watch import LoopWatch
+from diptych_frontend.observability.loop_watch import LoopWatch
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.connection_limits import Door, LimitedProtocol
 

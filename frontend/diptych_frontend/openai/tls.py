@@ -7,7 +7,7 @@ import os
 import ssl
 from pathlib import Path
 
-from diptych_frontend.mounted import Mark, mark
+from diptych_frontend.openai.mounted import Mark, mark
 from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from diptych_frontend.structured_outputs import WHITESPACE
+from diptych_frontend.text.structured_outputs import WHITESPACE
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_TOOLS: Final = 128

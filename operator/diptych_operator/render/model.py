@@ -105,7 +105,7 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
     return {
         "name": MODEL_CONTAINER,
         "image": spec.router.image if role == "router" else spec.engine.image,
-        "command": ["python", "-m", "diptych_frontend.model_fetch"],
+        "command": ["python", "-m", "diptych_frontend.model_files.fetch"],
         # Kubernetes expands $(NAME); a doubled dollar is one.
         "args": [argument.replace("$(", "$$(") for argument in arguments],
         # The hub's client wants a home directory; the root file system is read-only.

@@ -17,7 +17,7 @@ from fake_core import SILENCE, FakeCore, said
 from mq_kit import CONFIG, Eventually, Process, endpoint, make_client, read, reading
 
 from diptych_engine import MQLLMEngineClient
-from diptych_frontend.mq_client import MQClientClosedError
+from diptych_frontend.core_client.mq_client import MQClientClosedError
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequestType,
@@ -299,7 +299,13 @@ async def test_contract_Q17_getters_tell_what_the_client_was_made_of(
 
 
 async def test_contract_Q01_a_real_core_serves_one_client_after_the_other(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "diptych_engine.core_process", "--local", endpoint(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "diptych_engine.serving.core_process",
+        "--local",
+        endpoint(tmp_path),
+    ]
     command += ["--config", msgspec.json.encode(CONFIG).decode(), "--parent-pid", str(os.getpid())]
     core = subprocess.Popen(command)
     answers = []

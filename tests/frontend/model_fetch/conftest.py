@@ -245,10 +245,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts and short pauses."""
-    monkeypatch.setattr("diptych_frontend.model_fetch.download.PART_BYTES", PART)
-    monkeypatch.setattr("diptych_frontend.model_fetch.download.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("diptych_frontend.model_fetch.download.LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr("diptych_frontend.model_fetch.cache.LOCK_POLL_S", 0.01)
+    monkeypatch.setattr("diptych_frontend.model_files.fetch.download.PART_BYTES", PART)
+    monkeypatch.setattr("diptych_frontend.model_files.fetch.download.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("diptych_frontend.model_files.fetch.download.LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr("diptych_frontend.model_files.fetch.cache.LOCK_POLL_S", 0.01)
 
 
 @pytest.fixture

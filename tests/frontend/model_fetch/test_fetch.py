@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from waits import FOR_EVER_S, PATIENCE_S, Deadline, source_of
 
-from diptych_frontend.model_fetch import BadSourceError, Credentials, FetchError, fetch_model
-from diptych_frontend.model_fetch.cache import CacheEntry
-from diptych_frontend.model_fetch.download import PARTS_AT_A_TIME, with_attempts
-from diptych_frontend.model_fetch.errors import ChangedError, UnreachableError
-from diptych_frontend.model_source import resolve_model
+from diptych_frontend.model_files.fetch import BadSourceError, Credentials, FetchError, fetch_model
+from diptych_frontend.model_files.fetch.cache import CacheEntry
+from diptych_frontend.model_files.fetch.download import PARTS_AT_A_TIME, with_attempts
+from diptych_frontend.model_files.fetch.errors import ChangedError, UnreachableError
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_protocol import InvalidRequestError
 
 COMMIT = "c0ffee" + 34 * "0"
@@ -142,8 +142,10 @@ def test_what_is_on_the_disk_is_not_fetched_again(
 ) -> None:
     store.files = {"model.gguf": gguf_bytes}
     with monkeypatch.context() as impatient:
-        impatient.setattr("diptych_frontend.model_fetch.download.ATTEMPTS", 1)
-        impatient.setattr("diptych_frontend.model_fetch.download.with_attempts.__defaults__", (1,))
+        impatient.setattr("diptych_frontend.model_files.fetch.download.ATTEMPTS", 1)
+        impatient.setattr(
+            "diptych_frontend.model_files.fetch.download.with_attempts.__defaults__", (1,)
+        )
         store.cut_after = {"model.gguf": 9 * PART + 5000}
         with pytest.raises(UnreachableError):
             fetch(uri)
@@ -219,7 +221,7 @@ def test_a_server_without_ranges_serves_small_files_only(
 def test_what_nobody_waits_for_any_more_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diptych_frontend.model_fetch.download.FIRST_PAUSE_S", FOR_EVER_S)
+    monkeypatch.setattr("diptych_frontend.model_files.fetch.download.FIRST_PAUSE_S", FOR_EVER_S)
     given_up = threading.Event()
     calls = 0
 

@@ -1,4 +1,7 @@
-"""`python -m diptych_frontend.model_fetch` as a container runs it: signals, exit codes, output."""
+"""`python -m diptych_frontend.model_files.fetch`.
+
+As a container runs it: signals, exit codes, output.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def start(store: Any, folder: Path, uri: str, *arguments: str) -> subprocess.Pop
     (keys / "endpoint").write_text(f"{store.url}\n")
     (keys / "token").write_text("hf_secret\n")
     command = [
-        *(sys.executable, "-m", "diptych_frontend.model_fetch", "--uri", uri),
+        *(sys.executable, "-m", "diptych_frontend.model_files.fetch", "--uri", uri),
         *("--cache", str(folder / "cache"), "--credentials", str(keys)),
         *arguments,
     ]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from waits import PATIENCE_S
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai import build_app, serve_http
 from diptych_protocol import (
     CompletionOutput,

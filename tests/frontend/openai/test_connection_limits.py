@@ -13,7 +13,7 @@ import psutil
 import pytest
 from waits import FOR_EVER_S, PATIENCE_S
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai import build_app, connection_limits, server
 from diptych_frontend.openai.connection_limits import Door, raise_descriptor_limit
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych_frontend.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.generation import GenerationRoute

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_frontend.chat_template import ChatTemplate
 from diptych_frontend.openai.tool_calls import ParsedCall, ToolCallParser
+from diptych_frontend.text.chat_template import ChatTemplate
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
 ONE_LINE = CALL.replace("\n", "")

@@ -1,0 +1,200 @@
+"""From a message that came over the wire to a Request that the scheduler can trust."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from typing import Any
+
+from diptych_engine.lora.table import AdapterTable
+from diptych_engine.scheduling.adapter import Adapter, cache_identity
+from diptych_engine.scheduling.request import Request
+from diptych_engine.scheduling.sessions import check_arrival, check_piece
+from diptych_frontend.text.prompt_embeds import check_embeds
+from diptych_protocol import (
+    EngineCoreRequest,
+    EngineDescription,
+    InvalidRequestError,
+    KVTransferParams,
+    PoolingParams,
+    SamplingParams,
+)
+from diptych_protocol.wire import MAX_TENANT_LENGTH
+
+
+def admit(
+    message: EngineCoreRequest,
+    client: bytes,
+    limits: EngineDescription,
+    adapters: AdapterTable,
+    *,
+    hinged: bool,
+) -> tuple[Request, list[int]]:
+    """Validate a message and make it a Request.
+
+    hinged: this engine takes part in hand-offs.
+    Returns the request and the tokens that its client is to be told at once. Raises
+    `InvalidRequestError` for a message that cannot be served.
+    """
+    check_arrival(message)
+    if len(message.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_LENGTH} characters")
+    if message.resumable:
+        check_piece(message, limits)
+    if message.pooling_params is not None:
+        return _admit_pooling(message, message.pooling_params, client, limits, adapters), []
+    params = message.sampling_params
+    if params is None:
+        raise InvalidRequestError("a request needs sampling_params or pooling_params")
+    params.check()
+    params.check_vocabulary(limits.vocab_size)
+    if params.prompt_logprobs is not None and message.prompt_embeds is not None:
+        raise InvalidRequestError("prompt_logprobs are of tokens; prompt_embeds have none")
+    prompt = _prompt_of(message, limits)
+    token_ids = prompt + _in_vocabulary(message.generated_token_ids or [], limits)
+    if len(token_ids) >= limits.max_model_len:
+        raise InvalidRequestError(
+            f"{len(token_ids)} tokens leave no room to generate in {limits.max_model_len}"
+        )
+    adapter = adapters.resolve(message.lora_request)
+    room = limits.max_model_len if params.max_tokens is None else params.max_tokens
+    request = Request(
+        request_id=message.request_id,
+        client=client,
+        params=params,
+        token_ids=token_ids,
+        num_prompt_tokens=len(prompt),
+        eos_token_id=message.eos_token_id,
+        max_total_tokens=min(limits.max_model_len, len(prompt) + room),
+        seed=params.seed if params.seed is not None else secrets.randbits(63),
+        arrival_time=message.arrival_time,
+        priority=message.priority,
+        tenant=message.tenant,
+        trace_headers=message.trace_headers,
+        cache_salt=_cache_salt(message, adapter),
+        adapter=adapter,
+        prompt_embeds=message.prompt_embeds,
+        resumable=message.resumable,
+        kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
+    )
+    return request, _first_tokens(request, limits)
+
+
+def _admit_pooling(
+    message: EngineCoreRequest,
+    params: PoolingParams,
+    client: bytes,
+    limits: EngineDescription,
+    adapters: AdapterTable,
+) -> Request:
+    """A prompt whose hidden states are wanted; it may fill the whole context."""
+    if message.sampling_params is not None or message.generated_token_ids:
+        raise InvalidRequestError(
+            "a pooling request generates nothing: it has neither sampling_params (which includes "
+            "kv_transfer_params) nor generated_token_ids"
+        )
+    params.check()
+    if (params.dimensions or 0) > limits.hidden_size:
+        raise InvalidRequestError(f"dimensions must be at most {limits.hidden_size}")
+    prompt = _prompt_of(message, limits)
+    if len(prompt) > limits.max_model_len:
+        raise InvalidRequestError(f"{len(prompt)} tokens do not fit in {limits.max_model_len}")
+    adapter = adapters.resolve(message.lora_request)
+    return Request(
+        request_id=message.request_id,
+        client=client,
+        params=SamplingParams(),
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        eos_token_id=None,
+        max_total_tokens=len(prompt),
+        seed=0,
+        arrival_time=message.arrival_time,
+        priority=message.priority,
+        tenant=message.tenant,
+        trace_headers=message.trace_headers,
+        cache_salt=_cache_salt(message, adapter),
+        adapter=adapter,
+        pooling=params,
+        prompt_embeds=message.prompt_embeds,
+        # The hidden states of cached tokens are gone: only the last token's needs no others.
+        reads_prefix_cache=params.task == "embed" and limits.pooling == "last",
+    )
+
+
+def _prompt_of(message: EngineCoreRequest, limits: EngineDescription) -> list[int]:
+    """The prompt's token ids, or zeros for embeddings, which the message must fit."""
+    prompt = message.prompt_token_ids
+    if message.prompt_embeds is not None:
+        num_tokens = check_embeds(message.prompt_embeds, limits.hidden_size).shape[0]
+        prompt = prompt or [0] * num_tokens
+        if len(prompt) != num_tokens:
+            raise InvalidRequestError(
+                f"prompt_embeds has {num_tokens} rows for {len(prompt)} prompt_token_ids"
+            )
+    if not prompt:
+        raise InvalidRequestError("a request needs prompt_token_ids or prompt_embeds")
+    return _in_vocabulary(prompt, limits)
+
+
+def _in_vocabulary(token_ids: list[int], limits: EngineDescription) -> list[int]:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
+        raise InvalidRequestError(f"token ids must be in 0..{limits.vocab_size - 1}")
+    return token_ids
+
+
+def _cache_salt(message: EngineCoreRequest, adapter: Adapter | None) -> str | None:
+    """Names what the KV depends on besides token ids: embeddings are as good as tokens."""
+    identity = cache_identity(message.cache_salt, adapter)
+    embeds = message.prompt_embeds
+    if embeds is None:
+        return identity
+    content = hashlib.blake2b(f"{embeds.dtype} {embeds.shape} ".encode(), digest_size=16)
+    content.update(embeds.data)
+    return "embeds:" + json.dumps([identity, content.hexdigest()])
+
+
+def _transfer_params(extra_args: dict[str, Any] | None, *, hinged: bool) -> KVTransferParams | None:
+    raw = (extra_args or {}).get("kv_transfer_params")
+    if raw is None:
+        return None
+    params = KVTransferParams.parse(raw)
+    if not (params.do_remote_decode or params.do_remote_prefill):
+        return None
+    if not hinged:
+        raise InvalidRequestError("this engine takes no part in hand-offs")
+    return params
+
+
+def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
+    """A hand-off driven by somebody else's router: what P sampled is ours to report first.
+
+    But if the request wants to know how likely it was, the last token of the prompt is computed
+    here, and what follows it sampled, again.
+    """
+    params = request.kv_transfer
+    if params is None or not params.do_remote_prefill:
+        return []
+    first: list[int] = []
+    if request.num_output_tokens == 0 and request.params.logprobs is None:
+        first = params.first_token_ids or []
+        if not all(0 <= token < limits.vocab_size for token in first):
+            raise InvalidRequestError("kv_transfer_params: first_token_ids are out of range")
+        if request.num_tokens + len(first) > limits.max_model_len:
+            raise InvalidRequestError("kv_transfer_params: too many first_token_ids")
+        first = first[: request.max_total_tokens - request.num_tokens]
+        request.token_ids = request.token_ids + first
+    remote, known = params.remote_num_tokens or 0, request.num_tokens
+    if not 0 < remote <= known:
+        raise InvalidRequestError(
+            f"kv_transfer_params: {remote} tokens of KV do not fit a request of {known} tokens"
+        )
+    blocks = None if params.remote_block_ids is None else params.remote_block_ids[0]
+    size = params.remote_block_size or limits.block_size
+    if blocks is not None and len(blocks) != -(-remote // size):
+        raise InvalidRequestError(
+            f"kv_transfer_params: {len(blocks)} blocks for {remote} tokens do not fit blocks of "
+            f"{size}"
+        )
+    return first

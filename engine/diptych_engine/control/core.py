@@ -1,0 +1,396 @@
+"""EngineCore: the scheduler, the model runner and the hinge of one engine, one step at a time.
+
+Knows nothing of sockets: requests come in through `add` and `abort`, answers leave through `step`
+and `take_outputs`, keyed by the client they belong to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from diptych_engine.control.admission import admit
+from diptych_engine.control.deferred import Deferred
+from diptych_engine.control.sleep import Residency
+from diptych_engine.control.utilities import Convert, call_utility
+from diptych_engine.execution.grammar_compiler import GrammarCompiler
+from diptych_engine.handoff.hand_off import HandOffs
+from diptych_engine.lora.table import AdapterTable
+from diptych_engine.scheduling.request import Pending, Request, StepPlan, no_result
+from diptych_engine.scheduling.run_ahead import plan_ahead
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.scheduler_stats import drain_report
+from diptych_engine.scheduling.sessions import go_on
+from diptych_engine.scheduling.stop_condition import stop_condition
+from diptych_engine.weights.update import WeightUpdate
+from diptych_kv_transfer import KVConnector, UnprovenReferenceError
+from diptych_protocol import (
+    DiptychError,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDescription,
+    FinishReason,
+    InvalidRequestError,
+    SchedulerStats,
+)
+from diptych_protocol.admin import DrainReport
+from diptych_protocol.wire import OVERLOADED
+
+log = logging.getLogger(__name__)
+
+SHUTTING_DOWN = "Server shutting down"
+INTERNAL_ERROR = "internal error; the engine's log has it under the request's id"
+CROWDED_OUT = f"{OVERLOADED}: too many requests wait already, and most are of this API key"
+LAST_CALLS = frozenset({"reject_kv_transfer"})
+"""Answered to the very end: what they free may be somebody else's."""
+Posture = tuple[bool, bool, int]
+"""Draining, paused, and the depth of sleep."""
+AT_WORK: Posture = (False, False, 0)
+
+
+class Runner(Protocol):
+    """What executes a step: the model runner, or several that share the model's tensors."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Have a step computed, after those before it; a GPU computes while the host goes on."""
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step after a launched one needs none of its results on the host."""
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Run a method of every worker; their results in the order of their ranks."""
+
+    def close(self) -> None:
+        """End what the runner started."""
+
+
+class EngineCore:
+    """One engine, driven by its owner's loop."""
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        scheduler: Scheduler,
+        runner: Runner,
+        connector: KVConnector | None,
+        grammars: GrammarCompiler,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
+        """`runs_ahead`: launch steps before the results of those before them are known."""
+        self.description = description
+        self.scheduler = scheduler
+        self.runner = runner
+        self.connector = connector
+        self.grammars = grammars
+        self.adapters = AdapterTable(scheduler.max_loras, runner.collective_rpc)
+        scheduler.pinned_adapters = self.adapters.pinned
+        self.hand_offs = HandOffs(description, scheduler, connector, self._admit_announced)
+        self.watched: dict[int, Callable[[], None]] = {}
+        """Descriptors that wake the core, and what to do then; whoever builds the core adds to
+        it. What raises ends the core."""
+        self.rest_conditions: list[Callable[[], bool]] = [
+            lambda: self.scheduler.quiet,
+            lambda: self._ahead is None,
+        ]
+        """A pause is complete when all of them hold; whoever drives the core adds to them."""
+        self.draining = False
+        """This engine is about to leave; every client is to know."""
+        self.leaving = False
+        """It takes neither requests nor calls any more."""
+        self.residency = Residency()
+        self.weights = WeightUpdate()
+        self.deferred = Deferred()
+        """What waits for steps or for the hinge; `settle` it after each step."""
+        self.utilities: dict[str, Callable[..., Any]] = {
+            call.__name__: call
+            for call in (
+                self.describe,
+                self.stats,
+                self.hand_offs.announce_kv_transfer,
+                self.hand_offs.reject_kv_transfer,
+                self.drain,
+                self.drain_report,
+                self.hand_off,
+            )
+        }
+        """What a client may name in a utility call; whoever builds the core adds to it."""
+        self._outputs: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
+        self._runs_ahead = runs_ahead
+        self._ahead: tuple[StepPlan, Pending] | None = None
+        """The step that was launched before its turn."""
+        self._launched: Pending = no_result
+        """The last step that was; a device computes them in order."""
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def add(self, message: EngineCoreRequest, client: bytes) -> None:
+        """Queue a request; one that cannot be served is answered with an error output."""
+        try:
+            self._take(message, client)
+        except DiptychError as exc:
+            log.info("request %s refused: %s", message.request_id, exc)
+            unproven = isinstance(exc, UnprovenReferenceError)
+            self._refuse(message, client, str(exc), may_release=not unproven)
+        except Exception:  # a defect of ours costs this request its answer, and nobody else's
+            log.exception("request %s cannot be added", message.request_id)
+            self._refuse(message, client, INTERNAL_ERROR)
+
+    def unreadable(self, request_id: str, client: bytes, error: str) -> None:
+        """Answer a message of which only the id can be read. If that is a session's, its next piece
+        is lost, and the session ends; any other request that runs under this id goes on."""
+        known = self.scheduler.requests.get(request_id)
+        if known is not None and (known.client != client or not known.resumable):
+            log.warning("request %s is already here; the second is dropped: %s", request_id, error)
+            return
+        log.info("request %s refused: %s", request_id, error)
+        if known is not None:
+            self._end(known, FinishReason.ERROR)
+        self.hand_offs.forgo(request_id)
+        self._fail(request_id, client, error)
+
+    def _take(self, message: EngineCoreRequest, client: bytes) -> None:
+        known = self.scheduler.requests.get(message.request_id)
+        if known is not None:
+            last = go_on(self.scheduler, known, message, client, self.description)
+            if last is not None:
+                self._outputs[client].append(last)
+            return
+        if self.leaving:
+            self.hand_offs.refused(message)
+            self._outputs[client].append(_aborted(message.request_id))
+            return
+        self.weights.require_whole()
+        if not self.scheduler.can_add(message.tenant):
+            raise DiptychError(f"{OVERLOADED}: too many requests wait already")
+        if message.request_id in self.scheduler.loading:
+            raise DiptychError("the KV of an earlier request of this id is still on its way")
+        request, first_tokens = self._admit(message, client)
+        self.hand_offs.check(request)
+        ended = stop_condition(request, first_tokens[-1]) if first_tokens else None
+        if ended is not None:  # prefill has sampled all that was wanted
+            last = EngineCoreOutput(request.request_id, first_tokens)
+            last.finish_reason, last.stop_reason = ended
+            last.trace_headers = request.trace_headers
+            self._outputs[client].append(last)
+            self.hand_offs.refused(message)
+            return
+        queued = self.grammars.begin(request)
+        if first_tokens:
+            self._outputs[client].append(EngineCoreOutput(request.request_id, first_tokens))
+        self.hand_offs.arrived(request)
+        (self.scheduler.add if queued else self.scheduler.hold)(request)
+        surplus = self.scheduler.surplus()
+        if surplus is not None:
+            self._end(surplus, FinishReason.ERROR)
+            self._fail(surplus.request_id, surplus.client, CROWDED_OUT)
+
+    def _refuse(
+        self, message: EngineCoreRequest, client: bytes, error: str, *, may_release: bool = True
+    ) -> None:
+        """Nothing of the request stays here or, if it may release that, where its prefill waits."""
+        begun = self.scheduler.requests.get(message.request_id)
+        if begun is not None:
+            self._end(begun, FinishReason.ERROR)
+        self.hand_offs.refused(message, may_release=may_release)
+        self._fail(message.request_id, client, error)
+
+    def _admit(self, message: EngineCoreRequest, client: bytes) -> tuple[Request, list[int]]:
+        hinged = self.connector is not None
+        return admit(message, client, self.description, self.adapters, hinged=hinged)
+
+    def _admit_announced(self, message: EngineCoreRequest) -> Request:
+        self.weights.require_whole()
+        return self._admit(message, b"")[0]
+
+    def take_grammars(self) -> None:
+        """Queue requests that waited for grammars; call when `grammars.wake_fd` is readable."""
+        for request, failure in self.grammars.finished():
+            if request.finished:
+                continue
+            if failure:
+                self._end(request, FinishReason.ERROR)
+                self._fail(request.request_id, request.client, failure)
+            else:
+                self.scheduler.queue_held(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; unknown ids are ignored. Each gets a last output with ABORT."""
+        for request_id in request_ids:
+            request = self.scheduler.requests.get(request_id)
+            if request is None:
+                self.hand_offs.forgo(request_id)
+            else:
+                self._end(request, FinishReason.ABORT)
+                self._outputs[request.client].append(_aborted(request_id))
+
+    def client_lost(self, client: bytes) -> None:
+        """Nobody will read these answers: end the client's requests and what it had leased."""
+        lost = [r for r in self.scheduler.requests.values() if r.client == client]
+        if lost:
+            log.warning("a client went away; aborting its %d requests", len(lost))
+        for request in lost:
+            self._end(request, FinishReason.ABORT)
+        self._outputs.pop(client, None)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self.hand_offs.gone(request)
+        self.scheduler.finish(request, reason)
+
+    def _fail(self, request_id: str, client: bytes, error: str) -> None:
+        self._outputs[client].append(
+            EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+        )
+
+    # --- a step -------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.grammars.has_finished or self._ahead is not None
+
+    @property
+    def posture(self) -> Posture:
+        """What all clients are to know without asking."""
+        return self.draining, self.scheduler.gate.paused, self.residency.level
+
+    def start_step(self) -> tuple[StepPlan, Pending]:
+        """Have the model run a step, and the one after it, if that can be known already."""
+        plan, pending = self._ahead or self._launch_next()
+        self._ahead = None
+        self._launched = pending
+        if self._runs_ahead and self.runner.can_run_ahead(plan):
+            ahead = plan_ahead(self.scheduler, plan)
+            if ahead is not None:
+                self._launched = self.runner.launch(ahead)
+                self._ahead = ahead, self._launched
+        return plan, pending
+
+    def _launch_next(self) -> tuple[StepPlan, Pending]:
+        """Plan a step from what is known. None is under way: blocks that are free are free on the
+        device too."""
+        if self.grammars.has_finished:
+            self.take_grammars()
+        plan = self.scheduler.schedule()
+        self.hand_offs.start_loads()
+        if not plan.scheduled and self.scheduler.waiting:
+            self.hand_offs.withdraw_lent()
+        if self.adapters.in_use:
+            for request, error in self.adapters.use(plan.scheduled, self.scheduler.running):
+                self._end(request, FinishReason.ERROR)
+                self._fail(request.request_id, request.client, error)
+            plan = plan.without_finished()
+        if not plan.scheduled and not plan.removed:
+            return plan, no_result
+        return plan, self.runner.launch(plan)
+
+    def finish_step(self, plan: StepPlan, pending: Pending) -> None:
+        """Wait for a step's results and turn them into outputs. Requests aborted since it started
+        get none."""
+        outputs = self._outputs
+        for made in self.scheduler.update(plan, pending()):
+            request = made.request
+            if request.finish_reason is not None:
+                self._finish(request, request.finish_reason, made.output)
+            outputs[request.client].append(made.output)
+        self.hand_offs.lend_computed()
+
+    def _finish(self, request: Request, reason: FinishReason, output: EngineCoreOutput) -> None:
+        """End a request, or a piece of a session, that has enough tokens; its output says so."""
+        output.finish_reason = reason
+        output.stop_reason = request.stop_reason
+        output.trace_headers = request.trace_headers
+        if request.resumable and reason is not FinishReason.ERROR:
+            output.finish_reason, output.piece_finish_reason = None, reason
+            surplus = self.scheduler.suspend(request)
+            if surplus is not None:
+                self._end(surplus, FinishReason.ERROR)
+                self._fail(surplus.request_id, surplus.client, "ended: too many sessions are idle")
+            return
+        if request.kv_transfer is not None and request.kv_transfer.do_remote_decode:
+            output.kv_transfer_params = self.hand_offs.finish(request, reason)
+        self.scheduler.finish(request, reason, request.stop_reason)
+
+    def take_outputs(self) -> dict[bytes, list[EngineCoreOutput]]:
+        """Outputs since the last call, by client."""
+        outputs, self._outputs = self._outputs, defaultdict(list)
+        return outputs
+
+    def handle_transfer_events(self) -> None:
+        """Apply what the hinge reports; call when the connector's `wake_fd` is readable."""
+        for request, error in self.hand_offs.handle_events():
+            self._fail(request.request_id, request.client, error)
+
+    # --- utility calls ------------------------------------------------------------------------
+
+    def call(self, method: str, args: list[Any], convert: Convert = msgspec.convert) -> Any:
+        """Run a utility call. Its answer may be a `Future`, which a later `settle` completes.
+
+        Raises `InvalidRequestError` for a name that is not callable, or arguments that do not fit.
+        """
+        utility = self.utilities.get(method)
+        if utility is None:
+            known = ", ".join(sorted(self.utilities))
+            raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
+        if self.leaving and method not in LAST_CALLS:
+            raise DiptychError(SHUTTING_DOWN)
+        self._launched()  # it may touch weights, and blocks that a step under way still writes to
+        return call_utility(utility, args, convert)
+
+    def describe(self) -> Any:
+        return msgspec.to_builtins(self.description)
+
+    def stats(self) -> SchedulerStats:
+        snapshot = self.scheduler.snapshot()
+        snapshot.kv_transfer = self.hand_offs.stats()
+        snapshot.draining = self.draining
+        snapshot.paused = self.scheduler.gate.paused
+        snapshot.sleep_level = self.residency.level
+        return snapshot
+
+    def drain(self) -> DrainReport:
+        """Begin to leave: from now on `stats` says so. What is here, and what comes, is served."""
+        if not self.draining:
+            log.info("draining: this engine is about to leave")
+        self.draining = True
+        return self.drain_report()
+
+    def drain_report(self) -> DrainReport:
+        """What still keeps this engine from leaving."""
+        return drain_report(self.scheduler, draining=self.draining)
+
+    def hand_off(self, request_id: str) -> bool:
+        """End a decoding request here so that another engine can go on with its KV.
+
+        Its last output has ABORT and `kv_transfer_params`. False, and nothing happens, unless the
+        request is decoding: all but the token sampled last is computed. If a step is under way, the
+        token that it samples was told to nobody, and the other engine samples it again.
+        """
+        request = self.scheduler.requests.get(request_id)
+        if self.connector is None or request is None or not request.is_decoding:
+            return False
+        output = EngineCoreOutput(
+            request_id,
+            [],
+            finish_reason=FinishReason.ABORT,
+            kv_transfer_params=self.hand_offs.grant(request),
+            num_cached_tokens=request.num_cached_tokens or 0,
+        )
+        self._outputs[request.client].append(output)
+        self.scheduler.finish(request, FinishReason.ABORT)
+        return True
+
+    def close(self) -> None:
+        self.grammars.close()
+        if self.connector is not None:
+            self.connector.close()
+        self.runner.close()
+
+
+def _aborted(request_id: str) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)

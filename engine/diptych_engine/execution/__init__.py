@@ -1,0 +1,1 @@
+"""What computes a step: the runner, its batch, and the sampler."""

@@ -1,0 +1,139 @@
+"""Compiles the grammars of structured outputs, in a thread of its own.
+
+A grammar may take some 100 ms; the engine's loop must not stand still for it. llguidance lets go of
+the GIL while it compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Final
+
+from llguidance import LLMatcher, LLTokenizer
+
+from diptych_engine.scheduling.request import Request
+from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.text.structured_outputs import (
+    MAX_REASON_CHARS,
+    encode_form,
+    grammar_of,
+    parser_limits,
+)
+from diptych_frontend.text.tokenizer_files import load_tokenizer
+from diptych_protocol import DiptychError, InvalidRequestError, StructuredOutputsParams
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_GRAMMARS: Final = 64
+
+Compiled = tuple[bytes, LLMatcher | None, str]
+"""An encoded form, its grammar, and why there is none."""
+
+
+class GrammarCompiler:
+    """For one engine core. `begin` and `finished` belong to the core's thread."""
+
+    def __init__(self, source: ModelSource) -> None:
+        """Begin to prepare the model's vocabulary, which takes up to a second."""
+        self._executor = ThreadPoolExecutor(1, "grammar compiler")
+        self._vocabulary: Future[LLTokenizer] = self._executor.submit(_vocabulary, source)
+        self._finished: SimpleQueue[Compiled] = SimpleQueue()
+        self._waiting: dict[bytes, list[Request]] = {}
+        """Encoded forms that are being compiled, and who wants them."""
+        self._known: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
+        """Readable when `finished` has something to tell."""
+
+    def wait_until_ready(self) -> None:
+        """Let the vocabulary be prepared: that holds the GIL, so it must not happen later."""
+        reason = self._vocabulary.exception()
+        if reason is not None:
+            log.info("no structured outputs: %s", reason)
+
+    def begin(self, request: Request) -> bool:
+        """Get the request's grammar; False if that takes time, and `finished` will name it.
+
+        Raises `InvalidRequestError` if the form is too large, or the model can have none.
+        """
+        form = request.params.structured_outputs
+        if form is None:
+            return True
+        reason = self._vocabulary.exception()
+        if reason is not None:
+            raise InvalidRequestError(
+                f"structured_outputs: {reason}", param="structured_outputs"
+            ) from reason
+        key = encode_form(form)
+        grammar = self._known.get(key)
+        if grammar is None:
+            if key not in self._waiting:
+                self._waiting[key] = []
+                self._executor.submit(self._compile, key, form)
+            self._waiting[key].append(request)
+            return False
+        self._known.move_to_end(key)
+        request.grammar = grammar
+        return True
+
+    @property
+    def has_finished(self) -> bool:
+        return not self._finished.empty()
+
+    def finished(self) -> list[tuple[Request, str]]:
+        """Requests whose grammar is there now, or the reason why it cannot be."""
+        with contextlib.suppress(BlockingIOError):  # taken before the thread could wake us
+            os.eventfd_read(self.wake_fd)
+        told = []
+        while self.has_finished:
+            key, grammar, reason = self._finished.get()
+            if grammar is not None:
+                self._remember(key, grammar)
+            for request in self._waiting.pop(key):
+                request.grammar = grammar
+                told.append((request, reason and f"structured_outputs: {reason}"))
+        return told
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+        os.close(self.wake_fd)
+
+    def _remember(self, key: bytes, grammar: LLMatcher) -> None:
+        self._known[key] = grammar
+        if len(self._known) > REMEMBERED_GRAMMARS:
+            self._known.popitem(last=False)
+
+    def _compile(self, key: bytes, form: StructuredOutputsParams) -> None:
+        """In the compiler's thread."""
+        grammar = None
+        try:
+            grammar = LLMatcher(
+                self._vocabulary.result(), grammar_of(form), log_level=0, limits=parser_limits()
+            )
+            if not grammar.is_error():
+                # The first mask is the dearest, and shows what the limits do not allow.
+                grammar.compute_bitmask()
+            reason = grammar.get_error()[:MAX_REASON_CHARS]
+        except Exception as exc:
+            # Whatever is wrong with a form is for those to hear who want it.
+            reason = str(exc) or type(exc).__name__
+        self._finished.put((key, None if reason else grammar, reason))
+        os.eventfd_write(self.wake_fd, 1)
+
+
+def _vocabulary(source: ModelSource) -> LLTokenizer:
+    """The model's tokens as llguidance wants them. Raises `ValueError` if it has none."""
+    try:
+        tokenizer = load_tokenizer(source)
+    except DiptychError as exc:
+        raise ValueError(str(exc)) from exc
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer")
+    ends = list(source.config.eos_token_ids)
+    if not ends:
+        raise ValueError("this model has no token that ends an answer")
+    return LLTokenizer(tokenizer.backend.to_str(), n_vocab=source.config.vocab_size, eos_token=ends)

@@ -1,0 +1,85 @@
+"""Where outputs stand in their grammars, and what that leaves of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diptych_engine.scheduling.request import Request
+from diptych_kernels.host_arrays import to_device
+
+
+class GrammarError(Exception):
+    """An output cannot go on by its grammar."""
+
+
+class GrammarState:
+    """One output's place in its grammar, found from the tokens of the output alone: a request that
+    comes back after preemption, or from another engine, is at the same place."""
+
+    def __init__(self, grammar: LLMatcher) -> None:
+        self._matcher = grammar.deep_copy()
+        self._num_taken = 0
+
+    def allowed(self, request: Request) -> NDArray[np.uint8]:
+        """One bit for each token, the lowest of a byte first: those that may come next.
+
+        When the grammar is fulfilled and allows no more, that is the end of the answer only.
+        Raises `GrammarError` if the output breaks the grammar, or the grammar its limits.
+        """
+        new = request.token_ids[request.num_prompt_tokens + self._num_taken :]
+        self._num_taken += len(new)
+        for token in new:
+            # After its end only more ends can come, from a request that ignores them.
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+        if self._matcher.is_error():
+            raise GrammarError(self._reason())
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise GrammarError(self._reason())
+        return bits
+
+    def _reason(self) -> str:
+        return self._matcher.get_error().partition("\n")[0]
+
+
+def constrain(
+    logits: Tensor,
+    unchanged: Tensor,
+    rows: Sequence[int],
+    states: Sequence[GrammarState],
+    requests: Sequence[Request],
+) -> dict[str, str]:
+    """Exclude what grammars do not allow, in place.
+
+    Where other exclusions leave nothing that the grammar allows, the grammar wins: its answer would
+    otherwise end in the middle of a word, or never.
+
+    logits: [requests, vocabulary]; `rows` of them have grammars, whose `states` are these.
+    unchanged: [rows, vocabulary], the logits of those rows before anything was excluded.
+    Returns the ids of requests that cannot go on, with the reasons.
+    """
+    failed: dict[str, str] = {}
+    masks = np.zeros((len(rows), logits.shape[1]), np.bool_)
+    for mask, row, state in zip(masks, rows, states, strict=True):
+        request = requests[row]
+        try:
+            bits = state.allowed(request)
+        except GrammarError as exc:
+            failed[request.request_id] = f"structured output: {exc}"
+            mask[:] = True
+        else:
+            mask[:] = np.unpackbits(bits, count=len(mask), bitorder="little")
+    forbidden = ~to_device(masks, logits.device)
+    index = torch.tensor(rows, device=logits.device)
+    constrained = logits[index].masked_fill_(forbidden, -torch.inf)
+    nothing_left = constrained.amax(-1, keepdim=True) == -torch.inf
+    by_grammar = unchanged.masked_fill(forbidden, -torch.inf)
+    logits[index] = torch.where(nothing_left, by_grammar, constrained)
+    return failed

@@ -1,0 +1,98 @@
+"""How much memory an engine keeps its KV in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from diptych_engine.execution.prompt_logprobs import ROWS_AT_ONCE
+from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_protocol import EngineConfig, InvalidRequestError
+
+BYTES_ON_A_CPU = 1 << 30
+"""Where nobody says how much. Processes share a CPU's memory, and no share of it is an engine's."""
+BESIDE_TENSORS = 768 << 20
+"""How much of a GPU is left for what is no tensor of a step: recorded launches, compiled kernels,
+libraries' work spaces, the window of a hand-off, and what torch's allocator cannot use."""
+GIB = 1 << 30
+
+
+class GpuMemory(NamedTuple):
+    """In bytes, when the weights are loaded."""
+
+    free: int
+    total: int
+
+
+def bytes_for_kv(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, ranks: int
+) -> int:
+    """What the configuration gives to KV, in an engine that has its weights already.
+
+    model: a rank's part. Raises `InvalidRequestError` when a GPU has no room.
+    """
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type != "cuda":
+        return BYTES_ON_A_CPU
+    if ranks > 1:
+        raise InvalidRequestError(
+            "kv_cache_bytes must be set where several ranks share a model: all need as many blocks",
+            param="kv_cache_bytes",
+        )
+    torch.cuda.empty_cache()  # what loading has left
+    memory = GpuMemory(*torch.cuda.mem_get_info(device))
+    peak = peak_of_a_step(model, config.max_num_batched_tokens, config.max_num_seqs, dtype.itemsize)
+    return bytes_that_fit(memory, config.gpu_memory_utilization, peak)
+
+
+def blocks_in(num_bytes: int, block_bytes: int) -> int:
+    """How many blocks. Raises `InvalidRequestError` for less than two."""
+    if num_bytes < 2 * block_bytes:
+        raise InvalidRequestError(
+            f"kv_cache_bytes must hold two blocks of {block_bytes} bytes, not {num_bytes} bytes",
+            param="kv_cache_bytes",
+        )
+    return num_bytes // block_bytes
+
+
+def bytes_that_fit(memory: GpuMemory, utilization: float, peak: int) -> int:
+    """What is left for KV of the share of a GPU that an engine may use.
+
+    What is not free counts as the engine's, be it weights or another process's.
+    peak: what a step takes beside that and KV, in bytes.
+
+    Raises `InvalidRequestError` when nothing is left.
+    """
+    allowed = int(memory.total * utilization)
+    used = memory.total - memory.free
+    left = allowed - used - peak
+    if left <= 0:
+        raise InvalidRequestError(
+            f"gpu_memory_utilization {utilization:g} allows {allowed / GIB:.1f} GiB of this GPU's "
+            f"{memory.total / GIB:.1f}; {used / GIB:.1f} are used when the weights are loaded, and "
+            f"a step takes {peak / GIB:.1f}: nothing is left for KV. Raise it, lower "
+            "max_num_batched_tokens or max_num_seqs, or see who else uses this GPU",
+            param="gpu_memory_utilization",
+        )
+    return left
+
+
+def peak_of_a_step(model: ModelConfig, max_tokens: int, max_seqs: int, itemsize: int) -> int:
+    """More than any step takes of a GPU's memory beside weights and KV, in bytes.
+
+    A step holds the tensors of one layer, and logits. Nothing is measured, so each is counted as if
+    none of them had been freed before the next.
+    """
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    # Twice the residual and its norm; queries, keys and values, and twice what attention makes of
+    # them; gate and up, and their product.
+    per_token = 4 * model.hidden_size + 3 * queries + 2 * keys + 3 * model.intermediate_size
+    # As computed and in float32; log-probabilities and what sampling sorts.
+    per_row = model.vocab_size * (itemsize + 4 * 4)
+    rows = max(max_seqs, ROWS_AT_ONCE)
+    # Split contexts: each split's output and its weights, in float32.
+    splits = max_seqs * queries * 4 * 16
+    return BESIDE_TENSORS + max_tokens * per_token * itemsize + rows * per_row + splits

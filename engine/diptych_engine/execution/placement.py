@@ -1,0 +1,74 @@
+"""Where a model runs, in which types, and what a block of its KV holds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_protocol import EngineConfig, InvalidRequestError
+
+ENOUGH_ON_A_CPU = 256
+"""Prompt tokens of a step. Each takes as long from some 64 on; with fewer prompts in a step, more
+steps have only some of the requests' decodes in them, and the weights to read for these."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """The CPU, or the GPU of a rank.
+
+    Raises `InvalidRequestError` if the configuration asks for a GPU that is not there.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise InvalidRequestError("device is cuda, but torch finds no GPU", param="device")
+    if not available or config.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", rank)
+
+
+def enough_prompt_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Of a step: with more, each takes as long."""
+    if config.enough_prompt_tokens is not None:
+        return config.enough_prompt_tokens
+    return ENOUGH_ON_A_CPU if device.type == "cpu" else config.max_num_batched_tokens
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Of weights and activations."""
+    if config.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[config.dtype]
+
+
+def choose_kv_dtype(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, *, quantised: bool
+) -> torch.dtype:
+    """The type of keys and values in the cache, for a model of this dtype whose file may be
+    quantised.
+
+    Raises `InvalidRequestError` for what no attention kernel reads.
+    """
+    if config.kv_cache_dtype == "auto":
+        return torch.bfloat16 if quantised else dtype
+    wanted = DTYPES[config.kv_cache_dtype]
+    halved = device.type == "cpu" and (dtype, wanted) == (torch.float32, torch.bfloat16)
+    if wanted is not dtype and not halved:
+        raise InvalidRequestError(
+            f"a model in {dtype} on {device.type} keeps its KV in that: leave kv_cache_dtype auto",
+            param="kv_cache_dtype",
+        )
+    return wanted
+
+
+def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int, int]:
+    """[num_layers, 2, block_size, kv_heads, head_dim]: what one KV block holds."""
+    return (
+        model.num_hidden_layers, 2, block_size, model.num_key_value_heads, model.head_dim,
+    )  # fmt: skip
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block, all layers."""
+    return math.prod(block_shape(model, block_size)) * dtype.itemsize

@@ -1,0 +1,55 @@
+"""Prompts that are embeddings: their rows, put in the place of the tokens' own embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diptych_engine.models.interface import GivenEmbeddings
+from diptych_engine.models.wire_arrays import as_tensor
+from diptych_engine.scheduling.request import ScheduledRequest
+from diptych_protocol import Array
+
+
+class PromptEmbeds:
+    """The embeddings of every request in the batch that brought some; false if there is none."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` and `device`: the model's."""
+        self._dtype = dtype
+        self._device = device
+        self._of: dict[str, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def admit(self, request_id: str, embeds: Array) -> None:
+        self._of[request_id] = as_tensor(embeds)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request; one without embeddings is ignored."""
+        self._of.pop(request_id, None)
+
+    def among(
+        self, shares: Sequence[ScheduledRequest], query_starts: NDArray[np.int64]
+    ) -> GivenEmbeddings | None:
+        """The rows that belong to a step's tokens; None if all of those are plain tokens.
+
+        query_starts: [shares + 1]: where each share begins among the step's tokens.
+        """
+        rows: list[NDArray[np.int64]] = []
+        values: list[Tensor] = []
+        for share, first in zip(shares, query_starts, strict=False):
+            embeds = self._of.get(share.request.request_id)
+            if embeds is not None and share.start < len(embeds):
+                value = embeds[share.start : share.start + share.num_tokens]
+                rows.append(np.arange(first, first + len(value)))
+                values.append(value.to(self._device, self._dtype))
+        if not rows:
+            return None
+        places = torch.from_numpy(np.concatenate(rows)).to(self._device)
+        return GivenEmbeddings(places, torch.cat(values))

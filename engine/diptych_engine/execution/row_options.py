@@ -1,0 +1,118 @@
+"""What few requests ask of the sampler: biases, penalties, and tokens that must not come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diptych_engine.execution.grammar_state import GrammarState, constrain
+from diptych_engine.execution.penalties import Penalties, apply_penalties
+from diptych_engine.scheduling.request import Request
+from diptych_kernels.host_arrays import to_device
+
+
+@dataclass(slots=True)
+class RowOptions:
+    """The special options of one row; they hold what was learnt of its request so far."""
+
+    logprobs: bool
+    num_logprobs: int
+    min_tokens: int
+    ends: list[int]
+    """Tokens that would end the output, kept out until it has `min_tokens`."""
+    bad_words: list[list[int]]
+    bias: Bias | None
+    penalties: Penalties | None
+    grammar: GrammarState | None
+
+    @classmethod
+    def of(cls, request: Request, vocab_size: int) -> RowOptions | None:
+        """The request's special options; None if it has none."""
+        params = request.params
+        options = cls(
+            params.logprobs is not None,
+            params.logprobs or 0,
+            params.min_tokens,
+            _ends(request, vocab_size) if params.min_tokens else [],
+            params.bad_words_token_ids or [],
+            Bias.of(params.logit_bias),
+            Penalties.of(params),
+            None if request.grammar is None else GrammarState(request.grammar),
+        )
+        return options if options._any else None
+
+    @property
+    def _any(self) -> bool:
+        return bool(
+            self.logprobs
+            or self.min_tokens
+            or self.bad_words
+            or self.bias
+            or self.penalties
+            or self.grammar
+        )
+
+    def forbidden(self, request: Request) -> Iterator[int]:
+        """Tokens that the request must not get next."""
+        num_output = request.num_output_tokens
+        if num_output < self.min_tokens:
+            yield from self.ends
+        for word in self.bad_words:
+            begun = len(word) - 1
+            # Only the output counts: what the prompt says is not generated.
+            if begun == 0 or (begun <= num_output and request.token_ids[-begun:] == word[:-1]):
+                yield word[-1]
+
+
+class Bias:
+    """What is added to the logits of some tokens."""
+
+    def __init__(self, token_ids: list[int], values: list[float]) -> None:
+        self.token_ids = np.array(token_ids, np.int64)
+        self.values = np.array(values, np.float32)
+
+    @classmethod
+    def of(cls, logit_bias: dict[int, float] | None) -> Bias | None:
+        return cls(list(logit_bias), list(logit_bias.values())) if logit_bias else None
+
+
+def change_logits(
+    logits: Tensor, special: Sequence[tuple[int, RowOptions]], requests: Sequence[Request]
+) -> dict[str, str]:
+    """Add biases, apply penalties, then exclude tokens, in place: vLLM's order.
+
+    logits: [requests, vocabulary].
+    special: the rows of `logits` that have options.
+    Returns the ids of requests that cannot go on, with the reasons.
+    """
+    for row, options in special:
+        if options.bias is not None:
+            logits[row, to_device(options.bias.token_ids, logits.device)] += to_device(
+                options.bias.values, logits.device
+            )
+    penalized = [(row, o.penalties) for row, o in special if o.penalties is not None]
+    if penalized:
+        apply_penalties(logits, penalized, requests)
+    constrained = [(row, o.grammar) for row, o in special if o.grammar is not None]
+    rows = [row for row, _ in constrained]
+    unchanged = logits[rows] if rows else None
+    pairs = [(row, token) for row, o in special for token in o.forbidden(requests[row])]
+    if pairs:
+        where: NDArray[np.int64] = np.array(pairs, np.int64).T
+        logits[tuple(to_device(where, logits.device))] = -torch.inf
+    if unchanged is None:
+        return {}
+    return constrain(logits, unchanged, rows, [state for _, state in constrained], requests)
+
+
+def _ends(request: Request, vocab_size: int) -> list[int]:
+    params = request.params
+    ends = set(params.stop_token_ids)
+    if request.eos_token_id is not None and not params.ignore_eos:
+        ends.add(request.eos_token_id)
+    return [token for token in sorted(ends) if 0 <= token < vocab_size]

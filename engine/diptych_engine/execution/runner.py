@@ -1,0 +1,427 @@
+"""Runs the model: a step's plan in, sampled tokens out. All device work of a step happens here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diptych_engine.execution.batch_rows import BatchRows
+from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
+from diptych_engine.execution.kv_memory import KVMemory
+from diptych_engine.execution.placement import (
+    block_bytes,
+    block_shape,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    enough_prompt_tokens,
+)
+from diptych_engine.execution.pooling import Pooler
+from diptych_engine.execution.processor import (
+    CpuKernels,
+    choose_level,
+    give_freed_memory_back,
+    keep_freed_memory,
+)
+from diptych_engine.execution.profiler import Profiler
+from diptych_engine.execution.prompt_embeds import PromptEmbeds
+from diptych_engine.execution.prompt_logprobs import PromptLogprobs
+from diptych_engine.execution.sampler import Sampler
+from diptych_engine.execution.step_order import order_of
+from diptych_engine.execution.worker_extension import extension_methods
+from diptych_engine.execution.worker_memory import WorkerMemory
+from diptych_engine.lora.bank import LoraBank
+from diptych_engine.models import StepInputs, build_model, is_quantised, load_weights
+from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
+from diptych_engine.models.progress import log_progress
+from diptych_engine.models.shard import WHOLE, Shard
+from diptych_engine.scheduling.request import (
+    Pending,
+    Request,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    no_result,
+)
+from diptych_engine.weights.receiver import WeightReceiver
+from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.processors import usable_processors
+from diptych_kernels.cpu_level import CpuLevel, cpu_level
+from diptych_kernels.host_arrays import to_device
+from diptych_kernels.paged_attention import AttentionMetadata
+from diptych_kernels.trust import set_aside
+from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
+from diptych_protocol.threads import model_threads
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 8
+
+
+class ModelRunner:
+    """Owns the weights, the KV cache and the rows of the batch.
+
+    A request keeps its row from the first plan that schedules it until a plan that removes it, so
+    that a step copies only what changed.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        num_blocks: int | None = None,
+        shard: Shard = WHOLE,
+        kv_memory_fd: int | None = None,
+    ) -> None:
+        """Load the model, or a rank's share of it.
+
+        `num_blocks` overrides what the configuration asks for. `kv_memory_fd`: see `KVMemory`.
+        Raises `InvalidRequestError` for a device or model that cannot work.
+        """
+        shard.check(source.config)
+        self._device = choose_device(config, shard.rank)
+        self._dtype = choose_dtype(config, self._device)
+        self._block_size = config.block_size
+        self._window = source.config.sliding_window
+        engines = shard.size * config.data_parallel_size
+        torch.set_num_threads(config.num_threads or model_threads(usable_processors(), engines))
+        keep_freed_memory()
+        level = choose_level(config)
+        has_kernels = self._device.type == "cpu" and self._dtype is torch.float32
+        self._packs = config.weight_packing == "auto" and has_kernels and level > CpuLevel.NONE
+        likely = choose_kv_dtype(config, self._device, self._dtype, quantised=self._packs)
+        kernels: CpuKernels | None = None
+        if has_kernels:
+            kernels = CpuKernels(likely, source.config.head_dim, packed=self._packs)
+        max_tokens = config.max_model_len or source.config.max_position_embeddings
+        self._max_tokens = max_tokens
+        started = time.monotonic()
+        self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
+        self._source, self._seed = source, config.seed
+        if kernels is not None:
+            kernels.try_all()  # what cannot be multiplied must not be packed
+        self._load()
+        log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
+
+        local = shard.local(source.config)
+        # Of the model, not of the processor: engines at different levels exchange KV.
+        packed = any(each.linear.packed is not None for each in self.model.packables)
+        might = has_kernels and config.weight_packing == "auto"
+        quantised = packed or (might and is_quantised(source))
+        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
+        self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
+        self.num_blocks = num_blocks or config.num_blocks or 0
+        if not self.num_blocks:
+            room = bytes_for_kv(config, local, self._device, self._dtype, shard.size)
+            self.num_blocks = blocks_in(room, self.block_bytes)
+        num_bytes = self.num_blocks * self.block_bytes
+        memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
+        self.kv_cache = memory.tensor.view(-1, *block_shape(local, config.block_size))
+        """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
+        self._kv_layers = self.kv_cache.unbind(1)
+        self._graphs: DecodeGraphs | None = None
+        if self._device.type == "cuda" and shard.size == 1:
+            self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
+        self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
+        self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size, self._device)
+        self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
+        self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
+        self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
+        self._pooler = Pooler(config.pooling)
+        self._embeds = PromptEmbeds(self._dtype, self._device)
+        self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
+        self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
+        worker_rank = config.data_parallel_rank * shard.size + shard.rank
+        self.worker_methods: dict[str, Callable[..., Any]] = {
+            **extension_methods(config.worker_extension, self),
+            "_reload_weights": self._load,
+            **self.loras.methods(),
+            **WeightReceiver(self.model, worker_rank).methods(),
+            **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
+            **self._profiler.methods(),
+            "execute_dummy_batch": self.execute_dummy_batch,
+            "rank": lambda: shard.rank,
+        }
+        """What `collective_rpc` may name; names with an underscore are not for clients."""
+
+    @torch.inference_mode()
+    def _load(self) -> None:
+        source = self._source
+        packables = self.model.packables if self._packs else ()
+        report = log_progress(source.uri)
+        load_weights(self.model.slots, source, self._seed, report, packables)
+        give_freed_memory_back()
+
+    @property
+    def dtype_name(self) -> str:
+        """`float32` or `bfloat16`."""
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def cpu_facts(self) -> tuple[str, int]:
+        """The level of instructions in use, empty on a GPU, and how many kernels are put aside."""
+        return (cpu_level().word, len(set_aside())) if self._device.type == "cpu" else ("", 0)
+
+    @property
+    def kv_dtype_name(self) -> str:
+        """Likewise, of keys and values in the cache."""
+        return str(self._kv_dtype).removeprefix("torch.")
+
+    def kv_memory(self) -> list[Tensor]:
+        """The KV of each rank, [num_blocks, ...]."""
+        return [self.kv_cache]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens and sample where it says so.
+
+        Appends nothing to the requests.
+        """
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """As `execute`; on a GPU without waiting for it."""
+        for request_id in plan.removed:
+            self._free(request_id)
+        if not plan.scheduled:
+            return no_result
+        fresh_blocks = self._place(plan.scheduled)
+        shares, num_decodes = order_of(plan.scheduled)
+        rows = [self._rows.row_of[share.request.request_id] for share in shares]
+        inputs = self._inputs(shares, rows, num_decodes, ahead=plan.ahead)
+        with self._profiler.span("execute_model"):
+            return self._compute(plan, shares, rows, inputs, fresh_blocks)
+
+    def _compute(
+        self,
+        plan: StepPlan,
+        shares: Sequence[ScheduledRequest],
+        rows: list[int],
+        inputs: StepInputs,
+        fresh_blocks: list[int],
+    ) -> Pending:
+        """The model's work, and what follows from it."""
+        query_starts = inputs.attention.query_starts
+        if self._embeds:
+            inputs = replace(inputs, given=self._embeds.among(shares, query_starts))
+        hidden = self.forward(inputs, fresh_blocks)
+        of_prompts = self._prompt_logprobs.gather(shares, query_starts, hidden, self.model.logits)
+        pending = self._sample(plan, shares, rows, inputs, hidden)
+        pooled = None
+        if self._pooler:
+            pooled = self._pooler.pool(shares, query_starts, hidden, self.model.normed)
+        if of_prompts is None and pooled is None:
+            return pending
+        return lambda: replace(pending(), prompt_logprobs=of_prompts, pooled=pooled)
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step after a launched one needs none of its results on the host."""
+        rows = (self._rows.row_of[share.request.request_id] for share in plan.scheduled)
+        return not (self._pooler or any(map(self._sampler.needs_host, rows)))
+
+    def forward(self, inputs: StepInputs, fresh_blocks: list[int]) -> Tensor:
+        """Run the model: hidden states [tokens, hidden] of the step's tokens.
+
+        Blocks that are new to a request are cleared first: what a previous owner left there must
+        not reach this one, not even through a masked NaN.
+        """
+        for block in fresh_blocks:  # one by one: torch takes a hundred times as long for a list
+            self.kv_cache[block].zero_()
+        if self._graphs is not None and self._graphs.fit(inputs):
+            return self._graphs.forward(inputs)
+        return self.model.forward(inputs, self._kv_layers)
+
+    @torch.inference_mode()
+    def execute_dummy_batch(self) -> None:
+        """Run the model on a token of nobody's: ranks that share layers wait for each other."""
+        zero = np.zeros(1, np.int64)
+        tokens = to_device(zero, self._device)
+        attention = AttentionMetadata(
+            query_starts=np.arange(2),
+            context_lens=zero + 1,
+            block_tables=np.zeros((1, 1), np.int64),
+            num_decodes=1,
+            block_size=self._block_size,
+            window=self._window,
+            device=self._device,
+        )
+        inputs = StepInputs(tokens, tokens, tokens, tokens, attention)
+        own_block = torch.zeros_like(self.kv_cache[:1])
+        self.model.forward(inputs, own_block.unbind(1))
+
+    def close(self) -> None:
+        """End what this runner started: nothing, it is alone."""
+
+    @property
+    def watched(self) -> dict[int, Callable[[], None]]:
+        """As `EngineCore.watched`: a lone runner depends on nobody."""
+        return {}
+
+    def collective_rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Run a method of the only worker. Raises `InvalidRequestError` for an unknown name."""
+        call = self.worker_methods.get(method)
+        if call is None:
+            known = ", ".join(sorted(self.worker_methods))
+            raise InvalidRequestError(f"no worker method {method!r}; there are {known}")
+        if self._graphs is not None and method != "execute_dummy_batch":
+            self._graphs.forget()  # whatever else it did, memory may have moved
+        return [call(*args, **(kwargs or {}))]
+
+    def _place(self, planned: Sequence[ScheduledRequest]) -> list[int]:
+        """Give the scheduled requests rows, and bring their block tables up to date; returns the
+        blocks that are new to them."""
+        fresh_blocks: list[int] = []
+        table = self._rows
+        for share in planned:
+            request = share.request
+            row = table.row_of.get(request.request_id)
+            if row is None:
+                row = table.admit(request.request_id)
+                self._take_on(row, share)
+            if table.num_blocks[row] < len(request.block_ids):
+                first_fresh = -(-share.start // self._block_size)
+                fresh_blocks += table.extend(row, request.block_ids, first_fresh)
+        return fresh_blocks
+
+    def _take_on(self, row: int, share: ScheduledRequest) -> None:
+        """A request begins, or comes back after it lost its row."""
+        request = share.request
+        if request.pooling is None:
+            self._sampler.admit(row, request)
+            self._prompt_logprobs.admit(share)
+        else:
+            self._pooler.admit(request.request_id, request.pooling)
+        if request.prompt_embeds is not None:
+            self._embeds.admit(request.request_id, request.prompt_embeds)
+
+    def _inputs(
+        self,
+        shares: Sequence[ScheduledRequest],
+        rows: list[int],
+        num_decodes: int,
+        *,
+        ahead: bool,
+    ) -> StepInputs:
+        """The step's tokens and what the model must know of them."""
+        own_rows = _to_array(rows)
+        starts = _to_array([share.start for share in shares])
+        ends = [share.start + share.num_tokens for share in shares]
+        context_lens = _to_array(ends)
+        if num_decodes == len(shares):
+            token_ids = [] if ahead else [s.request.token_ids[s.start] for s in shares]
+            query_starts = np.arange(len(shares) + 1)
+            positions, row_of_token = starts, own_rows
+        else:
+            counts = context_lens - starts
+            token_ids = [token for share in shares for token in _new_tokens(share)]
+            query_starts = np.concatenate(([0], counts.cumsum()))
+            positions = np.arange(len(token_ids)) + np.repeat(starts - query_starts[:-1], counts)
+            row_of_token = np.repeat(own_rows, counts)
+        blocks = self._rows.block_tables
+        longest = -(-max(ends) // self._block_size)
+        return StepInputs(
+            token_ids=(
+                self._sampler.sampled[to_device(own_rows, self._device)]
+                if ahead
+                else to_device(_to_array(token_ids), self._device)
+            ),
+            positions=to_device(positions, self._device),
+            slot_blocks=to_device(
+                blocks[row_of_token, positions // self._block_size], self._device
+            ),
+            slot_offsets=to_device(positions % self._block_size, self._device),
+            attention=AttentionMetadata(
+                query_starts=query_starts,
+                context_lens=context_lens,
+                block_tables=blocks[own_rows, :longest],
+                num_decodes=num_decodes,
+                block_size=self._block_size,
+                window=self._window,
+                device=self._device,
+            ),
+            adapters=self.loras.rows_of(shares) if self.loras else (),
+        )
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        shares: Sequence[ScheduledRequest],
+        rows: list[int],
+        inputs: StepInputs,
+        hidden: Tensor,
+    ) -> Pending:
+        """Tokens for the sampling requests, in the plan's order."""
+        requests = [share.request for share in shares if share.samples]
+        if not requests:
+            return no_result
+        places = inputs.attention.context_lens
+        if len(requests) < hidden.shape[0] or shares is not plan.scheduled:
+            # Each sampling share's last token, in the order in which the plan names the requests.
+            place = {share.request.request_id: i for i, share in enumerate(shares) if share.samples}
+            requests = [share.request for share in plan.scheduled if share.samples]
+            order = [place[request.request_id] for request in requests]
+            rows = [rows[i] for i in order]
+            places = places[order]
+            last_tokens = inputs.attention.query_starts[1:][order] - 1
+            hidden = hidden.index_select(0, to_device(last_tokens, self._device))
+        logits = self.model.logits(hidden)
+        return self._sampler.sample(logits, rows, requests, places, keep=self.runs_ahead)
+
+    def _free(self, request_id: str) -> None:
+        row = self._rows.release(request_id)
+        if row is not None:
+            self._sampler.release(row)
+            self._prompt_logprobs.release(request_id)
+            self._pooler.release(request_id)
+            self._embeds.release(request_id)
+
+    def warm_up(self) -> None:
+        """Run a prefill and decodes, so that no request pays for first calls: on a GPU as many
+        decodes as there are graphs for."""
+        room = min(self._max_tokens, self.num_blocks * self._block_size)
+        num_prompt = min(WARM_UP_TOKENS, room - 1)
+        most = self._rows.size if self._graphs is not None else 1
+        requests = [self._warm_up_request(index, num_prompt) for index in range(most)]
+        names = [request.request_id for request in requests]
+        self.execute(
+            StepPlan([ScheduledRequest(requests[0], 0, num_prompt, samples=False)], num_prompt, [])
+        )
+        decodes = [ScheduledRequest(each, num_prompt, 1, samples=True) for each in requests]
+        for power in range((most - 1).bit_length() + 1):
+            some = decodes[: 1 << power]
+            self.execute(StepPlan(some, len(some), removed=[]))
+        self.execute(StepPlan([], 0, removed=names))
+        self.kv_cache[requests[0].block_ids] = 0
+
+    def _warm_up_request(self, index: int, num_prompt: int) -> Request:
+        """All write to the same blocks; nobody looks at what comes of it."""
+        return Request(
+            request_id=f"warm-up {index}",
+            client=b"",
+            params=SamplingParams(temperature=1.0),
+            token_ids=[0] * (num_prompt + 1),
+            num_prompt_tokens=num_prompt,
+            eos_token_id=None,
+            max_total_tokens=num_prompt + 1,
+            seed=0,
+            block_ids=list(range(num_prompt // self._block_size + 1)),
+        )
+
+
+def _to_array(numbers: list[int]) -> NDArray[np.int64]:
+    """`np.array` would look at the type of each number before it takes the first: twice as long."""
+    return np.fromiter(numbers, np.int64, len(numbers))
+
+
+def _new_tokens(share: ScheduledRequest) -> list[int]:
+    return share.request.token_ids[share.start : share.start + share.num_tokens]

@@ -1,0 +1,135 @@
+"""What a worker does to fall asleep and to wake up; each one does it to its own memory.
+
+A weight keeps its tensor, and every view of it, while its storage has no bytes: whoever holds it
+need not know that it was away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych_engine.execution.kv_memory import KVMemory
+from diptych_engine.execution.processor import give_freed_memory_back
+
+
+class WorkerMemory:
+    """The weights and the KV cache of one worker."""
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[Tensor]],
+        reload: Callable[[], None],
+        kv_memory: KVMemory,
+    ) -> None:
+        """`weights` names the tensors to do it to; `reload` fills them from the model's source,
+        and may make some of them anew."""
+        self._weights = weights
+        self._reload = reload
+        self._kv_memory = kv_memory
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        """Storages that were emptied, and the bytes they had."""
+        self._aside: mmap.mmap | list[Tensor] | None = None
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """What `collective_rpc` may name, but no client."""
+        calls = (
+            self.put_weights_aside, self.drop_weights, self.restore_weights, self.drop_kv_cache,
+            self.restore_kv_cache,
+        )  # fmt: skip
+        return {f"_{call.__name__}": call for call in calls}
+
+    def put_weights_aside(self) -> None:
+        """Give the weights' memory back, and keep their bytes elsewhere.
+
+        Raises `OSError` if the disk has no room; nothing has changed then.
+        """
+        storages = _storages_of(self._weights())
+        on_cpu = storages[0].device.type == "cpu"
+        self._aside = _to_file(storages) if on_cpu else [_tensor_of(s).cpu() for s in storages]
+        self._release_weights()
+
+    def drop_weights(self) -> None:
+        """Give the weights' memory back, and what was put aside too."""
+        self._aside = None
+        self._release_weights()
+
+    def restore_weights(self) -> None:
+        """Have the weights again: what was put aside, or else what the model's source says.
+
+        Harmless if they are here. If it fails they are away as before, and it may be tried again.
+        """
+        if not self._away:
+            return
+        try:
+            for storage, size in self._away:
+                storage.resize_(size)
+            self._fill([storage for storage, _ in self._away])
+        except BaseException:
+            for storage, _ in self._away:
+                storage.resize_(0)
+            raise
+        self._away, self._aside = [], None
+
+    def _fill(self, storages: list[torch.UntypedStorage]) -> None:
+        match self._aside:
+            case None:
+                self._reload()
+            case [*copies]:
+                for storage, copy in zip(storages, copies, strict=True):
+                    _tensor_of(storage).copy_(copy)
+            case file:
+                file.seek(0)
+                for storage in storages:
+                    _memory_of(storage)[:] = file.read(storage.nbytes())
+
+    def drop_kv_cache(self) -> None:
+        self._kv_memory.give_back()
+
+    def restore_kv_cache(self) -> None:
+        self._kv_memory.take_again()
+
+    def _release_weights(self) -> None:
+        """Harmless if they are away."""
+        if self._away:
+            return
+        storages = _storages_of(self._weights())
+        self._away = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        if storages[0].device.type == "cuda":
+            torch.cuda.empty_cache()
+        give_freed_memory_back()
+
+
+def _storages_of(weights: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Each memory once: tensors may be parts of a larger one."""
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in weights}
+    return list(found.values())
+
+
+def _to_file(storages: list[torch.UntypedStorage]) -> mmap.mmap:
+    """Where nobody else finds it, and gone with this process."""
+    with tempfile.TemporaryFile(prefix="diptych-weights-") as file:
+        for storage in storages:
+            file.write(_memory_of(storage))
+        file.flush()
+        total = sum(storage.nbytes() for storage in storages)
+        return mmap.mmap(file.fileno(), total, access=mmap.ACCESS_READ)
+
+
+def _tensor_of(storage: torch.UntypedStorage) -> Tensor:
+    """[bytes] uint8: a storage as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a storage on the CPU. Not by way of NumPy, which would fix its size."""
+    array = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(array).cast("B")

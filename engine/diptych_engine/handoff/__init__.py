@@ -1,0 +1,1 @@
+"""KV blocks on their way from another engine and to another one."""

@@ -1,0 +1,312 @@
+"""A core's part in hand-offs: what it asks of the hinge, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from diptych_engine.scheduling.request import LoadOrder, Request, RequestStatus
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_kv_transfer import KVConnector, LeaseEnded
+from diptych_protocol import (
+    DiptychError,
+    EngineCoreRequest,
+    EngineDescription,
+    FinishReason,
+    InvalidRequestError,
+    KVTransferParams,
+    KVTransferStats,
+)
+from diptych_protocol.kv_transfer_params import bad_params
+
+log = logging.getLogger(__name__)
+
+Admit = Callable[[EngineCoreRequest], Request]
+"""Validates an announced request. Raises `InvalidRequestError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A request whose prompt is being computed for somebody else."""
+
+    request: Request
+    lease_id: str
+
+
+class HandOffs:
+    """Between the scheduler, which decides, and the connector, which acts.
+
+    An engine without a connector lends and fetches nothing, and nothing is asked of it.
+    """
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        scheduler: Scheduler,
+        connector: KVConnector | None,
+        admit_announced: Admit,
+    ) -> None:
+        self._description = description
+        self._scheduler = scheduler
+        self._connector = connector
+        self._admit_announced = admit_announced
+        self._promises: dict[str, Promise] = {}
+        """By the ids of the requests; those whose leases have ended are not among them."""
+
+    # --- requests come and go -----------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raises `InvalidRequestError` if the lease that a request is to have is another's, and
+        `UnprovenReferenceError` if the one that it comes with was not lent for it."""
+        params = request.kv_transfer
+        if self._connector is None or params is None:
+            return
+        if params.do_remote_prefill:
+            tokens = request.token_ids[: params.remote_num_tokens]
+            self._connector.check(params, tokens, request.cache_salt)
+        elif params.lease_id is not None and params.lease_id in self._scheduler.leased:
+            raise bad_params("there is a lease of this id already")
+
+    def arrived(self, request: Request) -> None:
+        """A request was admitted: promise what it is to lend, keep alive what it is to fetch."""
+        params = request.kv_transfer
+        if self._connector is None or params is None:
+            return
+        if params.do_remote_decode:
+            if request.max_total_tokens == request.num_tokens + 1:  # so it will lend the prompt
+                self._promise(request, params.lease_id, request.num_tokens, self._connector)
+            return
+        self._connector.take(params)
+        if self._scheduler.early.claim(request):
+            self._connector.adopt_load(request.request_id)
+        else:
+            self.forgo(request.request_id)
+            if request.request_id in self._scheduler.early.loads:
+                # Something else is still on its way under this name: compute the prompt here.
+                self._connector.reject(params)
+                request.kv_transfer = None
+            else:
+                self._connector.hold(request.request_id, params)
+
+    def _promise(
+        self, request: Request, lease_id: str | None, num_tokens: int, connector: KVConnector
+    ) -> Promise:
+        lease_id = connector.promise(
+            request.request_id,
+            lease_id,
+            -(-num_tokens // self._description.block_size),
+            request.token_ids[:num_tokens],
+            request.cache_salt,
+        )
+        self._scheduler.leased.begin(lease_id)
+        promise = self._promises[request.request_id] = Promise(request, lease_id)
+        return promise
+
+    def gone(self, request: Request) -> None:
+        """A request is about to end without lending anything, whatever it fetches or promised."""
+        if self._connector is None:
+            return
+        self._withdraw(request.request_id)
+        self._scheduler.early.drop(request.request_id)
+        self._connector.cancel_load(request.request_id)
+
+    def _withdraw(self, request_id: str) -> None:
+        promise = self._promises.pop(request_id, None)
+        if promise is not None and self._connector is not None:
+            self._connector.withdraw(promise.lease_id)
+
+    def withdraw_lent(self) -> None:
+        """End the leases of requests that wait to compute what they have lent already.
+
+        A promise does not age: what it pins may be what its request, or one before it, waits for.
+        When such a request has computed its prompt it gets a lease of its own.
+        """
+        for promise in list(self._promises.values()):
+            waits = promise.request.status is not RequestStatus.RUNNING
+            if waits and self._scheduler.leased.count(promise.lease_id):
+                self._withdraw(promise.request.request_id)
+
+    def forgo(self, request_id: str) -> None:
+        """An announced request will not come, or is refused; nothing if none was announced."""
+        if self._connector is not None and request_id in self._scheduler.early.loads:
+            self._scheduler.early.drop(request_id)
+            self._connector.cancel_load(request_id)
+
+    def announce_kv_transfer(self, request: EngineCoreRequest) -> bool:
+        """A request will come, under this id, when a prefill engine has computed its prompt.
+
+        It is what the later ADD will be, but for the tokens that prefill samples; its
+        `kv_transfer_params` have `do_remote_prefill`, `remote_engine_id`, `remote_host`,
+        `remote_port`, `epoch`, `compat`, the `lease_id` that the prefill request was given, as
+        `remote_num_tokens` the length of its prompt (`generated_token_ids` included), and as
+        `proof` the prefill engine's `kv_transfer_proof`.
+
+        Returns whether blocks are reserved and filled while prefill computes; False: it is only
+        connected. Either way nothing is promised, nothing is answered later, and the ADD must say
+        everything again. Without an ADD it ends by ABORT of the id, or by itself after
+        `load_timeout_s`; the lease stays as it is. Repeating it is harmless. Raises
+        `InvalidRequestError` for what the ADD would be refused for.
+        """
+        if self._connector is None:
+            raise InvalidRequestError("this engine takes no part in hand-offs")
+        scheduler, connector = self._scheduler, self._connector
+        if request.request_id in scheduler.early.loads:
+            return True
+        if request.request_id in scheduler.requests or request.request_id in scheduler.loading:
+            return False
+        announced = self._admit_announced(request)
+        params = announced.kv_transfer
+        if params is None or not params.do_remote_prefill:
+            raise InvalidRequestError("only a hand-off to this engine can be announced")
+        connector.check_announced(params)
+        busy = bool(scheduler.waiting) or scheduler.gate.paused  # who is here comes first
+        order = None if busy else scheduler.early.reserve(announced)
+        if order is None:
+            connector.reach(params)
+        else:
+            _start(connector, order, early=True)
+        return order is not None
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def start_loads(self) -> None:
+        """Begin what the scheduler has reserved blocks for."""
+        orders, self._scheduler.load_orders = self._scheduler.load_orders, []
+        if self._connector is None:
+            return
+        for order in orders:
+            _start(self._connector, order, early=False)
+
+    def lend_computed(self) -> None:
+        """Let the full blocks that a step has completed travel while others are computed."""
+        if self._connector is None:
+            return
+        leased, size = self._scheduler.leased, self._description.block_size
+        for promise in self._promises.values():
+            request, lent = promise.request, leased.count(promise.lease_id)
+            full = request.num_computed_tokens // size
+            if full > lent:
+                blocks = leased.lend(promise.lease_id, request.block_ids[lent:full])
+                self._connector.lend(promise.lease_id, blocks)
+
+    def finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
+        """A request that computed a prompt for a decode engine is about to finish.
+
+        Returns what the decode engine must be told, if there is anything to lend.
+        """
+        if reason is FinishReason.LENGTH:
+            return self.grant(request)
+        self.gone(request)
+        return None
+
+    def grant(self, request: Request) -> dict[str, Any] | None:
+        """Lend the computed blocks of a request that is about to finish.
+
+        Returns what a decode engine must be told to fetch them.
+        """
+        if self._connector is None:
+            return None
+        computed, leased = request.num_computed_tokens, self._scheduler.leased
+        promise = self._promises.pop(request.request_id, None)
+        if promise is None:
+            wanted = None if request.kv_transfer is None else request.kv_transfer.lease_id
+            lease_id = None if wanted is None or wanted in leased else wanted
+            promise = self._promise(request, lease_id, computed, self._connector)
+            del self._promises[request.request_id]
+        lent = leased.count(promise.lease_id)
+        end = -(-computed // self._description.block_size)
+        params = self._connector.grant(
+            request.request_id,
+            leased.lend(promise.lease_id, request.block_ids[lent:end]),
+            request.token_ids[:computed],
+            request.token_ids[computed:],
+            request.cache_salt,
+            promise.lease_id,
+        )
+        return params.to_dict()
+
+    # --- the hinge reports --------------------------------------------------------------------
+
+    def handle_events(self) -> list[tuple[Request, str]]:
+        """Apply what the hinge reports. Returns requests that have failed by it, and why."""
+        failures = []
+        for event in self._connector.poll_events() if self._connector is not None else ():
+            if isinstance(event, LeaseEnded):
+                self._lease_ended(event)
+                continue
+            failed = self._scheduler.load_ended(event.request_id, ok=event.ok)
+            if failed is not None:
+                error = f"the KV hand-off failed: {event.reason}"
+                log.warning("request %s: %s", event.request_id, error)
+                failed.kv_transfer = None  # the lease has ended with the load
+                self._scheduler.finish(failed, FinishReason.ERROR)
+                failures.append((failed, error))
+        return failures
+
+    def _lease_ended(self, event: LeaseEnded) -> None:
+        self._scheduler.leased.end(event.lease_id)
+        promise = self._promises.get(event.request_id)
+        if promise is not None and promise.lease_id == event.lease_id:
+            # Whoever was to read it will not. If the request finishes, it gets a lease of its own.
+            del self._promises[event.request_id]
+
+    def stats(self) -> KVTransferStats | None:
+        """Totals since the start, and what is held now; None without a hinge."""
+        if self._connector is None:
+            return None
+        stats, early = self._connector.stats(), self._scheduler.early
+        stats.early_loads, stats.early_loads_now = early.begun, len(early)
+        stats.early_loads_adopted, stats.early_loads_dropped = early.adopted, early.dropped
+        return stats
+
+    # --- rejection ----------------------------------------------------------------------------
+
+    def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
+        """Somebody refused or lost a request before admission: free what P holds for it.
+
+        Works on either side: P ends its own lease, D tells P. Repeating it is harmless. Raises
+        `InvalidRequestError` for parameters that P has not signed. Those of a request that is here
+        or was change nothing: what becomes of the lease is its affair.
+        """
+        if self._connector is None:
+            return
+        params = KVTransferParams.naming_lease(raw_params)
+        if self._connector.is_taken(params):
+            return
+        if params.remote_engine_id == self._description.engine_id:
+            self._connector.revoke(params)
+        else:
+            self._connector.reject(params)
+        log.info("request %s was rejected before admission; its lease is released", request_id)
+
+    def refused(self, message: EngineCoreRequest, *, may_release: bool = True) -> None:
+        """A refused hand-off must not leave its prefill pinned, whatever was wrong with it.
+
+        may_release: False if what was wrong is that the prefill was not for this request. Who
+        carries a reference that somebody has edited may end the lease by name, but not in passing.
+        """
+        self.forgo(message.request_id)
+        self._withdraw(message.request_id)
+        params = message.sampling_params
+        raw = ((params.extra_args if params is not None else None) or {}).get("kv_transfer_params")
+        if may_release and isinstance(raw, dict) and raw.get("do_remote_prefill"):
+            try:
+                if self._connector is not None:
+                    self._connector.prove(KVTransferParams.parse(raw))
+                self.reject_kv_transfer(message.request_id, raw)
+            except DiptychError as exc:
+                log.info("request %s: nothing to release: %s", message.request_id, exc)
+
+
+def _start(connector: KVConnector, order: LoadOrder, *, early: bool) -> None:
+    connector.start_load(
+        order.request_id,
+        order.params,
+        order.indices,
+        order.local_block_ids,
+        order.token_ids,
+        order.cache_salt,
+        early=early,
+    )

@@ -1,0 +1,164 @@
+"""Blocks reserved for requests that are only announced, and filled before these come. Pure.
+
+    LOADING ──ok──▶ READY ──the request comes──▶ it has the blocks
+       │              │
+       │ given up     └── given up, needed by others, time ──▶ free
+       ▼
+    DROPPED ──ended──▶ free
+
+The request may come while the load is under way, too, and then waits for its end as for any other.
+Blocks are free only when the hinge says that nothing writes to them any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.prefix_cache import PrefixCache
+from diptych_engine.scheduling.request import LoadOrder, Request
+
+MAX_LOADS = 256
+
+
+class EarlyState(enum.Enum):
+    LOADING = enum.auto()
+    READY = enum.auto()
+    DROPPED = enum.auto()
+
+
+@dataclass(slots=True)
+class EarlyLoad:
+    """What is fetched for a request to come."""
+
+    announced: Request
+    """As far as it is known; it holds the blocks, and is never scheduled."""
+    state: EarlyState = EarlyState.LOADING
+    claimed_by: Request | None = None
+    """Its request is here, but cannot be queued yet."""
+
+
+@dataclass(slots=True)
+class EarlyLoads:
+    """All early loads of one engine, by the ids of their requests."""
+
+    pool: BlockPool
+    prefixes: PrefixCache
+    loads: dict[str, EarlyLoad] = field(default_factory=dict)
+    begun: int = 0
+    adopted: int = 0
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        """Those whose request may still come."""
+        return sum(load.state is not EarlyState.DROPPED for load in self.loads.values())
+
+    def reserve(self, announced: Request) -> LoadOrder | None:
+        """Take blocks for a request to come; None: there is not room enough.
+
+        A quarter of the pool stays free for the growth of what runs, and announced requests never
+        hold more than a half: they are a bet, and those that are here come first.
+        """
+        if len(self.loads) >= MAX_LOADS:
+            return None
+        size, pool = self.prefixes.block_size, self.pool
+        num_remote = -(-announced.num_remote_tokens // size)
+        hit = self.prefixes.find(announced)
+        free = pool.num_free - pool.num_free_among(hit) - max(0, num_remote - len(hit))
+        reserved = sum(len(load.announced.block_ids) for load in self.loads.values())
+        if free < pool.num_blocks // 4 or reserved + num_remote > pool.num_blocks // 2:
+            return None
+        pool.take(hit)
+        announced.block_ids = hit + pool.allocate(max(0, num_remote - len(hit)))
+        announced.num_computed_tokens = len(hit) * size
+        self.loads[announced.request_id] = EarlyLoad(announced)
+        self.begun += 1
+        return LoadOrder.of(announced, len(hit), num_remote)
+
+    def claim(self, request: Request) -> bool:
+        """A request has come; False: nothing was fetched for it, or something else."""
+        load = self.loads.get(request.request_id)
+        if load is None or load.state is EarlyState.DROPPED or not _same(load.announced, request):
+            return False
+        load.claimed_by = request
+        return True
+
+    def pick_up(self, request: Request) -> EarlyState | None:
+        """Give a claimed load's blocks to its request, which is queued now; None: there are
+        none."""
+        load = self.loads.get(request.request_id)
+        if load is None or load.claimed_by is not request:
+            return None
+        del self.loads[request.request_id]
+        self.adopted += 1
+        announced = load.announced
+        request.block_ids = announced.block_ids
+        request.num_computed_tokens = announced.num_computed_tokens
+        return load.state
+
+    def ended(self, request_id: str, *, ok: bool) -> None:
+        """The hinge no longer touches a load's blocks, or nobody came for them in time."""
+        load = self.loads.get(request_id)
+        if load is None or (load.state is EarlyState.READY and load.claimed_by):
+            return
+        if ok and load.state is EarlyState.LOADING:
+            load.state = EarlyState.READY
+            return
+        self.dropped += load.state is not EarlyState.DROPPED
+        self._free(load)
+
+    def drop(self, request_id: str) -> None:
+        """Its request will not come, or is to compute its prompt here. Its load, if under way, must
+        be cancelled."""
+        load = self.loads.get(request_id)
+        if load is None or load.state is EarlyState.DROPPED:
+            return
+        self.dropped += 1
+        if load.claimed_by is not None:
+            load.claimed_by.kv_transfer = None
+            load.claimed_by = None
+        if load.state is EarlyState.READY:
+            self._free(load)
+        load.state = EarlyState.DROPPED
+
+    def drop_all(self) -> list[str]:
+        """Returns the ids of those that must be cancelled."""
+        request_ids = list(self.loads)
+        for request_id in request_ids:
+            self.drop(request_id)
+        return request_ids
+
+    def reclaim(self) -> bool:
+        """Free the oldest blocks that wait for their request; False: there are none."""
+        for request_id, load in self.loads.items():
+            if load.state is EarlyState.READY and load.claimed_by is None:
+                self.drop(request_id)
+                return True
+        return False
+
+    def reclaim_claimed(self) -> bool:
+        """Free the youngest blocks whose request waits for its turn, and computes its prompt then;
+        False: there are none."""
+        for request_id, load in reversed(self.loads.items()):
+            if load.state is EarlyState.READY and load.claimed_by is not None:
+                self.drop(request_id)
+                return True
+        return False
+
+    def _free(self, load: EarlyLoad) -> None:
+        self.pool.release(load.announced.block_ids)
+        del self.loads[load.announced.request_id]
+
+
+def _same(announced: Request, request: Request) -> bool:
+    """What was fetched is what the request needs: same lease, same tokens, same salt."""
+    promised, given = announced.kv_transfer, request.kv_transfer
+    if promised is None or given is None:
+        return False
+    count = given.remote_num_tokens
+    return (
+        (promised.lease_id, promised.remote_num_tokens) == (given.lease_id, count)
+        and announced.token_ids[:count] == request.token_ids[:count]
+        and announced.cache_salt == request.cache_salt
+    )

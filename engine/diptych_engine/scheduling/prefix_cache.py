@@ -1,0 +1,84 @@
+"""Which blocks of a request's tokens are remembered already, and what remains to be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diptych_engine.scheduling.block_pool import BlockPool, extend_block_hashes
+from diptych_engine.scheduling.request import Request, RequestStatus
+from diptych_protocol import SchedulerStats
+
+HASH_BUDGET_TOKENS = 1 << 15
+"""Tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds at most."""
+_QUEUED = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+
+
+@dataclass(slots=True, frozen=True)
+class PrefixCache:
+    """The view of the block pool by what its blocks hold; without `enabled` it finds nothing."""
+
+    pool: BlockPool
+    block_size: int
+    enabled: bool
+
+    def find(self, request: Request) -> list[int]:
+        """Remembered blocks of the request's tokens; always leaves at least one to compute, and
+        everything of a request that needs more than KV."""
+        if not self._reads_cache(request):
+            return []
+        return self.pool.match(self._lookup_hashes(request))
+
+    def remember(self, request: Request, first: int) -> None:
+        """Make the request's full, computed blocks findable, from index `first` on."""
+        if not self.enabled:
+            return
+        self._extend_hashes(request)
+        for index in range(first, request.num_computed_tokens // self.block_size):
+            self.pool.remember(request.block_ids[index], request.block_hashes[index])
+
+    def count_lookup(self, request: Request, num_hit_tokens: int, stats: SchedulerStats) -> None:
+        """A request has asked what is remembered of it.
+
+        After a preemption it finds what it has computed itself: that is a hit, but saved nothing.
+        """
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+        if self.enabled and request.reads_prefix_cache:
+            stats.prefix_cache_queries += request.num_tokens
+            stats.prefix_cache_hits += num_hit_tokens
+
+    def queued_prompt_tokens(self, requests: Iterable[Request]) -> int:
+        """Prompt tokens that steps have yet to compute: not here, not remembered, not on their way.
+
+        A snapshot costs two looks into the pool per waiting request, plus the hashing of new ones,
+        which admission needs too. What exceeds the budget counts in full until the next snapshot.
+        """
+        budget = HASH_BUDGET_TOKENS
+        total = 0
+        for request in requests:
+            covered = request.num_computed_tokens
+            params = request.kv_transfer
+            if params is not None and params.do_remote_prefill:
+                covered = params.remote_num_tokens or 0
+            elif covered == 0 and request.status in _QUEUED and self._reads_cache(request):
+                unhashed = request.num_tokens - len(request.block_hashes) * self.block_size
+                if unhashed < self.block_size or budget > 0:
+                    budget -= unhashed
+                    hashes = self._lookup_hashes(request)
+                    request.expected_hit = self.pool.match_length(hashes, request.expected_hit)
+                    covered = request.expected_hit * self.block_size
+            total += max(0, request.num_prompt_tokens - covered)
+        return total
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self.enabled and request.reads_prefix_cache and not request.wants_prompt_logprobs
+
+    def _lookup_hashes(self, request: Request) -> list[bytes]:
+        self._extend_hashes(request)
+        return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+
+    def _extend_hashes(self, request: Request) -> None:
+        extend_block_hashes(
+            request.block_hashes, request.token_ids, self.block_size, request.cache_salt
+        )

@@ -1,0 +1,210 @@
+"""The requests that wait for their first or next share of a step, in the order they get it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from diptych_engine.scheduling.request import Request
+from diptych_frontend.fair_share import FairShare
+from diptych_protocol import SchedulingPolicy
+
+
+class WaitingQueue(Protocol):
+    """What the scheduler needs of a queue, whatever its order."""
+
+    def push(self, request: Request) -> None:
+        """A new request."""
+
+    def push_front(self, request: Request) -> None:
+        """One that has waited its turn before: preempted, or back from the hinge."""
+
+    def peek(self) -> Request:
+        """The request whose turn is next. Raises `IndexError` when none waits."""
+
+    def pop(self) -> Request:
+        """Take the request whose turn is next. Raises `IndexError` when none waits."""
+
+    def remove(self, request: Request) -> None:
+        """Raises `ValueError` for a request that does not wait."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def __reversed__(self) -> Iterator[Request]: ...
+
+
+def make_queue(policy: SchedulingPolicy, tenants: FairShare) -> FairQueue:
+    """An empty queue in the order of a policy, fair to tenants within it."""
+    if policy == "priority":
+        return FairQueue(PriorityQueue, turn_in_class, tenants)
+    return FairQueue(FcfsQueue, service, tenants)
+
+
+class FairQueue:
+    """A queue for each tenant; among their first ones it is the turn of who was served least.
+
+    With a single tenant it is that tenant's queue.
+    """
+
+    def __init__(
+        self,
+        make_lane: Callable[[], WaitingQueue],
+        order: Callable[[Request], Any],
+        tenants: FairShare,
+    ) -> None:
+        """order: of the first requests of two tenants the smaller one is next."""
+        self._make_lane = make_lane
+        self._order = order
+        self._tenants = tenants
+        self._lanes: dict[str, WaitingQueue] = {}
+        """By tenant; none is empty."""
+        self._size = 0
+
+    def push(self, request: Request) -> None:
+        self._lane(request).push(request)
+
+    def push_front(self, request: Request) -> None:
+        self._lane(request).push_front(request)
+
+    def _lane(self, request: Request) -> WaitingQueue:
+        """Where one more request of this tenant is to go."""
+        self._size += 1
+        lane = self._lanes.get(request.account.tenant)
+        if lane is None:
+            lane = self._lanes[request.account.tenant] = self._make_lane()
+            self._tenants.begin_to_wait(request.account)
+        return lane
+
+    def peek(self) -> Request:
+        if len(self._lanes) == 1:
+            return next(iter(self._lanes.values())).peek()
+        if not self._lanes:
+            raise IndexError("nobody waits")
+        return min((lane.peek() for lane in self._lanes.values()), key=self._order)
+
+    def pop(self) -> Request:
+        request = self.peek()
+        self.remove(request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        lane = self._lanes.get(request.account.tenant)
+        if lane is None:
+            raise ValueError(f"request {request.request_id} does not wait")
+        lane.remove(request)
+        self._size -= 1
+        if not len(lane):
+            del self._lanes[request.account.tenant]
+            self._tenants.cease_to_wait(request.account)
+
+    def num_of(self, tenant: str) -> int:
+        """Requests of a tenant."""
+        lane = self._lanes.get(tenant)
+        return 0 if lane is None else len(lane)
+
+    def longest(self) -> WaitingQueue:
+        """The requests of the tenant that has most here. Raises `ValueError` when none waits."""
+        return max(self._lanes.values(), key=len)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        for lane in self._in_order():
+            yield from lane
+
+    def __reversed__(self) -> Iterator[Request]:
+        for lane in reversed(self._in_order()):
+            yield from reversed(lane)
+
+    def _in_order(self) -> list[WaitingQueue]:
+        return sorted(self._lanes.values(), key=lambda lane: self._order(lane.peek()))
+
+
+class FcfsQueue:
+    """First come, first served; who was served before comes first again."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def push(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def push_front(self, request: Request) -> None:
+        self._requests.appendleft(request)
+
+    def peek(self) -> Request:
+        return self._requests[0]
+
+    def pop(self) -> Request:
+        return self._requests.popleft()
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
+
+
+class PriorityQueue:
+    """Lower priorities first, equal ones by arrival, whoever was served before.
+
+    A sorted list rather than a heap: it is bounded by the admission limit, at which an insertion
+    moves a few kilobytes, and it can be walked in order and from its end.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def push(self, request: Request) -> None:
+        insort(self._requests, request, key=turn)
+
+    def push_front(self, request: Request) -> None:
+        self.push(request)
+
+    def peek(self) -> Request:
+        return self._requests[0]
+
+    def pop(self) -> Request:
+        return self._requests.pop(0)
+
+    def remove(self, request: Request) -> None:
+        index = bisect_left(self._requests, turn(request), key=turn)
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise ValueError(f"request {request.request_id} does not wait")
+        del self._requests[index]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
+
+
+def turn(request: Request) -> tuple[int, float, str]:
+    """The order of the priority policy: smaller is sooner. Ids are unique, so it is total."""
+    return request.priority, request.arrival_time, request.request_id
+
+
+def service(request: Request) -> float:
+    """The order of tenants under `fcfs`: who was served least comes first."""
+    return request.account.served
+
+
+def turn_in_class(request: Request) -> tuple[int, float, float, str]:
+    """The order of tenants under `priority`: urgency, and service among the equally urgent."""
+    arrival = request.arrival_time, request.request_id
+    return request.priority, request.account.served, *arrival

@@ -1,0 +1,117 @@
+"""Puts the rooms of one engine together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from diptych_engine.control.controls import Controls
+from diptych_engine.control.core import EngineCore
+from diptych_engine.control.weight_calls import WeightCalls
+from diptych_engine.control.worker_calls import WorkerCalls
+from diptych_engine.execution.grammar_compiler import GrammarCompiler
+from diptych_engine.execution.runner import ModelRunner
+from diptych_engine.handoff.block_copies import for_the_hinge
+from diptych_engine.lora.calls import LoraCalls
+from diptych_engine.parallel.lead import LeadRunner
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.journey import JourneyLog
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_kv_transfer import open_connector
+from diptych_protocol import CurveKeys, EngineConfig, EngineDescription
+from diptych_protocol.lora import numbered
+from diptych_protocol.pooling import POOLING_TASKS
+
+
+def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
+    """Load the model and put the rooms of one engine together.
+
+    keys: of the service, by which its engines know each other; see `open_connector`.
+    Raises `InvalidRequestError` for a configuration or model that cannot work.
+    """
+    config.check()
+    source = resolve_model(config.model)
+    model = source.config
+    grammars = GrammarCompiler(source)
+    alone = config.tensor_parallel_size == 1
+    runner = ModelRunner(config, source) if alone else LeadRunner(config, source)
+    runner.warm_up()
+    grammars.wait_until_ready()
+    description = EngineDescription(
+        engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
+        epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",
+        model=config.name,
+        max_model_len=min(
+            config.max_model_len or model.max_position_embeddings,
+            runner.num_blocks * config.block_size,
+        ),
+        vocab_size=model.vocab_size,
+        block_size=config.block_size,
+        num_blocks=runner.num_blocks,
+        dtype=runner.dtype_name,
+        compat={
+            "model": config.model,
+            # What was fetched is a link to a folder named for its content.
+            "weights": "" if source.path is None else str(source.path.resolve()),
+            "num_layers": model.num_hidden_layers,
+            "kv_heads": model.num_key_value_heads,
+            "head_dim": model.head_dim,
+            "dtype": runner.kv_dtype_name,
+            "layout": "block-major/1",
+            "revision": config.revision,
+        },
+        max_num_seqs=config.max_num_seqs,
+        pid=os.getpid(),
+        kv_transfer=config.kv_transfer is not None,
+        revision=config.revision,
+        hidden_size=model.hidden_size,
+        pooling=config.pooling,
+        tasks=("generate", *POOLING_TASKS),
+        scheduling_policy=config.scheduling_policy,
+    )
+    scheduler = Scheduler(
+        BlockPool(runner.num_blocks),
+        config.block_size,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_num_waiting,
+        config.enable_prefix_caching,
+        config.scheduling_policy,
+        config.max_idle_sessions,
+        journey=JourneyLog() if config.follows_requests else None,
+        max_loras=config.max_loras,
+        enough_prompt_tokens=runner.enough_prompt_tokens,
+    )
+    scheduler.stats.cpu_level, scheduler.stats.cpu_kernels_set_aside = runner.cpu_facts
+    connector = None
+    if config.kv_transfer is not None:
+        connector = open_connector(
+            config.kv_transfer,
+            engine_id=description.engine_id,
+            epoch=description.epoch,
+            compat=description.compat,
+            kv_memory=for_the_hinge(runner.kv_memory(), config.kv_transfer.staging),
+            geometry={
+                "block_size": config.block_size,
+                "tensor_parallel_size": config.tensor_parallel_size,
+            },
+            keys=keys,
+        )
+        description.kv_transfer_host = connector.host
+        description.kv_transfer_port = connector.port
+        description.kv_transfer_proof = connector.proof
+    core = EngineCore(
+        description, scheduler, runner, connector, grammars, runs_ahead=runner.runs_ahead
+    )
+    core.watched.update(runner.watched)
+    core.watched[grammars.wake_fd] = core.take_grammars
+    loras = LoraCalls(core.adapters, lambda: core.scheduler.running)
+    core.utilities.update(loras.utilities)
+    for adapter in numbered(config.lora_modules):
+        loras.add_lora(adapter)
+    controls = Controls(core)
+    core.utilities.update(controls.utilities())
+    core.utilities.update(WeightCalls(core, controls.forget_everything).utilities)
+    core.utilities["collective_rpc"] = WorkerCalls(core).collective_rpc
+    return core

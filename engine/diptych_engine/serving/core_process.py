@@ -1,0 +1,93 @@
+"""The EngineCore process.
+
+`python -m diptych_engine.serving.core_process --config JSON --local ENDPOINT`, started by an
+`AsyncLLM`; ends with it. Exit codes: 0 after SIGTERM, 2 for bad input, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from diptych_engine.parallel.group import join_group
+from diptych_engine.parallel.lifeline import die_with_parent
+from diptych_engine.serving.build_core import build_core
+from diptych_engine.serving.core_server import CoreServer
+from diptych_engine.serving.lockstep import LockstepServer
+from diptych_engine.serving.membership import Membership
+from diptych_frontend.core_client.curve import read_keys
+from diptych_frontend.observability.logs import setup_logging
+from diptych_protocol import (
+    CurveKeys,
+    DiptychError,
+    EngineConfig,
+    InvalidRequestError,
+)
+
+log = logging.getLogger(__name__)
+
+
+def serve(
+    config: EngineConfig,
+    endpoints: list[tuple[str, CurveKeys | None]],
+    keys: CurveKeys | None,
+) -> None:
+    """Run one engine until SIGTERM."""
+    core = build_core(config, keys)
+    timeout_s = config.shutdown_timeout_s
+    if config.data_parallel_lockstep and config.data_parallel_size > 1:
+        server: CoreServer = LockstepServer(core, endpoints, timeout_s, join_group(config))
+    else:
+        server = CoreServer(core, endpoints, timeout_s)
+    core.utilities.update(Membership(core, config, server.stop).utilities())
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # what exists now stays: keep the collector away from it
+    log.info("the engine core is ready")
+    server.run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m diptych_engine.serving.core_process")
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--local", required=True, help="ipc:// endpoint of the owner")
+    parser.add_argument("--public", help="tcp:// endpoint for routers; needs --keys")
+    parser.add_argument("--keys", type=Path, help="directory with the service's CURVE keys")
+    parser.add_argument("--parent-pid", type=int, required=True, help="the owner's process id")
+    args = parser.parse_args()
+    die_with_parent(args.parent_pid)
+    try:
+        config = msgspec.json.decode(args.config, type=EngineConfig)
+        setup_logging(config.engine_id or "engine")
+        endpoints: list[tuple[str, CurveKeys | None]] = [(args.local, None)]
+        keys = None if args.keys is None else read_keys(args.keys)
+        if args.public:
+            if keys is None:
+                raise InvalidRequestError("--public needs --keys", param="keys")
+            endpoints.append((args.public, keys))
+        serve(config, endpoints, keys)
+    except (InvalidRequestError, msgspec.MsgspecError) as exc:
+        sys.exit(fail(2, f"bad configuration: {exc}"))
+    except zmq.ZMQError as exc:
+        sys.exit(fail(1, f"cannot listen on {args.public or args.local}: {exc}"))
+    except DiptychError as exc:
+        sys.exit(fail(1, str(exc)))
+
+
+def fail(code: int, message: str) -> int:
+    """One line on stderr, and the exit code."""
+    print(f"diptych engine core: error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""LLM: whole batches of prompts, offline."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import msgspec
+from tqdm import tqdm
+
+from diptych_engine.serving.llm_engine import LLMEngine
+from diptych_frontend.core_client.engine_args import EngineArgs
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_protocol import (
+    EngineGenerateError,
+    InvalidRequestError,
+    LoRARequest,
+    PoolingParams,
+    PoolingRequestOutput,
+    PromptType,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from diptych_protocol.as_sent import params_as_sent
+
+Conversation = list[dict[str, Any]]
+Params = TypeVar("Params", SamplingParams, PoolingParams)
+
+
+class LLM:
+    """A model, ready to be asked. Use it in a `with` block, or end it with `shutdown()`."""
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        """`engine_args` are the fields of `EngineArgs`.
+
+        Raises `InvalidRequestError` for a configuration or a model that cannot work, `TypeError`
+        for a field that does not exist.
+        """
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **engine_args))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Answers to the prompts, in their order.
+
+        A list of integers is one prompt of token ids. The parameters are for all prompts, or one
+        for each. `use_tqdm` shows a progress bar; None shows it on a terminal.
+
+        An answer that failed in the engine has the finish reason "error". Raises
+        `InvalidRequestError` for a prompt or a parameter that can never succeed.
+        """
+        each = _as_list(prompts)
+        params = _one_each(sampling_params, SamplingParams, len(each))
+        whole = [
+            msgspec.structs.replace(one, output_kind=RequestOutputKind.FINAL_ONLY) for one in params
+        ]
+        return cast(list[RequestOutput], self._run(each, whole, use_tqdm, lora_request, priority))
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequest | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or several; otherwise as `generate`."""
+        if not isinstance(messages, Sequence) or not messages:
+            raise InvalidRequestError("messages must be a list that is not empty", param="messages")
+        several = cast(
+            Sequence[Conversation], [messages] if isinstance(messages[0], dict) else messages
+        )
+        render = self.llm_engine.renderer.render_chat
+        prompts = [render(one, add_generation_prompt=add_generation_prompt) for one in several]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """A vector for each prompt; otherwise as `generate`.
+
+        Raises `EngineGenerateError` if one of them failed in the engine.
+        """
+        each = _as_list(prompts)
+        params = _one_each(pooling_params, PoolingParams, len(each))
+        vectors: list[PoolingRequestOutput] = []
+        for output in self._run(each, params, use_tqdm, lora_request, 0):
+            if isinstance(output, RequestOutput):
+                raise EngineGenerateError(str(output.outputs[0].stop_reason))
+            vectors.append(output)
+        return vectors
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises `InvalidRequestError` if there is none."""
+        return self.llm_engine.get_tokenizer()
+
+    def _run(
+        self,
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams],
+        use_tqdm: bool | None,
+        lora_request: LoRARequest | None,
+        priority: int,
+    ) -> list[RequestOutput | PoolingRequestOutput]:
+        """Keep the engine filled, but not over, until every prompt has its answer."""
+        engine = self.llm_engine
+        room = engine.vllm_config.max_num_waiting
+        ids = [str(next(self._ids)) for _ in prompts]
+        answers: dict[str, RequestOutput | PoolingRequestOutput] = {}
+        to_send = list(zip(ids, prompts, params, strict=True))[::-1]
+        shown = sys.stderr.isatty() if use_tqdm is None else use_tqdm
+        try:
+            with tqdm(total=len(ids), desc="prompts", disable=not shown) as bar:
+                while len(answers) < len(ids):
+                    while to_send and self._open_with(to_send[-1][2]) <= room:
+                        request_id, prompt, wanted = to_send.pop()
+                        engine.add_request(
+                            request_id,
+                            prompt,
+                            wanted,
+                            lora_request=lora_request,
+                            priority=priority,
+                        )
+                    for output in engine.step():
+                        if output.finished:
+                            answers[output.request_id] = output
+                            bar.update()
+        finally:
+            engine.abort_request(ids)
+        return [answers[request_id] for request_id in ids]
+
+    def _open_with(self, params: SamplingParams | PoolingParams) -> int:
+        """Sequences in the engine if a request with these parameters came to them."""
+        n = params.n if isinstance(params, SamplingParams) else 1
+        open_now = self.llm_engine.get_num_unfinished_requests()
+        return open_now + n if open_now else 1  # alone, any request may try
+
+    def shutdown(self) -> None:
+        """Give the model's memory back. Safe to call twice."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """A text, a dict or a list of integers is one prompt."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}",
+            param="prompts",
+        )
+    several = list(prompts)
+    if several and isinstance(several[0], int):
+        return [cast(list[int], several)]
+    return cast(list[PromptType], several)
+
+
+def _one_each(
+    params: Params | Sequence[Params] | None, kind: type[Params], count: int
+) -> list[Params]:
+    """Parameters for each of the prompts, with the types that they declare."""
+    if not isinstance(params, (list, tuple)):
+        return [params_as_sent(kind() if params is None else params, kind)] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} sets of parameters for {count} prompts")
+    return [params_as_sent(one, kind) for one in params]

@@ -1,0 +1,1 @@
+"""The admin API of one engine: pause, sleep, weights, adapters, scale."""

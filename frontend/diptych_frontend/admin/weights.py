@@ -1,0 +1,70 @@
+"""New weights by HTTP, on the admin port of an engine pod, for a trainer in another pod.
+
+    POST /admin/init_weight_transfer_engine   {"init_info": {…}}      where the trainer listens
+    POST /admin/start_weight_update           {"is_checkpoint_format": true}
+    POST /admin/update_weights                {"names": […], "update_info": {…}}
+    POST /admin/finish_weight_update
+    POST /admin/reload_weights                the model's own files again
+
+The bodies only announce tensors; the trainer's process group carries them (`weights.trainer`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from diptych_frontend.admin.calls import body_of, report
+from diptych_frontend.admin.control import Done, refusable
+from diptych_frontend.core_client.weights import CoreWeights
+from diptych_protocol import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+
+class Start(msgspec.Struct, forbid_unknown_fields=True):
+    is_checkpoint_format: bool = True
+
+
+class Update(msgspec.Struct, forbid_unknown_fields=True):
+    names: list[str]
+    update_info: dict[str, Any]
+
+
+class WeightRoutes:
+    """Routes for `build_admin_app`."""
+
+    def __init__(self, engine: CoreWeights) -> None:
+        self._engine = engine
+
+    def routes(self) -> list[Route]:
+        acts = (
+            self.init_weight_transfer_engine, self.start_weight_update, self.update_weights,
+            self.finish_weight_update, self.reload_weights,
+        )  # fmt: skip
+        return [Route(f"/admin/{a.__name__}", refusable(a), methods=["POST"]) for a in acts]
+
+    async def init_weight_transfer_engine(self, request: Request) -> Response:
+        wanted = await body_of(request, WeightTransferInitRequest)
+        await self._engine.init_weight_transfer_engine(wanted)
+        return report(Done())
+
+    async def start_weight_update(self, request: Request) -> Response:
+        await self._engine.start_weight_update((await body_of(request, Start)).is_checkpoint_format)
+        return report(Done())
+
+    async def update_weights(self, request: Request) -> Response:
+        wanted = await body_of(request, Update)
+        announced = WeightTransferUpdateRequest(wanted.names, update_info=wanted.update_info)
+        await self._engine.update_weights(announced)
+        return report(Done())
+
+    async def finish_weight_update(self, request: Request) -> Response:
+        await self._engine.finish_weight_update()
+        return report(Done())
+
+    async def reload_weights(self, request: Request) -> Response:
+        await self._engine.reload_weights()
+        return report(Done())

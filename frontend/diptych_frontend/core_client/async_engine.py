@@ -1,0 +1,418 @@
+"""What AsyncLLM and the router's PoolClient share: from prompts to requests, from tokens to text.
+
+A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it is taken back
+(`_withdraw`), and feeds the outputs that come in to `_deliver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import warnings
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from diptych_frontend.model_files.model_config import ModelConfig
+from diptych_frontend.observability.stat_loggers import log_stats
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import (
+    Collector,
+    OutputProcessor,
+    ParentRequest,
+    fan_out,
+)
+from diptych_frontend.text.renderer import TextRenderer, text_of
+from diptych_frontend.text.streamed_prompt import StreamedPrompt, next_piece
+from diptych_protocol import (
+    ClientClosedError,
+    DiptychError,
+    EngineClient,
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDeadError,
+    EngineGenerateError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    LoRARequest,
+    PoolingParams,
+    PoolingRequestOutput,
+    PromptType,
+    RequestOutput,
+    RouterConfig,
+    SamplingParams,
+    SchedulerStats,
+    StreamingInput,
+)
+from diptych_protocol.as_sent import check_whole, ids_of
+from diptych_protocol.lora import numbered
+
+if TYPE_CHECKING:
+    from diptych_frontend.observability.request_tracer import RequestTracer
+
+log = logging.getLogger(__name__)
+
+
+class AsyncEngine(EngineClient):
+    """An EngineClient whose requests are answered by engine cores elsewhere."""
+
+    input_processor: InputProcessor
+    renderer: TextRenderer
+    model_config: ModelConfig
+
+    def __init__(
+        self,
+        config: EngineConfig | RouterConfig,
+        inputs: InputProcessor,
+        outputs: OutputProcessor,
+        *,
+        max_open_requests: int,
+    ) -> None:
+        self.vllm_config = config
+        self.renderer = inputs.renderer
+        self.model_config = inputs.renderer.model_config
+        self.input_processor = inputs
+        self.output_processor = outputs
+        self._max_open_requests = max_open_requests
+        self._adapters = {a.lora_name: a for a in numbered(config.lora_modules)}
+        own = config if isinstance(config, EngineConfig) else None
+        self._piece_timeout_s = None if own is None else own.streaming_input_timeout_s
+        """None: no prompts in pieces."""
+        self._max_waiting_tokens = None if own is None else own.max_waiting_tokens
+        self._tracer: RequestTracer | None = None
+        self._dead: EngineDeadError | None = None
+        self._closed = False
+        self._facts: dict[str, dict[str, Any]] = {}
+        """Internal request id -> what the response headers tell about it."""
+
+    # --- for subclasses -----------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        """Called before each request: whoever starts with the first one does it here."""
+
+    @abstractmethod
+    def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
+        """Send a request on its way. Raises `EngineOverloadedError` when nobody can take it.
+
+        leader: the request for another answer to the same prompt, which was submitted first.
+        """
+
+    @abstractmethod
+    def _withdraw(self, request_ids: list[str]) -> None:
+        """End requests (internal ids) wherever they are; unknown ids are ignored."""
+
+    @abstractmethod
+    def stats_by_engine(self) -> dict[str, SchedulerStats]:
+        """The newest statistics of each engine, by its id."""
+
+    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
+        """Hand a step's outputs to those who wait for them."""
+        ended_here = self.output_processor.process(outputs)
+        if ended_here and self._tracer is not None:
+            self._tracer.stopped(ended_here)
+        self._withdraw(ended_here)
+
+    # --- EngineClient -------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        return self.vllm_config.name
+
+    @property
+    def adapters(self) -> Mapping[str, LoRARequest]:
+        return self._adapters
+
+    @property
+    def max_model_len(self) -> int:
+        return self.input_processor.max_model_len
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    @property
+    def errored(self) -> bool:
+        return self._dead is not None or self._closed
+
+    @property
+    def dead_error(self) -> BaseException:
+        if self._dead is not None:
+            return self._dead
+        return EngineDeadError(
+            "the engine was shut down" if self._closed else "the engine is alive"
+        )
+
+    async def generate(
+        self,
+        prompt: EngineCoreRequest | PromptType | AsyncGenerator[StreamingInput, None],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        tenant: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if isinstance(prompt, AsyncGenerator):
+            streamed = StreamedPrompt(
+                request_id,
+                sampling_params,
+                self.renderer,
+                lora_request=lora_request,
+                priority=priority,
+                trace_headers=trace_headers,
+                data_parallel_rank=data_parallel_rank,
+                tenant=tenant,
+            )
+            async with contextlib.aclosing(self._generate_by_pieces(prompt, streamed)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        check_whole(prompt)
+        if isinstance(sampling_params, PoolingParams):
+            raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
+        collector = await self.add_request(
+            request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            prompt_text=prompt_text,
+            tenant=tenant,
+        )
+        with self._until_finished(collector), _unexpected_is_failure():
+            while not collector.finished:
+                output = await collector.get()
+                output.metrics = self._facts.get(collector.request_ids[0], output.metrics)
+                yield output
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        *,
+        tenant: str = "",
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
+        if truncate_prompt_tokens is not None:
+            warnings.warn("truncate_prompt_tokens is ignored", DeprecationWarning, stacklevel=2)
+        if isinstance(pooling_params, SamplingParams):
+            raise InvalidRequestError(
+                "sampling parameters are for generate", param="pooling_params"
+            )
+        collector = await self.add_request(
+            request_id,
+            prompt,
+            pooling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            tenant=tenant,
+        )
+        with self._until_finished(collector):
+            yield await collector.get()
+
+    async def _generate_by_pieces(
+        self, pieces: AsyncGenerator[StreamingInput, None], prompt: StreamedPrompt
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Send each piece when the one before it is answered and its answer was read.
+
+        So a slow reader slows the prompt down, and nothing piles up.
+        """
+        timeout_s = self._piece_timeout_s
+        if timeout_s is None:
+            raise InvalidRequestError("a prompt in pieces is not supported here", param="prompt")
+        async with contextlib.aclosing(pieces):
+            piece = await next_piece(pieces, timeout_s, None)
+            if piece is None:
+                raise InvalidRequestError("the prompt ended before its first piece", param="prompt")
+            first = prompt.extend(piece)
+            collector = await self.add_request(first.request_id, first, first.sampling)
+            with self._until_finished(collector):
+                while not collector.finished:
+                    output = await collector.get()
+                    answered = prompt.saw(output)
+                    yield output
+                    if not answered or collector.finished:
+                        continue
+                    piece = await next_piece(pieces, timeout_s, collector)
+                    if collector.is_ready:  # it ended while it waited
+                        continue
+                    self._send_piece(collector.request_ids[0], piece, prompt)
+
+    def _send_piece(
+        self, internal_id: str, piece: StreamingInput | None, prompt: StreamedPrompt
+    ) -> None:
+        """Send a later piece of a prompt to the core, or word that there are no more."""
+        if piece is None:
+            self._submit(prompt.closing(internal_id))
+            return
+        whole = self.input_processor.process("", prompt.extend(piece), SamplingParams())
+        whole.request_id = internal_id
+        self.output_processor.next_piece(whole, None)
+        self._submit(prompt.newest(whole))
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: EngineCoreRequest | PromptType,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        prompt_text: str | None = None,
+        tenant: str = "",
+    ) -> Collector[Any]:
+        """Send a request on its way; its outputs come to the collector.
+
+        Once the engine has started, the request is registered before anything is awaited. Whoever
+        reads the collector also sees to `abort` if he leaves early: `generate` does both. Raises as
+        `generate` does.
+        """
+        self._check_usable()
+        await self._connect()
+        if prompt_text is not None and not isinstance(prompt_text, str):
+            raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
+        process = partial(
+            self.input_processor.process,
+            request_id,
+            prompt,
+            params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            arrival_time=arrival_time,
+            priority=priority,
+            trace_headers=trace_headers,
+            data_parallel_rank=data_parallel_rank,
+            tenant=tenant,
+        )
+        if _is_quick(params):
+            request = process()
+        else:  # it would hold up everybody's stream here
+            request = await asyncio.to_thread(process)
+        parent, parts = fan_out(request)
+        num_tokens = len(parts) * len(request.prompt_token_ids or ())
+        self._check_room(len(parts), num_tokens, request.tenant)
+        collector = Collector[Any]([part.request_id for part in parts])
+        try:
+            with _unexpected_is_failure():
+                for index, part in enumerate(parts):
+                    text = prompt_text or text_of(prompt)
+                    self._add_request(part, text, parent, index, collector)
+        except BaseException:
+            self._end(collector)
+            raise
+        return collector
+
+    async def check_admission(
+        self, num_requests: int = 1, num_tokens: int = 0, tenant: str = ""
+    ) -> None:
+        self._check_usable()
+        self._check_room(num_requests, num_tokens, tenant)
+
+    def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
+        """Whether so many more requests of a tenant may be open. A subclass may see to it that one
+        tenant leaves room for others."""
+        open_now = self.output_processor.num_unfinished
+        if open_now + num_requests > self._max_open_requests:
+            raise EngineOverloadedError(f"{open_now} requests are open already; retry later")
+        if self._max_waiting_tokens is not None:
+            waiting = self.output_processor.num_waiting_tokens
+            if waiting and waiting + num_tokens > self._max_waiting_tokens:
+                raise EngineOverloadedError(f"{waiting} prompt tokens wait already; retry later")
+
+    def _add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None,
+        index: int,
+        queue: Collector[Any],
+    ) -> None:
+        """Register a request, or one of the children of a parent, and send it to an engine."""
+        self.output_processor.add(request, prompt, queue, parent_req, index)
+        self._submit(request, queue.request_ids[0] if index else None)
+        if self._tracer is not None:
+            self._tracer.begin(request)
+
+    @contextlib.contextmanager
+    def _until_finished(self, collector: Collector[Any]) -> Iterator[None]:
+        """Whatever ends the block before the request has, ends the request in the engine."""
+        try:
+            yield
+        finally:
+            self._end(collector)
+
+    def _end(self, collector: Collector[Any]) -> None:
+        """Forget a request, and abort what is left of it."""
+        if not collector.finished:
+            self._withdraw(self.output_processor.abort(collector.request_ids, internal=True))
+        for part_id in collector.request_ids:
+            self._facts.pop(part_id, None)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """As `EngineClient.abort`; with `internal`, the ids are those of a collector or of the
+        parent of n answers."""
+        self._withdraw(self.output_processor.abort(ids_of(request_id), internal))
+
+    async def is_tracing_enabled(self) -> bool:
+        return self._tracer is not None
+
+    async def do_log_stats(self) -> None:
+        log_stats(self.stats_by_engine())
+
+    # --- life and death -----------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClientClosedError("this engine client was shut down")
+        if self._dead is not None:
+            raise self._dead
+
+    def _die(self, cause: EngineDeadError) -> None:
+        """Record the first cause of death and wake everybody who waits."""
+        if self._dead is None:
+            self._dead = cause
+            log.error("%s", cause)
+        self.output_processor.fail_all(self._dead)
+
+
+def _is_quick(params: object) -> bool:
+    """There is neither a schema to compile nor are there words to tokenise."""
+    if not isinstance(params, SamplingParams):
+        return True
+    words = params.bad_words
+    return params.structured_outputs is None and isinstance(words, list) and not words
+
+
+@contextlib.contextmanager
+def _unexpected_is_failure() -> Iterator[None]:
+    """Errors that nobody raised on purpose fail the request, and name themselves as the cause."""
+    try:
+        yield
+    except DiptychError:
+        raise
+    except Exception as exc:
+        raise EngineGenerateError(f"unexpected: {exc!r}") from exc

@@ -1,0 +1,316 @@
+"""AsyncLLM: the asynchronous face of one EngineCore, or of several, in processes of their own."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from diptych_frontend.core_client.control import CoreControl
+from diptych_frontend.core_client.elastic import Resizer
+from diptych_frontend.core_client.engine_args import EngineArgs
+from diptych_frontend.core_client.foreign_options import refuse_foreign
+from diptych_frontend.core_client.group import CoreGroup
+from diptych_frontend.core_client.health import STALL_LIMIT_S, CoreHealth
+from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core, adopted
+from diptych_frontend.core_client.weights import CoreWeights
+from diptych_frontend.observability.stat_loggers import (
+    LoggingStatLogger,
+    StatLogger,
+    StatLoggerFactory,
+)
+from diptych_frontend.observability.tracing import start_tracer
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDeadError,
+    EngineDescription,
+    InvalidRequestError,
+    KVTransferParams,
+    RefusedByEngineError,
+    UtilityError,
+)
+from diptych_protocol.kv_transfer_params import PARAM
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+NOTIFY_TIMEOUT_S = 5.0
+
+
+class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
+    """One engine. Its core starts with it; the first request waits until the core can serve.
+
+    Where an early answer is wanted, create it with `await AsyncLLM.start(config)`. End it with
+    `shutdown()`; an engine that is dropped or left at exit ends too.
+    """
+
+    vllm_config: EngineConfig
+    description: EngineDescription
+    """What the core says of itself; set once it is ready."""
+
+    def __init__(
+        self,
+        vllm_config: EngineConfig,
+        executor_class: None = None,
+        log_stats: bool = True,
+        usage_context: None = None,
+        mm_registry: None = None,
+        use_cached_outputs: bool = False,
+        log_requests: bool = False,
+        start_engine_loop: bool = True,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+        *,
+        core: Core | None = None,
+        public_endpoint: str | None = None,
+        keys_dir: Path | None = None,
+        stall_limit_s: float = STALL_LIMIT_S,
+    ) -> None:
+        """Start the core's process; needs no event loop. The names are vLLM's.
+
+        log_stats: keep and log statistics.
+        log_requests: write a line to the log for each request.
+        stat_loggers: make further receivers of the statistics.
+        client_addresses: `{"input_address": ENDPOINT}` of a core that runs already; with
+            `keys_dir` if its endpoint asks for keys.
+        client_count, client_index: how many front-ends that core has, and which one this is.
+        core: the same, as an object.
+
+        Raises `InvalidRequestError` for a configuration or a model that cannot work, and
+        `UnsupportedFeatureError` for an option that means nothing here.
+        """
+        refuse_foreign(
+            executor_class=executor_class,
+            usage_context=usage_context,
+            mm_registry=mm_registry,
+            use_cached_outputs=use_cached_outputs or None,
+            start_engine_loop=None if start_engine_loop else start_engine_loop,
+        )
+        if not 0 <= client_index < client_count:
+            raise InvalidRequestError(
+                f"client_index {client_index} is not one of {client_count}", param="client_index"
+            )
+        inputs = InputProcessor.of(vllm_config)
+        super().__init__(
+            vllm_config,
+            inputs,
+            OutputProcessor(inputs.renderer.tokenizer),
+            max_open_requests=_most_open(vllm_config, vllm_config.data_parallel_size),
+        )
+        self._client_index = client_index
+        self._log_requests = log_requests
+        self._stat_loggers: list[StatLogger] = []
+        if log_stats:
+            factories = (LoggingStatLogger, *(stat_loggers or ()))
+            self._stat_loggers = [make(vllm_config, client_index) for make in factories]
+        self._stall_limit_s = stall_limit_s
+        if core is None and client_addresses is not None:
+            core = adopted(client_addresses, keys_dir)
+        self._tracer = start_tracer(vllm_config)
+        self._cores = CoreGroup(
+            vllm_config,
+            public_endpoint,
+            keys_dir,
+            on_outputs=self._on_outputs,
+            on_death=self._die,
+            adopted=core,
+        )
+        self._resizer = Resizer(self._cores)
+        self._finalizer = weakref.finalize(self, self._cores.close)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: None = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        enable_log_requests: bool = False,
+        aggregate_engine_logging: bool = False,
+        disable_log_stats: bool = False,
+        client_addresses: Mapping[str, str] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+    ) -> Self:
+        """As the constructor. There is one engine here, so its log lines are aggregated as is."""
+        return cls(
+            vllm_config,
+            log_stats=not disable_log_stats,
+            usage_context=usage_context,
+            log_requests=enable_log_requests,
+            start_engine_loop=start_engine_loop,
+            stat_loggers=stat_loggers,
+            client_addresses=client_addresses,
+            client_count=client_count,
+            client_index=client_index,
+        )
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: None = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+    ) -> Self:
+        """The engine that the arguments describe."""
+        return cls.from_vllm_config(
+            engine_args.create_engine_config(),
+            start_engine_loop,
+            usage_context,
+            stat_loggers,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        public_endpoint: str | None = None,
+        keys_dir: Path | None = None,
+        stall_limit_s: float = STALL_LIMIT_S,
+    ) -> Self:
+        """Start an engine and wait until it is ready."""
+        engine = cls(
+            config,
+            public_endpoint=public_endpoint,
+            keys_dir=keys_dir,
+            stall_limit_s=stall_limit_s,
+        )
+        try:
+            await engine.ready()
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    async def ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until the core has loaded its model; harmless if it has.
+
+        Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
+        """
+        await self._cores.connect(timeout_s)
+        self.description = self._cores.description
+        self.input_processor.max_model_len = self.description.max_model_len
+
+    async def _connect(self) -> None:
+        if not self._cores.is_ready:
+            await self.ready()
+
+    def _run_output_handler(self) -> None:
+        """Begin to take outputs from the cores; the first request does it."""
+        self._cores.open()
+
+    async def died(self) -> EngineDeadError:
+        """Wait for the end of a core, and return its cause."""
+        return await self._cores.died()
+
+    @property
+    def errored(self) -> bool:
+        if self._dead is None and not self._closed:
+            cause = self._cores.ended_unseen()
+            if cause is not None:
+                self._die(cause)
+        return super().errored
+
+    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+        if self._tracer is not None:
+            self._tracer.take(message)
+        self._deliver(message.outputs)
+
+    def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
+        if self._log_requests:
+            log.info("request %s: %s", request.request_id, request.params)
+        request.client_index = self._client_index
+        self._cores.add(request)
+
+    def _withdraw(self, request_ids: list[str]) -> None:
+        if request_ids and not self.errored:
+            self._cores.abort(request_ids)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model without one, or with `skip_tokenizer_init`."""
+        return self.renderer.tokenizer
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Raises `InvalidRequestError` if there is none."""
+        return self.renderer.get_tokenizer()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """As the core said when it was greeted: nobody is asked again."""
+        self._check_usable()
+        await self._connect()
+        return self.description.tasks
+
+    # --- the cores ----------------------------------------------------------------------------
+
+    async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
+        await self._connect()
+        return await self._cores.call(method, *args, timeout_s=timeout_s)
+
+    async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        await self._connect()
+        return await self._cores.call_each(method, *args, timeout_s=timeout_s)
+
+    async def notify_kv_transfer_request_rejected(
+        self,
+        request_id: str,
+        kv_transfer_params: dict[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        KVTransferParams.naming_lease(kv_transfer_params)
+        try:
+            await self._cores.call(
+                "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
+            )
+        except UtilityError as exc:
+            why = str(exc).removeprefix("reject_kv_transfer: ")
+            if why.startswith(f"{PARAM}: "):  # nobody of this service has signed them
+                raise RefusedByEngineError(why, param=PARAM) from exc
+            raise
+
+    async def scale_elastic_ep(
+        self, new_data_parallel_size: int, drain_timeout: float = 300
+    ) -> None:
+        """Change the number of engine cores; no request is lost.
+
+        drain_timeout: seconds that requests of a core that leaves may take to end there; the cores
+            that stay take over what is left.
+
+        Raises `InvalidRequestError` for a number or an engine with which this is not possible, and
+        `EngineDeadError` if a new core does not start; the engine is as before then.
+        """
+        await self._connect()
+        await self._resizer.resize(new_data_parallel_size, drain_timeout)
+        self._max_open_requests = _most_open(self.vllm_config, new_data_parallel_size)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        if timeout:
+            self._cores.finish_requests(timeout)
+        self._cores.disconnect()
+        self.output_processor.fail_all(EngineDeadError("the engine was shut down"))
+        self._cores.stop(TERMINATE_GRACE_S if timeout is None else timeout)
+        if self._tracer is not None:
+            self._tracer.close()
+
+
+def _most_open(config: EngineConfig, num_cores: int) -> int:
+    """Requests that may be open at the same time: as many as cores queue and run."""
+    return num_cores * (config.max_num_waiting + config.max_num_seqs)

@@ -1,0 +1,321 @@
+"""A client of one EngineCore: one DEALER socket, and the news of its life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from diptych_frontend.core_client.curve import use_keys
+from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
+from diptych_protocol import (
+    ClientClosedError,
+    CurveKeys,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineDeadError,
+    EngineDescription,
+    SchedulerStats,
+    UtilityCall,
+    UtilityError,
+    UtilityOutput,
+    wire,
+)
+from diptych_protocol.arrays import Frame
+from diptych_protocol.as_sent import encode_call
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+UTILITY_TIMEOUT_S = 60.0
+CONNECT_POLL_S = 0.05
+CONNECT_TIMEOUT_MS = 3000
+HANDSHAKE_TIMEOUT_MS = 3000
+PATIENCE_S = 6.0
+HEARTBEATS = 4
+"""Heartbeats that a peer may miss, one after the other, before it is taken for lost."""
+
+POLLIN = int(zmq.POLLIN)
+"""As a plain integer: arithmetic with members of an enum takes longer than the call."""
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class NotConnectedError(EngineDeadError):
+    """Nobody listens at the endpoint at the moment."""
+
+
+class HandshakeFailedError(EngineDeadError):
+    """Somebody listens at the endpoint, but our key opens no connection to it."""
+
+
+class MalformedAnswerError(UtilityError, ValueError):
+    """The core's answer is not what was asked for: it is of another version, or no core."""
+
+
+def open_dealer(keys: CurveKeys | None, patience_s: float = PATIENCE_S) -> zmq.Socket[bytes]:
+    """A socket for one core, still to be connected; see `CoreClient` for the parameters."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    # Nothing waits for a connection: a message is for the core that listens now, or for none.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the admission limit above us
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(patience_s * 1000 / HEARTBEATS))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000))
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if keys is not None:
+        use_keys(socket, keys)
+    return socket
+
+
+class CoreClient:
+    """Talks to the core at one endpoint; must be created inside a running event loop.
+
+    `on_outputs` gets every message of a step; `on_lost` is called once per connection that ends,
+    with the reason: all requests on it are lost. ZMQ reconnects by itself; call `describe` again
+    to learn who answers now.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        keys: CurveKeys | None,
+        *,
+        on_outputs: Callable[[EngineCoreOutputs], None],
+        on_lost: Callable[[EngineDeadError], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Connect in the background.
+
+        `patience_s` is how long a connected core may give no sign of life, not even a heartbeat
+        of its ZMQ, which does not depend on how busy the core is.
+        """
+        self.endpoint = endpoint
+        self._on_outputs = on_outputs
+        self._on_lost = on_lost
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._closed = False
+        self._last_words = ""
+        self._connected = False
+        self._handshake_failed = False
+        """The newest attempt to connect ended in the handshake."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = open_dealer(keys, patience_s)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES
+        )
+        self._socket.connect(endpoint)
+        # zmq.asyncio would cost a future for each message; its descriptors are all we need of it.
+        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self._loop.add_reader(self._monitor.fileno(), self._drain_monitor)
+        # A descriptor announces nothing before its socket was once found empty.
+        self._loop.call_soon(self._drain)
+        self._loop.call_soon(self._drain_monitor)
+
+    async def describe(self, timeout_s: float = UTILITY_TIMEOUT_S) -> EngineDescription:
+        """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`.
+
+        Raises what `ask` raises, and `HandshakeFailedError` as soon as a connection ended before
+        it began: another key may do better.
+        """
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    return await self.ask("describe", EngineDescription, timeout_s=timeout_s)
+                except NotConnectedError as exc:
+                    if self._handshake_failed:
+                        message = f"the key does not open a connection to {self.endpoint}"
+                        raise HandshakeFailedError(message) from exc
+                    await asyncio.sleep(CONNECT_POLL_S)
+
+    async def fetch_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> SchedulerStats:
+        """The core's statistics of this moment. Raises what `ask` raises."""
+        return await self.ask("stats", SchedulerStats, timeout_s=timeout_s)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
+
+    def start_wave(self, wave: int, exclude: int) -> None:
+        """Let the core step together with the others, unless its rank is `exclude`."""
+        self._send(EngineCoreRequestType.START_DP_WAVE, wire.encoder.encode((wave, exclude)))
+
+    async def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
+        """A utility call.
+
+        Raises:
+            InvalidRequestError: the arguments cannot be sent.
+            NotConnectedError: nobody listens there now.
+            UtilityError: the core refused it or it failed there.
+            EngineDeadError: the connection ended before the answer.
+            TimeoutError: no answer in time.
+        """
+        call_id = next(self._call_ids)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        try:
+            payload = encode_call(UtilityCall(0, call_id, method, list(args)))
+            self._send(EngineCoreRequestType.UTILITY, payload)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._calls[call_id]
+
+    def tell(self, method: str, *args: Any) -> None:
+        """A utility call without an answer. Goes out before whatever is sent next.
+
+        Raises `NotConnectedError` if nobody listens there now.
+        """
+        call = UtilityCall(0, ~next(self._call_ids), method, list(args))
+        self._send(EngineCoreRequestType.UTILITY, encode_call(call))
+
+    async def ask(
+        self, method: str, wanted: type[T], *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
+    ) -> T:
+        """A utility call with an answer of a known type.
+
+        Raises what `call` raises, and `MalformedAnswerError` for an answer of another type.
+        """
+        answer = await self.call(method, *args, timeout_s=timeout_s)
+        try:
+            return msgspec.convert(answer, wanted)
+        except msgspec.ValidationError as exc:
+            raise MalformedAnswerError(f"{method}: the answer is malformed: {exc}") from exc
+
+    def take_outputs(self, timeout_s: float) -> None:
+        """Handle what has arrived, and wait for the first message at most `timeout_s`: for a caller
+        that holds the running event loop up."""
+        self._socket.poll(int(timeout_s * 1000))
+        self._drain()
+
+    def close(self) -> None:
+        """Disconnect. Pending calls fail; calling it again is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._fail_calls(ClientClosedError(f"the client of {self.endpoint} was closed"))
+
+    def _send(self, kind: EngineCoreRequestType, payload: Sequence[Frame]) -> None:
+        if self._closed:
+            raise ClientClosedError(f"the client of {self.endpoint} was closed")
+        try:
+            send_frames(self._socket, (kind.value, *payload))
+        except zmq.Again as exc:
+            raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
+        if int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Take every message that is here.
+
+        The descriptor is edge-triggered, and sending may swallow an edge; so each send
+        looks again.
+        """
+        while not self._closed:
+            try:
+                [message], arrays = receive_frames(self._socket, head=1)
+            except zmq.Again:
+                return
+            self._handle([message, *arrays])
+
+    def _handle(self, frames: list[Frame]) -> None:
+        if frames[0] == wire.ENGINE_CORE_DEAD:
+            why = f": {self._last_words}" if self._last_words else ""
+            self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended{why}"))
+            return
+        try:
+            outputs = wire.outputs_decoder.decode(frames)
+        except msgspec.MsgspecError as exc:
+            self._reconnect(f"it sent a message that cannot be read: {exc}")
+            return
+        if outputs.last_words is not None:
+            self._last_words = outputs.last_words
+        elif outputs.utility_output is not None:
+            self._answer(outputs.utility_output)
+        else:
+            self._on_outputs(outputs)
+
+    @property
+    def connected(self) -> bool:
+        """There is a connection, of which the end has not been noticed."""
+        return self._connected
+
+    def _reconnect(self, why: str) -> None:
+        """Whatever that message was about waits for it: all on this connection is lost, here and,
+        because its peer vanishes, in the core."""
+        log.error("the core at %s is cut off: %s", self.endpoint, why)
+        self._socket.disconnect(self.endpoint)
+        self._socket.connect(self.endpoint)
+        self._connected = False
+        self.lost(EngineDeadError(f"the core at {self.endpoint} is cut off: {why}"))
+
+    def hear_last_words(self) -> str:
+        """What the core said of its end, even if it is only now on its way to us; or nothing."""
+        self._drain()
+        return self._last_words
+
+    def _answer(self, answer: UtilityOutput) -> None:
+        future = self._calls.get(answer.call_id)
+        if future is None or future.done():  # nobody waits any more, or did at all
+            if answer.failure_message is not None:
+                log.debug("%s: unread failure: %s", self.endpoint, answer.failure_message)
+            return
+        if answer.failure_message is not None:
+            future.set_exception(UtilityError(answer.failure_message))
+        else:
+            future.set_result(answer.result)
+
+    def _drain_monitor(self) -> None:
+        """Connections begin and end, or fail to begin."""
+        while not self._closed:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            event = parse_monitor_message(frames)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected, self._handshake_failed = True, False
+                self._last_words = ""
+            elif event & HANDSHAKE_FAILURES:
+                self._handshake_failed = True
+            elif self._connected:  # what never was cannot be lost
+                self._connected = False
+                words = self.hear_last_words()  # said before the end, and maybe not read yet
+                why = f": {words}" if words else ""
+                reason = f"the connection to the core at {self.endpoint} was lost{why}"
+                self.lost(EngineDeadError(reason))
+
+    def lost(self, cause: EngineDeadError) -> None:
+        """Fail everything that waits on this connection."""
+        self._fail_calls(cause)
+        self._on_lost(cause)
+
+    def _fail_calls(self, error: Exception) -> None:
+        for future in list(self._calls.values()):
+            if not future.done():
+                future.set_exception(error)

@@ -1,0 +1,114 @@
+"""How the cores of an AsyncLLM fare: their statistics, their health, and their leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+from diptych_frontend.core_client.async_engine import AsyncEngine
+from diptych_frontend.core_client.group import CoreGroup
+from diptych_frontend.observability.stat_loggers import StatLogger
+from diptych_protocol import EngineDeadError, EngineOverloadedError, SchedulerStats
+from diptych_protocol.admin import DrainReport
+
+STALL_LIMIT_S = 60.0
+"""A core that has work and makes no step for so long will not come round. The longest step of the
+slowest machine must fit in."""
+DRAIN_POLL_S = 0.1
+
+
+class CoreHealth(AsyncEngine):
+    """Mixed into a client that owns its engine cores."""
+
+    _cores: CoreGroup
+    _stat_loggers: list[StatLogger]
+    _stall_limit_s: float
+    _long_calls = 0
+    """Calls under way that keep the core too busy to answer."""
+    _draining = False
+
+    # --- statistics ---------------------------------------------------------------------------
+
+    def stats_by_engine(self) -> dict[str, SchedulerStats]:
+        return self._cores.stats_by_engine()
+
+    async def refresh_stats(self) -> SchedulerStats:
+        """Ask every core for its statistics now; returns the first one's."""
+        await self._cores.refresh_stats()
+        return self._cores.members[0].stats
+
+    async def do_log_stats(self) -> None:
+        for logger in self._stat_loggers:
+            for member in self._cores.members:
+                logger.record(member.stats, member.rank)
+            logger.log()
+
+    # --- is it well? --------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raise if the engine is dead, stalled or draining."""
+        self._check_usable()
+        if self._draining or self._cores.draining:
+            raise EngineOverloadedError("draining")
+        await self.check_live()
+
+    async def check_live(self) -> None:
+        """Raise if the core is dead, or stalled: it has work, or does not even say that it has
+        none, and made no step within the limit."""
+        self._check_usable()
+        doubtful = self._cores.doubtful_s()
+        if doubtful > self._stall_limit_s and not self._long_calls:
+            raise EngineDeadError(f"stalled: the engine core made no step for {doubtful:.0f} s")
+
+    @contextlib.contextmanager
+    def silence_expected(self) -> Iterator[None]:
+        self._long_calls += 1
+        try:
+            yield
+        finally:
+            self._long_calls -= 1
+            self._cores.excuse_silence()
+
+    # --- leaving ------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> DrainReport:
+        """Let all clients of the core know that it is about to leave, and wait until it may.
+
+        Nothing is refused meanwhile: a router may have sent a request before it knew. What still
+        holds the engine after `timeout_s` is in the report.
+
+        Raises:
+            EngineOverloadedError: the core did not answer in time.
+            EngineDeadError: it died.
+        """
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        report = await self._cores.ask_to_drain("drain", self._stall_limit_s)
+        drained_before = False
+        # Twice: what was sent before its sender knew has arrived by the second time.
+        while not (report.drained and drained_before) and time.monotonic() < deadline:
+            drained_before = report.drained
+            await asyncio.sleep(DRAIN_POLL_S)
+            report = await self._cores.ask_to_drain("drain_report", self._stall_limit_s)
+        return report
+
+    async def drain_report(self) -> DrainReport:
+        """What holds the engine; changes nothing. Raises as `drain` does."""
+        return await self._cores.ask_to_drain("drain_report", self._stall_limit_s)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until the core has no request left, whoever sent it; refuses none meanwhile.
+
+        Raises `TimeoutError` if that takes longer than `drain_timeout` seconds.
+        """
+        await self._connect()
+        deadline = time.monotonic() + drain_timeout
+        while (report := await self.drain_report()).num_running + report.num_waiting:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{report.num_running} requests run and {report.num_waiting} wait still "
+                    f"after {drain_timeout:g} s"
+                )
+            await asyncio.sleep(DRAIN_POLL_S)

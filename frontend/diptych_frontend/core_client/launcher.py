@@ -1,0 +1,192 @@
+"""The process of an EngineCore: one that is started here, or one that somebody else started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from diptych_frontend.core_client.curve import read_keys
+from diptych_protocol import CurveKeys, EngineConfig, EngineDeadError, InvalidRequestError
+
+TERMINATE_GRACE_S = 5.0
+
+
+class Core(Protocol):
+    """A core as its client needs to know it."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    @property
+    def keys(self) -> CurveKeys | None: ...
+
+    def ended(self) -> EngineDeadError | None:
+        """What became of the process; None while it lives."""
+
+    async def wait(self) -> EngineDeadError:
+        """Return, when the process has ended, what became of it."""
+
+    def unlink(self) -> None:
+        """Its client has reached it: nobody else has to find it."""
+
+    def terminate(self) -> None:
+        """Ask the process to end, if it is ours; does not wait for it."""
+
+    def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
+        """End what is ours of it. Safe to call twice."""
+
+
+@dataclass
+class CoreProcess:
+    """A core of our own, reached over a socket in a private directory."""
+
+    config: EngineConfig
+    public_endpoint: str | None = None
+    """A tcp:// endpoint for routers; needs `keys_dir`."""
+    keys_dir: Path | None = None
+    process: subprocess.Popen[bytes] = field(init=False)
+    keys: CurveKeys | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="diptych-core-"))
+        self.endpoint = f"ipc://{self._directory}/core"
+        command = [
+            *(sys.executable, "-m", "diptych_engine.serving.core_process"),
+            *("--config", msgspec.json.encode(self.config).decode()),
+            *("--local", self.endpoint),
+            *("--parent-pid", str(os.getpid())),
+        ]
+        if self.public_endpoint is not None:
+            command += ["--public", self.public_endpoint]
+        if self.keys_dir is not None:
+            command += ["--keys", str(self.keys_dir)]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def ended(self) -> EngineDeadError | None:
+        """What became of the process; None while it lives."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return EngineDeadError(f"the engine core (pid {self.process.pid}) {how}")
+
+    async def wait(self) -> EngineDeadError:
+        """Return, when the process has ended, what became of it."""
+        while (cause := self.ended()) is None:
+            with _owned(os.pidfd_open(self.process.pid)) as watch:
+                await _readable(watch)
+        return cause
+
+    def unlink(self) -> None:
+        """Remove the socket's directory: who is connected stays so, and nobody else can be.
+
+        Nothing is left behind then, however this process ends.
+        """
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def terminate(self) -> None:
+        """Ask the process to end; does not wait for it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
+        """End the process: politely first, then not. Safe to call twice."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_s + self.config.shutdown_timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.unlink()
+
+
+class AdoptedCore:
+    """A core that somebody else started, and will end."""
+
+    def __init__(
+        self, endpoint: str, pid: int | None = None, keys: CurveKeys | None = None
+    ) -> None:
+        """Without a process id (a core on another machine) only its connection tells of its end."""
+        self.endpoint = endpoint
+        self.keys = keys
+        self._pid = pid
+        self._watch: int | None = None
+        self._gone = False
+        if pid is not None:
+            # Opened now, it stands for this process even if its id is given to another one later.
+            try:
+                self._watch = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._gone = True
+
+    def ended(self) -> EngineDeadError | None:
+        """A zombie, which only its parent can bury, has ended too."""
+        if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
+            self._gone = True
+        return EngineDeadError(f"Engine process (pid {self._pid}) died.") if self._gone else None
+
+    async def wait(self) -> EngineDeadError:
+        """Return when the process has ended; without a process id, never."""
+        while (cause := self.ended()) is None:
+            if self._watch is None:
+                await asyncio.get_running_loop().create_future()
+            else:
+                with _owned(os.dup(self._watch)) as watch:
+                    await _readable(watch)
+        return cause
+
+    def unlink(self) -> None:
+        """Its socket is not ours to remove."""
+
+    def terminate(self) -> None:
+        """Its end is not ours to bring about."""
+
+    def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
+        """Let go of the process, which lives on. Safe to call twice."""
+        if self._watch is not None:
+            os.close(self._watch)
+            self._watch = None
+
+
+@contextlib.contextmanager
+def _owned(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+async def _readable(descriptor: int) -> None:
+    """Wait until there is something to read; for a process's descriptor, until it ends."""
+    loop = asyncio.get_running_loop()
+    seen = asyncio.Event()
+    loop.add_reader(descriptor, seen.set)
+    try:
+        await seen.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def adopted(addresses: Mapping[str, str], keys_dir: Path | None) -> AdoptedCore:
+    """The core that `AsyncLLM`'s `client_addresses` name; the keys are those of the directory."""
+    if set(addresses) != {"input_address"}:
+        raise InvalidRequestError(
+            "client_addresses needs input_address, and nothing else: one socket carries both "
+            "directions",
+            param="client_addresses",
+        )
+    keys = None if keys_dir is None else read_keys(keys_dir)
+    return AdoptedCore(addresses["input_address"], keys=keys)

@@ -1,0 +1,143 @@
+"""The part of AsyncLLM that changes what an engine computes with: adapters and weights."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from typing import Any
+
+from diptych_frontend.core_client.weight_messages import split_update
+from diptych_protocol import (
+    EngineClient,
+    InvalidRequestError,
+    LoRARequest,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+
+CALL_TIMEOUT_S = 600.0
+"""For calls that read or receive files of weights, and for worker methods without a deadline."""
+
+
+class CoreWeights(EngineClient):
+    """Mixed into a client that owns its engine core."""
+
+    _adapters: dict[str, LoRARequest]
+
+    @abstractmethod
+    async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """A utility call to the core."""
+
+    @abstractmethod
+    async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """The same, with the answers of all cores in the order of their ranks."""
+
+    @abstractmethod
+    def silence_expected(self) -> contextlib.AbstractContextManager[None]:
+        """The core may be too busy to answer meanwhile, and yet be well."""
+
+    async def _call_core(self, method: str, *args: Any) -> Any:
+        """A call that may take as long as large files take."""
+        with self.silence_expected():
+            return await self.call_core(method, *args, timeout_s=CALL_TIMEOUT_S)
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; from then on its name may stand for the model's in API requests.
+
+        Raises `UtilityError` if its files are no good or there is no place for it.
+        """
+        if lora_request.lora_name == self.model_name:
+            raise InvalidRequestError(
+                f"{lora_request.lora_name!r} is the model's own name", param="lora_name"
+            )
+        done = await self._call_core("add_lora", lora_request)
+        self._adapters[lora_request.lora_name] = lora_request
+        return bool(done)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; False if it is not loaded. Those that run with it end with it."""
+        for name, adapter in list(self._adapters.items()):
+            if adapter.lora_int_id == lora_id:
+                del self._adapters[name]
+        return bool(await self._call_core("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """Ids of the adapters that are loaded."""
+        return set(await self._call_core("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded, whatever others want; False if it is not loaded."""
+        return bool(await self._call_core("pin_lora", lora_id))
+
+    async def load_adapter(self, name: str, path: str) -> LoRARequest:
+        """Load an adapter under a name, with an id of its own. Raises as `add_lora` does."""
+        known = self._adapters.get(name)
+        if known is not None:
+            raise InvalidRequestError(
+                f"the adapter {name!r} is known already, from {known.lora_path}; unload it first",
+                param="lora_name",
+            )
+        taken = {adapter.lora_int_id for adapter in self._adapters.values()}
+        taken |= await self.list_loras()
+        adapter = LoRARequest(name, max(taken, default=0) + 1, path)
+        await self.add_lora(adapter)
+        return adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter by its name. Raises `InvalidRequestError` for an unknown one."""
+        known = self._adapters.get(name)
+        if known is None:
+            raise InvalidRequestError(
+                f"there is no adapter {name!r}", param="lora_name", status=404
+            )
+        await self.remove_lora(known.lora_int_id)
+
+    # --- workers ------------------------------------------------------------------------------
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method of every worker; their results in the order of their ranks.
+
+        The worker runs it between two steps, to its end; `timeout` (seconds) is how long the
+        caller waits for it.
+
+        Raises:
+            UtilityError: it raised, or there is no such method; with the worker's message.
+            TimeoutError: it took longer.
+        """
+        wait_s = CALL_TIMEOUT_S if timeout is None else timeout
+        with self.silence_expected():
+            answers = await self.call_each_core(
+                "collective_rpc", method, list(args), kwargs or {}, timeout_s=wait_s
+            )
+        return [result for of_core in answers for result in of_core]
+
+    # --- weights ------------------------------------------------------------------------------
+
+    async def init_weight_transfer_engine(self, init_request: WeightTransferInitRequest) -> None:
+        """Open the way for weights. Raises `UtilityError` if the trainer is not there."""
+        await self._call_core("init_weight_transfer_engine", init_request)
+
+    async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Begin to replace weights. Raises `UtilityError` unless generation is paused."""
+        await self._call_core("start_weight_update", is_checkpoint_format)
+
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
+        """Replace some weights. Raises `UtilityError` if they do not fit the model."""
+        for part in split_update(request):
+            await self._call_core("update_weights", part)
+
+    async def finish_weight_update(self) -> None:
+        """Use the new weights from now on; what was computed with the old ones is forgotten."""
+        await self._call_core("finish_weight_update")
+
+    async def reload_weights(self) -> None:
+        """Take the weights from the model's files again."""
+        await self._call_core("reload_weights")

@@ -1,0 +1,20 @@
+"""Fetches models.
+
+`python -m diptych_frontend.model_files.fetch --uri hf://ORG/REPO --cache FOLDER`.
+"""
+
+from __future__ import annotations
+
+from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
+from diptych_frontend.model_files.fetch.errors import BadSourceError, FetchError
+from diptych_frontend.model_files.fetch.fetch import fetch_model
+from diptych_frontend.model_files.fetch.progress import Progress
+
+__all__ = [
+    "BadSourceError",
+    "Credentials",
+    "FetchError",
+    "Progress",
+    "fetch_model",
+    "read_credentials",
+]

@@ -1,0 +1,213 @@
+"""A directory that holds fetched models, shared by all processes of a node or of a volume.
+
+    NAME                  -> .content/NAME-CONTENT, a symbolic link: the model as readers find it
+    .content/NAME-CONTENT    complete and verified; never changed again
+    .partial/NAME-CONTENT    being fetched; survives its process, and the next one continues it
+    .locks/NAME              held (flock) by whoever writes any of the above
+
+A model appears by one rename, so a reader sees all of it or nothing. The kernel, or the server of
+a network file system, releases the lock of a process that died.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from diptych_frontend.model_files.fetch.errors import CACHE, FetchError
+
+logger = logging.getLogger(__name__)
+
+RECORD: Final = ".diptych.json"
+LOCK_POLL_S: Final = 0.5
+OWNER_SILENCE_S: Final = 180.0
+"""A holder of the lock that does not beat for so long is on a machine that is gone."""
+WAITING_REPORT_S: Final = 10.0
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What stands beside a model's files, to tell later whether they are all there."""
+
+    uri: str
+    content: str
+    """`selection.content_id` of what the source offered."""
+    files: dict[str, int]
+    """Name -> bytes."""
+
+
+class CacheEntry:
+    """One model's place in the cache. Methods raise `FetchError` for what a disk can do wrong."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._root = root
+        self._name = name
+        self._lock: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where readers find the model."""
+        return self._root / self._name
+
+    def published(self) -> Record | None:
+        """The record of the model that readers find; None if it is absent or damaged."""
+        return _intact(self.path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only one, on all nodes that share the cache, to write this entry."""
+        with self._disk_errors():
+            folder = self._root / ".locks"
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / self._name, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                self._wait_for(lock)
+                self._lock = lock
+                yield
+            finally:
+                self._lock = None
+                os.close(lock)
+
+    def beat(self) -> None:
+        """Show those who wait for the lock that its holder lives."""
+        lock = self._lock
+        if lock is not None:
+            os.utime(lock)
+
+    def partial(self, content: str) -> Path:
+        """The folder to fetch `content` into. What was begun of other versions is removed."""
+        folder = self._root / ".partial"
+        own = folder / f"{self._name}-{content}"
+        own.mkdir(parents=True, exist_ok=True)
+        for other in folder.glob(f"{self._name}-*"):
+            # The name must be followed by a content id alone: names may begin with one another.
+            if other != own and len(other.name) == len(own.name):
+                shutil.rmtree(other)
+        return own
+
+    def check_space(self, needed: int) -> None:
+        """Raise `FetchError` if so many bytes do not fit."""
+        free = shutil.disk_usage(self._root).free
+        if needed > free:
+            raise FetchError(
+                f"{CACHE}: {gib(needed)} are still to come and {gib(free)} are free in "
+                f"{self._root}; enlarge the volume, or remove models from it"
+            )
+
+    def publish(self, partial: Path, uri: str, content: str) -> None:
+        """Let readers find the files in `partial`, all at once and for good."""
+        files = {
+            path.name: path.stat().st_size for path in partial.iterdir() if path.name != RECORD
+        }
+        record = Record(uri, content, files)
+        (partial / RECORD).write_bytes(msgspec.json.encode(record))
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        final = self._root / ".content" / partial.name
+        final.parent.mkdir(exist_ok=True)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(final.parent)
+        self._point_at(final)
+
+    def restore(self, content: str) -> bool:
+        """Publish a version that is still there from earlier; False if there is none."""
+        final = self._root / ".content" / f"{self._name}-{content}"
+        if _intact(final) is None:
+            return False
+        self._point_at(final)
+        return True
+
+    def _point_at(self, final: Path) -> None:
+        link = self._root / ".content" / f"{self._name}.link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.relative_to(self._root))
+        link.rename(self.path)
+        _sync(self._root)
+
+    def _wait_for(self, lock: int) -> None:
+        last_beat, heard_at = os.fstat(lock).st_mtime_ns, time.monotonic()
+        reported_at = 0.0
+        while not _try_lock(lock):
+            now = time.monotonic()
+            beat = os.fstat(lock).st_mtime_ns
+            if beat != last_beat:
+                last_beat, heard_at = beat, now
+            if now - heard_at > OWNER_SILENCE_S:
+                raise FetchError(
+                    f"{CACHE}: another process holds the lock of {self._name} and has not been "
+                    f"heard of for {OWNER_SILENCE_S:.0f} s; if its node is gone, the file system "
+                    "will release the lock"
+                )
+            if now - reported_at > WAITING_REPORT_S:
+                logger.info("%s is being fetched by another process; waiting", self._name)
+                reported_at = now
+            threading.Event().wait(LOCK_POLL_S)
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise FetchError(f"{CACHE}: {_advice(exc, self._root)}") from exc
+
+
+def gib(nbytes: float) -> str:
+    """A number of bytes for people."""
+    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 29 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def _intact(folder: Path) -> Record | None:
+    try:
+        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
+        sizes = {name: (folder / name).stat().st_size for name in record.files}
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return record if sizes == record.files else None
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _advice(exc: OSError, root: Path) -> str:
+    where = exc.filename or root
+    match exc.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return f"{root} is full; enlarge the volume, or remove models from it"
+        case errno.EROFS:
+            return f"{root} is read-only and does not hold this model; put it there first"
+        case errno.EACCES | errno.EPERM:
+            return (
+                f"user {os.geteuid()} may not write {where}; give the directory to that user, "
+                "or take a pvc"
+            )
+        case code if code in _NO_LOCKS:
+            return f"the file system of {root} has no locks; take one that has, such as NFS 4"
+        case _:
+            return f"{where}: {exc.strerror or exc}"

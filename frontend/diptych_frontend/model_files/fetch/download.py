@@ -1,0 +1,153 @@
+"""One file from a source to the disk: in parts, several at a time, and where it was left off.
+
+Parts are written in their order, so the length of an unfinished file says all about it, and a
+process may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+from diptych_frontend.model_files.fetch.errors import (
+    SHA256,
+    URI,
+    BadSourceError,
+    FetchError,
+    UnreachableError,
+)
+from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile, Source
+from diptych_frontend.model_files.gguf_header import MAGIC, GGUFError, read_header
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PART_BYTES: Final = 16 << 20
+PARTS_AT_A_TIME: Final = 6
+"""At most this many parts are in memory; one connection is seldom as fast as the network."""
+ATTEMPTS: Final = 6
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 30.0
+HASH_CHUNK_BYTES: Final = 4 << 20
+MAX_HEADER_BYTES: Final = 256 << 20
+"""Of a GGUF file: a vocabulary of a million entries takes less."""
+
+Advance = Callable[[int], None]
+"""Told of each number of bytes that has come to the disk."""
+
+
+def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> None:
+    """Fetch `file` to `path`, continuing what is there, and verify it.
+
+    Raises `FetchError` if it differs from its checksum twice, or if the source fails for good.
+    """
+    for _ in range(2):
+        _fetch_missing(source, file, path, file.size, advance)
+        if file.checksum is None or _digest(path, file.checksum) == file.checksum.digest:
+            return
+        logger.warning("%s differs from its checksum and is thrown away", file.name)
+        path.unlink()
+        advance(-file.size)
+    raise FetchError(
+        f"{file.name} differs from its checksum twice; it is damaged on its way, or {SHA256} is "
+        "that of another file"
+    )
+
+
+def download_header(source: Source, file: RemoteFile, path: Path, advance: Advance) -> None:
+    """Fetch as much of a GGUF file as its header takes: metadata and vocabulary, no weights.
+
+    Its checksum cannot be verified without the rest.
+    """
+    end = 0
+    while end < min(file.size, MAX_HEADER_BYTES):
+        end = min(file.size, max(PART_BYTES, 2 * end))
+        _fetch_missing(source, file, path, end, advance)
+        with path.open("rb") as start:
+            if start.read(len(MAGIC)) != MAGIC:
+                break
+        try:
+            read_header(path)
+        except GGUFError:
+            continue
+        return
+    path.unlink(missing_ok=True)
+    raise BadSourceError(URI, f"{file.name} is not a usable GGUF file; name another")
+
+
+def with_attempts(
+    call: Callable[[], T], attempts: int = ATTEMPTS, *, given_up: threading.Event | None = None
+) -> T:
+    """Call until there is an answer, with growing pauses between attempts.
+
+    Once `given_up` is set nobody wants the answer any more: no attempt is made after that.
+    """
+    given_up = given_up or threading.Event()
+    pause_s = FIRST_PAUSE_S
+    for attempt in range(1, attempts + 1):
+        try:
+            return call()
+        except UnreachableError as exc:
+            if attempt == attempts or given_up.is_set():
+                raise
+            wait_s = max(exc.retry_after_s, pause_s * random.uniform(0.5, 1.0))
+            logger.warning("%s; attempt %d of %d in %.0f s", exc, attempt + 1, attempts, wait_s)
+            if given_up.wait(wait_s):
+                raise
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    raise ValueError(f"{attempts} attempts are none")
+
+
+def _fetch_missing(
+    source: Source, file: RemoteFile, path: Path, end: int, advance: Advance
+) -> None:
+    """Append to `path` until it has `end` bytes."""
+    with path.open("ab") as out:
+        if out.tell() > file.size:
+            out.truncate(0)
+        for part in _parts(source, file, os.fstat(out.fileno()).st_size, end):
+            out.write(part)
+            out.flush()
+            advance(len(part))
+
+
+def _parts(source: Source, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+    """The parts between `start` and `end` in their order, some of them fetched ahead."""
+
+    def fetch(at: int) -> bytes:
+        return with_attempts(
+            lambda: source.read(file, at, min(at + PART_BYTES, end)), given_up=given_up
+        )
+
+    given_up = threading.Event()
+    pending: deque[Future[bytes]] = deque()
+    with ThreadPoolExecutor(PARTS_AT_A_TIME, thread_name_prefix="part") as pool:
+        try:
+            for at in range(start, end, PART_BYTES):
+                pending.append(pool.submit(fetch, at))
+                if len(pending) == PARTS_AT_A_TIME:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _digest(path: Path, checksum: Checksum) -> str:
+    if checksum.algorithm == "git-sha1":
+        digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    else:
+        digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

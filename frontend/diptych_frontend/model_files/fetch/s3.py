@@ -1,0 +1,157 @@
+"""s3://BUCKET/KEY: objects in S3, or in a store that speaks its API."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from diptych_frontend.model_files.fetch.credentials import Credentials
+from diptych_frontend.model_files.fetch.errors import (
+    CREDENTIALS,
+    URI,
+    BadSourceError,
+    ChangedError,
+    UnreachableError,
+)
+from diptych_frontend.model_files.fetch.source import RemoteFile
+from diptych_protocol.model_uri import ModelUri
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig, S3Config
+
+CONNECT_TIMEOUT: Final = timedelta(seconds=10)
+READ_TIMEOUT: Final = timedelta(seconds=30)
+PART_TIMEOUT: Final = timedelta(seconds=300)
+AMBIENT: Final = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)
+"""Any of these says that the process was given an identity."""
+MAX_CAUSE: Final = 120
+"""Characters of a store's own words that are passed on."""
+
+
+class S3Source:
+    """One object, or the objects right below a prefix."""
+
+    def __init__(self, uri: ModelUri, credentials: Credentials) -> None:
+        self._uri = uri
+        with self._mapped_errors():
+            self._store = S3Store(
+                uri.host,
+                config=_config(credentials),
+                client_options=_client_options(credentials),
+                # The fetcher repeats what fails, for every source in the same way.
+                retry_config=_NO_RETRIES,
+            )
+
+    def files(self) -> Sequence[RemoteFile]:
+        """See `Source`."""
+        with self._mapped_errors():
+            if self._uri.is_file:
+                return [_remote_file(obstore.head(self._store, self._uri.path), self._uri.path)]
+            folder = f"{self._uri.path}/"
+            found = obstore.list_with_delimiter(self._store, folder)["objects"]
+            return [_remote_file(meta, meta["path"].removeprefix(folder)) for meta in found]
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        """See `Source`."""
+        with self._mapped_errors():
+            got = obstore.get(
+                self._store,
+                file.locator,
+                options={"range": (start, end), "if_match": file.version},
+            )
+            part = bytes(got.bytes())
+        if len(part) != end - start:
+            raise UnreachableError(f"s3://{self._uri.host} broke off")
+        return part
+
+    def close(self) -> None:
+        """See `Source`. The store's connections end with the object."""
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        where = f"s3://{self._uri.host}"
+        try:
+            yield
+        except (PermissionDeniedError, UnauthenticatedError):
+            raise BadSourceError(
+                CREDENTIALS, f"{where} refuses access; give keys that may list and read the model"
+            ) from None
+        except FileNotFoundError:
+            raise BadSourceError(
+                URI, f"{where} has no {self._uri.path}; check bucket, key, region and endpoint"
+            ) from None
+        except PreconditionError:
+            raise ChangedError(f"{where} has another version of the file than before") from None
+        except BaseError as exc:
+            cause = _cause(exc)
+            if _NO.search(cause):
+                problem = f"{where} cannot be read: {cause}; check bucket, region and endpoint"
+                raise BadSourceError(URI, problem) from None
+            raise UnreachableError(f"{where} cannot be read: {cause}") from None
+
+
+_NO = re.compile(r"status code: 4(?!08|29)\d\d")
+"""A definite no that the client has no error for, such as a bucket that is not there."""
+_NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": PART_TIMEOUT}
+
+
+def _config(credentials: Credentials) -> S3Config:
+    """What the Secret gives; the rest is the client's to find in its environment.
+
+    Without either, requests are not signed: that opens public buckets, and a pod that was given no
+    identity does not take that of its node.
+    """
+    config: S3Config = {}
+    if credentials.access_key_id:
+        config["access_key_id"] = credentials.access_key_id
+        config["secret_access_key"] = credentials.secret_access_key
+    elif not any(name in os.environ for name in AMBIENT):
+        config["skip_signature"] = True
+    if credentials.session_token:
+        config["session_token"] = credentials.session_token
+    if credentials.region:
+        config["region"] = credentials.region
+    if credentials.endpoint:
+        config["endpoint"] = credentials.endpoint
+    return config
+
+
+def _client_options(credentials: Credentials) -> ClientConfig:
+    return {
+        "connect_timeout": CONNECT_TIMEOUT,
+        "read_timeout": READ_TIMEOUT,
+        "timeout": PART_TIMEOUT,
+        # An endpoint inside a cluster often has no certificate; then the Secret says so.
+        "allow_http": credentials.endpoint.startswith("http://"),
+    }
+
+
+def _cause(exc: BaseError) -> str:
+    """The reason at the end of the client's long message, which also shows URLs."""
+    text, _, _ = " ".join(str(exc).split()).partition(" Debug source")
+    return text.rpartition(" - ")[2][:MAX_CAUSE]
+
+
+def _remote_file(meta: ObjectMeta, name: str) -> RemoteFile:
+    if not meta["e_tag"]:
+        raise BadSourceError(URI, f"the store gives {name} no entity tag; use another")
+    return RemoteFile(name, meta["size"], meta["e_tag"], meta["path"])

@@ -1,0 +1,143 @@
+"""From a model's URI to its files and its configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from diptych_frontend.model_files.gguf_header import GGUFError, GGUFTensor, read_header
+from diptych_frontend.model_files.model_config import (
+    ModelConfig,
+    config_from_gguf,
+    config_from_hf,
+    config_from_query,
+)
+from diptych_protocol import InvalidRequestError
+
+__all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
+
+MAX_JSON_BYTES: Final = 16 << 20
+"""Of a configuration file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that exists and that this project can run."""
+
+    uri: str
+    format: Literal["gguf", "safetensors", "dummy"]
+    path: Path | None
+    """The GGUF file, or the directory of safetensors; None for dummy weights."""
+    config: ModelConfig
+
+    def tensors(self) -> dict[str, GGUFTensor]:
+        """Where each tensor lies in the GGUF file. Raises `ValueError` for another format."""
+        if self.format != "gguf" or self.path is None:
+            raise ValueError(f"{self.uri} is not a GGUF file")
+        with readable(self.path):
+            return read_header(self.path).tensors()
+
+
+def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
+    """Find the model and read its configuration. Weights and vocabulary stay where they are.
+
+    `package://PKG/FILE` is a file inside an installed Python package (which is not imported),
+    `file:///PATH` or a plain path a GGUF file or a directory in Hugging Face's layout, and
+    `dummy://?hidden_size=64` a model of random weights. Models from elsewhere are fetched
+    (`diptych_frontend.model_files.fetch`) or mounted first, and then are files.
+
+    Without `weights` a directory need not hold any: a router reads the tokenizer only.
+
+    Raises:
+        InvalidRequestError: no such model, or not one that can be run; the message names a remedy.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme == "dummy":
+        query = parse_qsl(parts.query, keep_blank_values=True)
+        return ModelSource(uri, "dummy", None, config_from_query(dict(query)))
+    path = _locate(uri)
+    with readable(path):
+        if path.is_dir():
+            return ModelSource(uri, "safetensors", path, _read_hf_config(path, weights))
+        if not path.is_file():
+            raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
+        header = read_header(path)
+        names = {tensor.name for tensor in header.raw_tensors}
+        return ModelSource(uri, "gguf", path, config_from_gguf(header.metadata, names))
+
+
+def _locate(uri: str) -> Path:
+    parts = urlsplit(uri)
+    if parts.scheme == "package":
+        return _locate_in_package(parts.netloc, unquote(parts.path.lstrip("/")))
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise _refuse(f"{uri} names the host {parts.netloc!r}; write file:///PATH")
+        return Path(unquote(parts.path))
+    if parts.scheme in ("hf", "s3", "https"):
+        raise _refuse(
+            f"{uri} is not on this machine; `python -m diptych_frontend.model_files.fetch "
+            f"--uri {uri} --cache FOLDER` fetches it and prints the URI to use"
+        )
+    if parts.scheme in ("pvc", "oci"):
+        raise _refuse(f"{uri} can be mounted in a cluster only; here, name a path or an hf:// URI")
+    if "://" in uri:
+        raise _refuse(
+            f"{uri}: unknown scheme; use package://PKG/FILE, file:///PATH, a path, or dummy://"
+        )
+    return Path(uri).expanduser()
+
+
+def _locate_in_package(package: str, name: str) -> Path:
+    if not package.isidentifier() or not name or ".." in Path(name).parts:
+        raise _refuse(f"package://{package}/{name} is not of the form package://PKG/FILE")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        raise _refuse(f"the Python package {package!r} is not installed; install it in this image")
+    for location in map(Path, spec.submodule_search_locations):
+        path = location / name
+        if path.exists():
+            return path
+    raise _refuse(f"the Python package {package!r} holds no file {name!r}")
+
+
+def _read_hf_config(folder: Path, weights: bool) -> ModelConfig:
+    if weights and not any(folder.glob("*.safetensors")):
+        raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
+    generation = folder / "generation_config.json"
+    return config_from_hf(
+        _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {}
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        raw = file.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise _refuse(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.DecodeError as exc:
+        raise _refuse(f"{path} is not a JSON object: {exc}") from exc
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what can go wrong with a model's file into `InvalidRequestError`."""
+    try:
+        yield
+    except GGUFError as exc:
+        raise _refuse(f"{path} is not a usable GGUF file: {exc}; download it again") from exc
+    except OSError as exc:
+        raise _refuse(f"{exc.filename or path} cannot be read: {exc.strerror or exc}") from exc
+
+
+def _refuse(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"model: {message}", param="model")

@@ -1,0 +1,1 @@
+"""Between what people write and what models compute: templates, tokens, options, answers."""

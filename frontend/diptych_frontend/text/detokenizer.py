@@ -1,0 +1,182 @@
+"""Tokens to text as they arrive, and the search for stop strings in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tokenizers.decoders import DecodeStream
+
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_protocol import SamplingParams
+
+PRIMING_TOKENS: Final = 6
+"""Tokens of the prompt that the decoder sees first, so that it knows what precedes the output."""
+REPLACEMENT: Final = "\ufffd"
+"""What bytes decode to that are not UTF-8, or not yet."""
+MAX_UNDECODED: Final = 16
+"""More tokens than this without text are not an unfinished character but bytes that never form
+one; they are given up as replacement characters, or the output would stand still."""
+
+
+class TextStream:
+    """Decodes one sequence piece by piece, and never emits half a character."""
+
+    __slots__ = ("_backend", "_skip_special", "_stream", "_undecoded")
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool
+    ) -> None:
+        """`context` are the tokens before the first one that will be pushed."""
+        self._backend = tokenizer.backend
+        self._skip_special = skip_special_tokens
+        self._undecoded: list[int] = []
+        tail = list(context[-PRIMING_TOKENS:])
+        # A context that ends inside a character would be emitted again together with its rest.
+        primed = not self._decode(tail).endswith(REPLACEMENT)
+        self._stream = DecodeStream(tail if primed else [], skip_special_tokens)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; often empty inside a character."""
+        undecoded = self._undecoded
+        undecoded.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._backend, token_id)
+        except Exception as exc:
+            # The library has no narrower type. It gives up when later tokens change the text of
+            # earlier ones; decoding what is new on its own is then the best there is.
+            if not str(exc).startswith("Invalid prefix"):
+                raise
+            return self._restart()
+        if text is not None:
+            undecoded.clear()
+            return text
+        return self._restart() if len(undecoded) > MAX_UNDECODED else ""
+
+    def flush(self) -> str:
+        """What is left at the end of the sequence, without the unfinished character."""
+        if not self._undecoded:
+            return ""
+        text = self._decode(self._undecoded).rstrip(REPLACEMENT)
+        self._undecoded.clear()
+        return text
+
+    def _restart(self) -> str:
+        text = self._decode(self._undecoded)
+        self._undecoded.clear()
+        self._stream = DecodeStream([], self._skip_special)
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=self._skip_special)
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first, whatever pieces the text comes in.
+
+    Text is held back while a stop string might still begin in it.
+    """
+
+    __slots__ = ("_held", "_include", "_keep", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include_in_output
+        self._keep = max(map(len, stops), default=1) - 1
+        self._held = ""
+
+    def push(self, piece: str, *, may_stop: bool) -> tuple[str, str | None]:
+        """Add text; returns the text that is now certain, and the stop string that ended it.
+
+        Without `may_stop`, a stop string that ends within this piece does not count.
+        """
+        old = len(self._held)
+        text = self._held + piece
+        if may_stop and piece:
+            found = self._first_match(text, old)
+            if found is not None:
+                end, stop = found
+                self._held = ""
+                return text[: end if self._include else end - len(stop)], stop
+        certain = max(len(text) - self._keep, 0)
+        self._held = text[certain:]
+        return text[:certain], None
+
+    def flush(self) -> str:
+        """The text that was held back, when no more follows."""
+        text, self._held = self._held, ""
+        return text
+
+    def _first_match(self, text: str, old: int) -> tuple[int, str] | None:
+        """The match with the earliest end after `old`; of several, the longest."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop, max(old - len(stop) + 1, 0))
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                best = candidate if best is None else min(best, candidate)
+        return None if best is None else (best[0], best[2])
+
+
+class Detokenizer:
+    """The text of one answer, token by token."""
+
+    __slots__ = ("_include_stop", "_matcher", "_min_tokens", "_stream", "num_tokens")
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, context: Sequence[int]
+    ) -> None:
+        """`context` are the tokens before the answer: the prompt."""
+        self._stream = TextStream(
+            tokenizer, context, skip_special_tokens=params.skip_special_tokens
+        )
+        self._matcher = (
+            StopMatcher(params.stop, include_in_output=params.include_stop_str_in_output)
+            if params.stop
+            else None
+        )
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self.num_tokens = 0
+
+    def push(
+        self, token_ids: Sequence[int], *, finished: bool, stop_token: bool
+    ) -> tuple[str, int, str | None]:
+        """Add the tokens of one step.
+
+        Args:
+            token_ids: new tokens, in order.
+            finished: the engine ended the sequence with these tokens.
+            stop_token: it did so because of the last of them, which is then not part of the text
+                (unless the request wants its stop in the output).
+
+        Returns:
+            The text to emit, how many of the tokens belong to the answer, and the stop string that
+            ended it, if one did.
+        """
+        silent = len(token_ids) - 1 if stop_token and not self._include_stop else len(token_ids)
+        pieces = []
+        for index, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            if index == silent:
+                break
+            text, stop = self._match(self._stream.push(token_id))
+            pieces.append(text)
+            if stop is not None:
+                return "".join(pieces), index + 1, stop
+        if finished:
+            text, stop = self._match(self._stream.flush())
+            pieces.append(text)
+            if stop is not None:
+                return "".join(pieces), len(token_ids), stop
+            pieces.append(self.flush())
+        return "".join(pieces), len(token_ids), None
+
+    def flush(self) -> str:
+        """Text held back for a stop string that will not come."""
+        return "" if self._matcher is None else self._matcher.flush()
+
+    def _match(self, piece: str) -> tuple[str, str | None]:
+        if self._matcher is None:
+            return piece, None
+        return self._matcher.push(piece, may_stop=self.num_tokens > self._min_tokens)

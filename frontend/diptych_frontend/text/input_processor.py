@@ -1,0 +1,285 @@
+"""From what a caller asks for to the `EngineCoreRequest` that an engine core gets."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.structured_outputs import check_structured_outputs
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreRequest,
+    InvalidRequestError,
+    KVTransferParams,
+    LoRARequest,
+    PoolingParams,
+    PromptType,
+    SamplingParams,
+    SchedulingPolicy,
+    TokensPrompt,
+)
+from diptych_protocol.as_sent import check_id, params_as_sent, request_as_sent
+from diptych_protocol.sampling import MAX_BAD_SEQUENCES
+
+
+class InputProcessor:
+    """Validates, tokenises and completes requests. Everything an engine core may rely on is
+    checked here, so a request that leaves cannot fail for its form."""
+
+    def __init__(
+        self,
+        renderer: TextRenderer,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        scheduling_policy: SchedulingPolicy = "fcfs",
+    ) -> None:
+        self.renderer = renderer
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.scheduling_policy = scheduling_policy
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        """For the model of one engine.
+
+        Raises `InvalidRequestError` for a configuration or a model that cannot work.
+        """
+        config.check()
+        source = resolve_model(config.model)
+        model = source.config
+        model_limit = model.max_position_embeddings
+        return cls(
+            TextRenderer(source, skip_tokenizer_init=config.skip_tokenizer_init),
+            max_model_len=min(config.max_model_len or model_limit, model_limit),
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            scheduling_policy=config.scheduling_policy,
+        )
+
+    def process(
+        self,
+        request_id: str,
+        prompt: EngineCoreRequest | PromptType,
+        params: SamplingParams | PoolingParams,
+        *,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
+        tenant: str = "",
+    ) -> EngineCoreRequest:
+        """Build the request for the core; the caller's objects stay as they are.
+
+        The prompt may be an `EngineCoreRequest` made elsewhere: its prompt, salt, parameters and
+        routing then count, its id is taken for the caller's.
+
+        Raises `InvalidRequestError`, naming the field, for a prompt or a parameter that can never
+        succeed; for an id that is no string that is a `TypeError`, too.
+        """
+        if not isinstance(tokenization_kwargs, (dict, type(None))) or tokenization_kwargs:
+            raise InvalidRequestError(
+                "tokenization_kwargs are not supported; tokenise the prompt and send token ids",
+                param="tokenization_kwargs",
+            )
+        if isinstance(prompt, EngineCoreRequest):
+            return self._finish(self._adopt(request_as_sent(prompt), _as_sent(params)))
+        check_id(request_id)
+        if not isinstance(params, (SamplingParams, PoolingParams)):
+            params = _as_sent(params)
+        rendered = self.renderer.render_prompt(prompt)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=rendered["prompt_token_ids"],
+            mm_features=None,
+            sampling_params=params if isinstance(params, SamplingParams) else None,
+            pooling_params=params if isinstance(params, PoolingParams) else None,
+            eos_token_id=None,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            lora_request=lora_request,
+            cache_salt=rendered.get("cache_salt"),
+            data_parallel_rank=data_parallel_rank,
+            prompt_embeds=rendered.get("prompt_embeds"),
+            priority=priority,
+            trace_headers=trace_headers,
+            tenant=tenant,
+        )
+        return self._finish(request_as_sent(request))
+
+    def _adopt(
+        self, request: EngineCoreRequest, params: SamplingParams | PoolingParams
+    ) -> EngineCoreRequest:
+        if request.external_req_id is not None:
+            raise InvalidRequestError(
+                f"external_req_id of request {request.request_id} is set already; "
+                "it is given together with the internal id",
+                param="external_req_id",
+            )
+        given = request.prompt_token_ids
+        prompt = TokensPrompt(prompt_token_ids=[] if given is None else given)
+        if request.prompt_embeds is not None:
+            prompt = TokensPrompt(prompt_embeds=request.prompt_embeds)
+        adopted = msgspec.structs.replace(
+            request, prompt_token_ids=self.renderer.render_prompt(prompt)["prompt_token_ids"]
+        )
+        if request.sampling_params is None and request.pooling_params is None:
+            if isinstance(params, PoolingParams):
+                adopted.pooling_params = params
+            else:
+                adopted.sampling_params = params
+        if type(adopted.params) is not type(params):
+            raise InvalidRequestError(
+                "a request with pooling_params is for encode, others are for generate",
+                param="prompt",
+            )
+        return adopted
+
+    def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        self._check_priority(request.priority)
+        if not math.isfinite(request.arrival_time):
+            raise InvalidRequestError(
+                "arrival_time must be finite: requests are ordered by it", param="arrival_time"
+            )
+        num_prompt_tokens = len(request.prompt_token_ids or ())
+        if request.pooling_params is not None:
+            self._check_pooling(request, request.pooling_params, num_prompt_tokens)
+        else:
+            request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
+            if request.prompt_embeds is not None and request.sampling.prompt_logprobs is not None:
+                raise InvalidRequestError(
+                    "prompt_logprobs are of tokens; prompt_embeds have none",
+                    param="prompt_logprobs",
+                )
+        request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+        request.external_req_id = request.request_id
+        request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
+        return request
+
+    def _check_pooling(
+        self, request: EngineCoreRequest, params: PoolingParams, num_prompt_tokens: int
+    ) -> None:
+        """The prompt of a pooling request may fill the whole context: nothing follows it."""
+        params.check()
+        if request.sampling_params is not None:
+            raise InvalidRequestError(
+                "a request generates or pools: it has sampling_params or pooling_params",
+                param="pooling_params",
+            )
+        if (params.dimensions or 0) > self.renderer.hidden_size:
+            raise InvalidRequestError(
+                f"dimensions must be at most {self.renderer.hidden_size}, "
+                f"which is what this model has, not {params.dimensions}",
+                param="dimensions",
+            )
+        if num_prompt_tokens > self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens, but this model's limit is "
+                f"{self.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """A checked copy of the parameters in which nothing is left open."""
+        params.check()
+        params.check_vocabulary(self.vocab_size)
+        self._check_stops(params)
+        self._check_form(params)
+        _check_kv_transfer(params)
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens, but this model's limit is "
+                f"{self.max_model_len} for prompt and output together",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        max_tokens = min(params.max_tokens or room, room)
+        return msgspec.structs.replace(
+            params,
+            max_tokens=max_tokens,
+            min_tokens=min(params.min_tokens, max_tokens),
+            stop_token_ids=self._stop_token_ids(params),
+            bad_words_token_ids=self._bad_words(params),
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> list[int]:
+        """The core knows one EOS; a model's other ones become stop tokens."""
+        others = () if params.ignore_eos else self.eos_token_ids[1:]
+        return list(dict.fromkeys((*params.stop_token_ids, *others)))
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and self.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority {priority} needs an engine whose scheduling_policy is `priority`; "
+                f"here it is `{self.scheduling_policy}`, which serves in the order of arrival",
+                param="priority",
+            )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
+        """Each bad word as it is tokenised at the start of a text, and after a space."""
+        if not params.bad_words:
+            return params.bad_words_token_ids
+        tokenizer = self.renderer.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "this model has no tokenizer; use bad_words_token_ids", param="bad_words"
+            )
+        sequences = list(params.bad_words_token_ids or ())
+        for word in params.bad_words:
+            text = word.lstrip()
+            for spelling in (text, f" {text}"):
+                token_ids = tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids and token_ids not in sequences:
+                    sequences.append(token_ids)
+        if len(sequences) > MAX_BAD_SEQUENCES:
+            raise InvalidRequestError(
+                f"bad_words and bad_words_token_ids make more than {MAX_BAD_SEQUENCES} sequences",
+                param="bad_words",
+            )
+        return sequences
+
+    def _check_form(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        if self.renderer.tokenizer is None:
+            raise InvalidRequestError(
+                "structured_outputs: this model has no tokenizer", param="structured_outputs"
+            )
+        check_structured_outputs(params.structured_outputs)
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if params.stop and (self.renderer.tokenizer is None or not params.detokenize):
+            raise InvalidRequestError(
+                "stop strings are found in the text, and this request makes none; "
+                "use stop_token_ids",
+                param="stop",
+            )
+
+
+def _as_sent(params: object) -> SamplingParams | PoolingParams:
+    if isinstance(params, PoolingParams):
+        return params_as_sent(params, PoolingParams)
+    return params_as_sent(params, SamplingParams)
+
+
+def _check_kv_transfer(params: SamplingParams) -> None:
+    raw: Any = (params.extra_args or {}).get("kv_transfer_params")
+    if raw is None:
+        return
+    KVTransferParams.parse(raw)
+    if params.n > 1:
+        raise InvalidRequestError(
+            "a hand-off belongs to one sequence: n must be 1 with kv_transfer_params", param="n"
+        )

@@ -1,0 +1,392 @@
+"""From the tokens that engine cores send to the outputs that consumers read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from diptych_frontend.text.collector import Collector
+from diptych_frontend.text.detokenizer import Detokenizer
+from diptych_frontend.text.logprobs import PromptLogprobs, of_output
+from diptych_frontend.text.pooling_answer import PoolingAnswer
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_protocol import (
+    CompletionOutput,
+    DiptychError,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineGenerateError,
+    EngineOverloadedError,
+    FinishReason,
+    Logprob,
+    RefusedByEngineError,
+    RequestOutput,
+    RequestOutputKind,
+)
+from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.wire import OVERLOADED
+
+__all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
+
+log = logging.getLogger(__name__)
+
+
+class ParentRequest:
+    """A request for n > 1 answers: makes its children, and knows when all of them are done."""
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.request = request
+        self.open_children: set[str] = set()
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """As the first child learns them."""
+        self.num_cached_tokens: int | None = None
+        """Of the child that spoke first: the others find in the cache what that one computed."""
+        self._unfinished = request.sampling.n
+        self._answers: list[CompletionOutput] = []
+
+    def child(self, index: int) -> EngineCoreRequest:
+        """The request for one answer; with a seed, answer i is that of seed + i."""
+        params = self.request.sampling
+        seed = None if params.seed is None else _wrap_int64(params.seed + index)
+        return msgspec.structs.replace(
+            self.request,
+            request_id=f"{index}_{self.request.request_id}",
+            sampling_params=msgspec.structs.replace(
+                params,
+                n=1,
+                seed=seed,
+                # One of them suffices: the prompt is the same, and cannot come from the cache.
+                prompt_logprobs=None if index else params.prompt_logprobs,
+            ),
+        )
+
+    def finish_child(self) -> bool:
+        """Count a finished child; True for the last one."""
+        self._unfinished -= 1
+        return self._unfinished == 0
+
+    def gather(self, answer: CompletionOutput) -> list[CompletionOutput]:
+        """Keep a final answer; returns all that are known, in the order of their indices."""
+        self._answers.append(answer)
+        return sorted(self._answers, key=lambda known: known.index)
+
+
+def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
+    """What the core gets for a request: itself, or a parent's n children."""
+    if request.sampling_params is None or request.sampling_params.n == 1:
+        return None, [request]
+    parent = ParentRequest(request)
+    return parent, [parent.child(index) for index in range(request.sampling_params.n)]
+
+
+class OutputProcessor:
+    """The open requests of one client. Belongs to one thread."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer, answers are token ids and their text stays empty."""
+        self._tokenizer = tokenizer
+        self._answers: dict[str, _Answer | PoolingAnswer] = {}
+        self._waiting: dict[str, int] = {}
+        """Prompt tokens of those that had no output yet."""
+        self._by_external_id: dict[str, set[str]] = {}
+        self._parents: dict[str, ParentRequest] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that an engine still works on; a request with n answers counts n times."""
+        return len(self._answers)
+
+    @property
+    def open_ids(self) -> Collection[str]:
+        """The users' ids of the requests that have not ended."""
+        return self._by_external_id.keys()
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of the sequences that had no output yet."""
+        return sum(self._waiting.values())
+
+    def add(
+        self,
+        request: EngineCoreRequest,
+        prompt_text: str | None,
+        collector: Collector[Any],
+        parent: ParentRequest | None = None,
+        index: int = 0,
+    ) -> None:
+        """Expect outputs for a request, which go to the collector: `RequestOutput`s, or the one
+        `PoolingRequestOutput`. Raises `ValueError` if its internal id is in use.
+        """
+        request_id = request.request_id
+        if request_id in self._answers:
+            raise ValueError(f"request {request_id} is running already")
+        answer: _Answer | PoolingAnswer
+        if request.pooling_params is not None:
+            answer = PoolingAnswer(request, collector)
+        else:
+            answer = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
+        self._answers[request_id] = answer
+        self._waiting[request_id] = len(request.prompt_token_ids or ())
+        self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
+        if parent is not None:
+            self._parents[parent.request.request_id] = parent
+            parent.open_children.add(request_id)
+
+    def next_piece(self, request: EngineCoreRequest, prompt_text: str | None) -> None:
+        """Begin a new answer to an open request whose prompt has grown.
+
+        Raises `KeyError` if it has ended meanwhile.
+        """
+        collector: Collector[Any] = self._answers[request.request_id].collector
+        answer = _Answer(request, prompt_text, collector, None, 0, self._tokenizer)
+        self._answers[request.request_id] = answer
+
+    def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Hand the outputs of a step to their consumers; unknown ids are dropped.
+
+        Returns the requests that have ended here but still run in the core: abort them there.
+        """
+        still_running: list[str] = []
+        for output in outputs:
+            answer = self._answers.get(output.request_id)
+            if answer is None:
+                continue
+            self._waiting.pop(output.request_id, None)
+            if output.finish_reason is FinishReason.ERROR:
+                reason = output.error or "the engine gave no reason"
+                self.fail(output.request_id, failure_of(reason))
+                continue
+            try:
+                ended = answer.advance(output)
+            except Exception as exc:
+                # One request's bad tokens must not take the others of the step with it.
+                log.exception("request %s: its output cannot be processed", output.request_id)
+                error = EngineGenerateError(f"the engine's output cannot be processed: {exc}")
+                self.fail(output.request_id, error)
+                ended = True
+            else:
+                if ended:
+                    self._forget(answer)
+            if ended and not output.finished:
+                still_running.append(output.request_id)
+        return still_running
+
+    def abort(self, request_ids: Iterable[str], internal: bool = False) -> list[str]:
+        """End requests: their consumers get what is left and the finish reason "abort".
+
+        The ids are the users', or with `internal` our own, of which a parent's stands for its
+        children. Unknown ids are ignored. Returns the internal ids to abort in the core.
+        """
+        aborted: list[str] = []
+        for request_id in request_ids:
+            for internal_id in self._resolve(request_id, internal):
+                answer = self._answers[internal_id]
+                answer.advance(EngineCoreOutput(internal_id, [], finish_reason=FinishReason.ABORT))
+                self._forget(answer)
+                aborted.append(internal_id)
+        return aborted
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End one request (internal id) with an error; an unknown id is ignored.
+
+        Other answers to the same prompt run on until their consumer, which gets the error, aborts
+        the parent.
+        """
+        answer = self._answers.get(request_id)
+        if answer is not None:
+            self._forget(answer)
+            answer.collector.fail(error)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every request with an error."""
+        for request_id in list(self._answers):
+            self.fail(request_id, error)
+
+    def _resolve(self, request_id: str, internal: bool) -> list[str]:
+        if not internal:
+            return sorted(self._by_external_id.get(request_id, ()))
+        if request_id in self._parents:
+            return sorted(self._parents[request_id].open_children)
+        return [request_id] if request_id in self._answers else []
+
+    def _forget(self, answer: _Answer | PoolingAnswer) -> None:
+        del self._answers[answer.request_id]
+        self._waiting.pop(answer.request_id, None)
+        same_user_id = self._by_external_id[answer.external_id]
+        same_user_id.discard(answer.request_id)
+        if not same_user_id:
+            del self._by_external_id[answer.external_id]
+        if answer.parent is not None:
+            answer.parent.open_children.discard(answer.request_id)
+            if not answer.parent.open_children:
+                del self._parents[answer.parent.request.request_id]
+
+
+class _Answer:
+    """One sequence between the core and its consumer."""
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_detokenizer",
+        "_index",
+        "_kind",
+        "_kv_transfer_params",
+        "_logprobs",
+        "_prompt_text",
+        "_prompt_token_ids",
+        "_text",
+        "_token_ids",
+        "_tokenizer",
+        "_wants_logprobs",
+        "collector",
+        "external_id",
+        "num_cached_tokens",
+        "parent",
+        "prompt_logprobs",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        prompt_text: str | None,
+        collector: Collector[RequestOutput],
+        parent: ParentRequest | None,
+        index: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        params = request.sampling
+        prompt = request.prompt_token_ids or []
+        self.request_id = request.request_id
+        self.external_id = request.external_req_id or request.request_id
+        self.collector = collector
+        self.parent = parent
+        self._index = index
+        self._prompt_text = prompt_text
+        self._prompt_token_ids = prompt
+        self._kind = params.output_kind
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            made_elsewhere = request.generated_token_ids or []
+            self._detokenizer = Detokenizer(tokenizer, params, [*prompt, *made_elsewhere])
+            self._detokenizer.num_tokens = len(made_elsewhere)
+        self._wants_logprobs = params.logprobs is not None
+        self._cumulative_logprob = 0.0
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.num_cached_tokens: int | None = None
+        """As the engine that computed the prompt said with the first output. An engine that goes on
+        later has its own prefix cache, which saved nobody any work."""
+        self._kv_transfer_params: dict[str, Any] | None = None
+
+    def advance(self, output: EngineCoreOutput) -> bool:
+        """Take a step's output and emit what the consumer asked for; True if the answer ended."""
+        token_ids = output.new_token_ids
+        piece_finish = output.piece_finish_reason
+        finish = piece_finish if output.finish_reason is None else output.finish_reason
+        stop_reason = output.stop_reason
+        text = ""
+        if self._detokenizer is not None:
+            text, num_kept, stop = self._detokenizer.push(
+                token_ids, finished=finish is not None, stop_token=finish is FinishReason.STOP
+            )
+            if stop is not None:
+                token_ids = token_ids[:num_kept]
+                finish, stop_reason = FinishReason.STOP, stop
+        logprobs = None
+        if self._wants_logprobs and output.new_logprobs is not None:
+            logprobs = of_output(output.new_logprobs, len(token_ids), self._token_text)
+            for token_id, row in zip(token_ids, logprobs, strict=True):
+                self._cumulative_logprob += row[token_id].logprob
+        if output.new_prompt_logprobs_tensors is not None:
+            self._shared.prompt_logprobs = PromptLogprobs(
+                output.new_prompt_logprobs_tensors, self._token_text
+            )
+        if self._shared.num_cached_tokens is None:
+            self._shared.num_cached_tokens = output.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self._kv_transfer_params = output.kv_transfer_params
+        reason = None if finish is None else str(finish)
+        ended = reason is not None and piece_finish is None
+        if self._kind is RequestOutputKind.DELTA:
+            self._emit(text, list(token_ids), logprobs, reason, stop_reason, ended)
+            return ended
+        self._text += text
+        self._token_ids += token_ids
+        if logprobs is not None:
+            self._logprobs += logprobs
+        if reason is not None or self._kind is RequestOutputKind.CUMULATIVE:
+            so_far = list(self._logprobs) if self._wants_logprobs else None
+            self._emit(self._text, list(self._token_ids), so_far, reason, stop_reason, ended)
+        return ended
+
+    def _emit(
+        self,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[dict[int, Logprob]] | None,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        ended: bool,
+    ) -> None:
+        answer = CompletionOutput(
+            self._index,
+            text,
+            token_ids,
+            self._cumulative_logprob if self._wants_logprobs else None,
+            logprobs,
+            finish_reason,
+            stop_reason,
+        )
+        answers = [answer]
+        all_finished = ended
+        if self.parent is not None and all_finished:
+            all_finished = self.parent.finish_child()
+            if self._kind is RequestOutputKind.FINAL_ONLY:
+                answers = self.parent.gather(answer)
+                if not all_finished:
+                    return
+        delta = self._kind is RequestOutputKind.DELTA
+        self.collector.put(
+            RequestOutput(
+                self.external_id,
+                self._prompt_text,
+                self._prompt_token_ids,
+                answers,
+                all_finished,
+                self._shared.num_cached_tokens or 0,
+                self._kv_transfer_params,
+                self._shared.prompt_logprobs,
+            ),
+            delta=delta,
+        )
+        if delta:
+            self._shared.prompt_logprobs = None  # said once
+
+    @property
+    def _shared(self) -> _Answer | ParentRequest:
+        """Who holds what all answers to a prompt have in common."""
+        return self.parent or self
+
+    def _token_text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+
+def failure_of(reason: str) -> DiptychError:
+    """What an engine core's last word on a request is to who asked."""
+    if reason.startswith(OVERLOADED):
+        return EngineOverloadedError(reason)
+    if reason.startswith(f"{PARAM}: "):
+        return RefusedByEngineError(reason, param=PARAM)
+    return EngineGenerateError(reason)
+
+
+def _wrap_int64(value: int) -> int:
+    """Seeds are 64-bit integers: after the largest comes the smallest."""
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,188 @@
+"""Turns prompts and conversations into token ids: the `Renderer` of every client here."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.text.prompt_embeds import check_embeds
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.text.tokenizer_files import load_tokenizer
+from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
+
+PROMPT_FIELDS: Final = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"})
+"""Others, as for pictures, would change the answer: who sends them must know that they do not."""
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+class TextRenderer:
+    """Renders with the model's own tokenizer and chat template.
+
+    A model without a tokenizer (`dummy://`) takes prompts of token ids only. Safe to use from
+    several threads.
+    """
+
+    def __init__(self, source: ModelSource, *, skip_tokenizer_init: bool = False) -> None:
+        """Without its tokenizer a model takes token ids and answers with them."""
+        self.model_config = source.config
+        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(source)
+        self.vocab_size = source.config.vocab_size
+        self.hidden_size = source.config.hidden_size
+        self.max_model_len = source.config.max_position_embeddings
+        """What the model itself can hold; an engine may be set to less."""
+
+    def render_prompt(self, prompt: PromptType, *, add_special_tokens: bool = True) -> TokensPrompt:
+        """Tokenise a completion prompt; token ids and embeddings pass through, checked.
+
+        add_special_tokens: put what the model wants at the beginning of a text there.
+
+        Raises `InvalidRequestError` for an empty prompt, an id outside the vocabulary, or
+        embeddings that do not fit the model.
+        """
+        if isinstance(prompt, str):
+            return self._tokenize(prompt, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, list):
+            return TokensPrompt(prompt_token_ids=self._checked(prompt))
+        if not isinstance(prompt, dict):
+            raise InvalidRequestError(
+                "prompt must be a string or a list of token ids", param="prompt"
+            )
+        for key, value in prompt.items():
+            if key not in PROMPT_FIELDS and value is not None:
+                raise InvalidRequestError(
+                    f"{str(key)[:100]!r} is not supported in a prompt; leave it out",
+                    param=str(key)[:100],
+                )
+        rendered = self._render_dict(dict(prompt), add_special_tokens)
+        if "cache_salt" in prompt:
+            rendered["cache_salt"] = _text(prompt["cache_salt"], "cache_salt")
+        return rendered
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> TokensPrompt:
+        """Apply the model's chat template. Raises `InvalidRequestError` if it refuses."""
+        tokenizer = self._require_tokenizer("messages")
+        if not messages:
+            raise InvalidRequestError("messages must not be empty", param="messages")
+        text = tokenizer.render_chat(
+            [_plain_message(message, index) for index, message in enumerate(messages)],
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+        )
+        # The template writes BOS itself where the model wants one.
+        return self._tokenize(text, add_special_tokens=False)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a sequence of tokens; the empty text if the model has no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises `InvalidRequestError` if none is loaded."""
+        return self._require_tokenizer("model")
+
+    def _render_dict(self, prompt: dict[str, Any], add_special_tokens: bool) -> TokensPrompt:
+        if prompt.get("prompt_embeds") is not None:
+            embeds = check_embeds(prompt["prompt_embeds"], self.hidden_size)
+            return TokensPrompt(prompt_token_ids=[0] * embeds.shape[0], prompt_embeds=embeds)
+        if "prompt_token_ids" in prompt:
+            rendered = TokensPrompt(prompt_token_ids=self._checked(prompt["prompt_token_ids"]))
+            if prompt.get("prompt") is not None:
+                rendered["prompt"] = _text(prompt["prompt"], "prompt")
+            return rendered
+        if "prompt" in prompt:
+            text = _text(prompt["prompt"], "prompt")
+            return self._tokenize(text, add_special_tokens=add_special_tokens)
+        raise InvalidRequestError(
+            "prompt holds neither text nor token ids nor embeddings", param="prompt"
+        )
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> TokensPrompt:
+        tokenizer = self._require_tokenizer("prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the text holds a lone surrogate, which is not a character", param="prompt"
+            ) from None
+        if tokenizer.exceeds(text, self.max_model_len):
+            raise InvalidRequestError(
+                f"the prompt has more tokens than this model can hold, {self.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return TokensPrompt(prompt_token_ids=self._checked(token_ids), prompt=text)
+
+    def _require_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "no tokenizer is loaded for this model; send the prompt as token ids", param=param
+            )
+        return self.tokenizer
+
+    def _checked(self, token_ids: Any) -> list[int]:
+        try:
+            ids = msgspec.convert(token_ids, list[int])
+        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+            raise InvalidRequestError(f"prompt token ids: {exc}", param="prompt") from exc
+        if not ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise InvalidRequestError(
+                f"token id {bad} is outside the vocabulary of {self.vocab_size}", param="prompt"
+            )
+        return ids
+
+
+def _plain_message(message: Any, index: int) -> dict[str, Any]:
+    """A message with its content as one string, which is what chat templates expect."""
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"{where} must be an object", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}",
+            param=f"{where}.role",
+        )
+    return {**message, "content": _content_text(message.get("content"), f"{where}.content")}
+
+
+def _content_text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return _text(content, where)
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InvalidRequestError(
+                f"{where}[{index}] is of type {kind!r}; this model takes only text parts",
+                param=f"{where}[{index}]",
+            )
+        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
+    return "\n".join(texts)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where} must be a string", param=where)
+    return value
+
+
+def text_of(prompt: object) -> str | None:
+    """The text of a prompt that was given as text."""
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None

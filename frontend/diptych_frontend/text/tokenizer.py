@@ -1,0 +1,104 @@
+"""A model's tokenizer and its chat template, on the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tokenizers import Tokenizer as Backend
+
+from diptych_frontend.text.chat_template import ChatTemplate
+from diptych_protocol import InvalidRequestError
+
+PLAUSIBLE_TOKEN_BYTES: Final = 8
+"""Texts have fewer bytes a token than this, unless they are written to have more."""
+PIECE_CHARS: Final = 16 << 10
+"""A text that may be too long is counted in pieces of this size."""
+SEAM_TOKENS: Final = 16
+"""Tokens that cutting a text in two may add, generously."""
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        bos_token: str = "",
+        eos_token: str = "",
+        chat_template: str | None = None,
+    ) -> None:
+        # A tokenizer.json may carry the truncation and padding of somebody's training run.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.eos_token_ids = eos_token_ids
+        self.all_special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._template = (
+            None if chat_template is None else ChatTemplate(chat_template, bos_token, eos_token)
+        )
+        self._token_texts: dict[int, str] = {}
+        self._longest_token = max(map(len, backend.get_vocab()), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` puts the model's BOS in front if it has one.
+
+        The library keeps the GIL for one text, and gives it up for a batch: in a worker thread this
+        holds nobody up.
+        """
+        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a text surely has more tokens than that; costs no more than as many do.
+
+        False says nothing: the text is then worth tokenising.
+        """
+        if len(text) <= max_tokens * PLAUSIBLE_TOKEN_BYTES:
+            return False
+        if len(text) > max_tokens * self._longest_token:
+            return True
+        count = 0
+        for begin in range(0, len(text), PIECE_CHARS):
+            piece = text[begin : begin + PIECE_CHARS]
+            count += len(self.encode(piece, add_special_tokens=False)) - SEAM_TOKENS
+            if count > max_tokens:
+                return True
+        return False
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it stands inside a sentence: with its leading space."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            once = self.backend.decode([token_id], skip_special_tokens=False)
+            twice = self.backend.decode([token_id, token_id], skip_special_tokens=False)
+            # Some decoders strip a sentence's first space; the second copy still has it.
+            text = self._token_texts[token_id] = twice[len(once) :]
+        return text
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """The prompt of a conversation. Raises `InvalidRequestError` if the template refuses it."""
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
