@@ -80,7 +80,7 @@ lock: ## write requirements.lock anew, after a change of the pins in pyproject.t
 	$(INSTALL) lock
 
 crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types
-	$(BIN)/python -m diptych_operator.crd
+	$(BIN)/python -m diptych_operator.api.crd
 	$(BIN)/python charts/generate.py
 
 images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster

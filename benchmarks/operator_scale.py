@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych_operator.api_types import API_VERSION, KIND
-from diptych_operator.kube import Kube
-from diptych_operator.leader import RETRY_S
+from diptych_operator.api.service import API_VERSION, KIND
+from diptych_operator.kube.client import Kube
+from diptych_operator.kube.leader import RETRY_S
 
 NAMESPACE = "diptych-scale"
 METRICS_PORT = 18990

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = Path("charts/diptych")
-OPERATOR_IMAGES = Path("operator/diptych_operator/images.py")
+OPERATOR_IMAGES = Path("operator/diptych_operator/api/images.py")
 DOCKERFILES = ("engine", "engine.cuda", "operator", "router")
 CRDS = ("crds", "charts/diptych/files/crds")
 EXAMPLES = {  # the images that they name

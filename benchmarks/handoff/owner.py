@@ -13,10 +13,10 @@ import threading
 import numpy as np
 from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
-from diptych_kv_transfer.events import PeerLost, Received
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.ucp import address_of
-from diptych_kv_transfer.ucx import UcxTransport
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.tables.events import PeerLost, Received
+from diptych_kv_transfer.transports.ucp import address_of
+from diptych_kv_transfer.transports.ucx import UcxTransport
 
 MAX_VECTORS = 1024
 

@@ -9,10 +9,10 @@ import yaml
 
 from diptych.errors import BadInputError
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_operator.api_types import InferenceService
-from diptych_operator.errors import SpecError
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.parse import parse
+from diptych_operator.api.service import InferenceService
 from diptych_operator.new_secrets import new_secrets
-from diptych_operator.parse import parse
 from diptych_operator.render import render
 from diptych_protocol import InvalidRequestError
 

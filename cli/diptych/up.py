@@ -28,7 +28,7 @@ from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
 from diptych.manifest import check_model, rendered
 from diptych.progress import Progress
 from diptych_frontend.processors import usable_processors
-from diptych_operator.api_types import InferenceService
+from diptych_operator.api.service import InferenceService
 from diptych_protocol.threads import model_threads
 
 READY_TIMEOUT_S = 900.0

@@ -14,19 +14,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_kv_transfer.actions import LeaseEnded, LoadEnded
-from diptych_kv_transfer.device_memory import DeviceMemory
-from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
-from diptych_kv_transfer.keys import PUBLIC_KEY, HingeKey
-from diptych_kv_transfer.layout import Layout
-from diptych_kv_transfer.leases import LeaseTable
-from diptych_kv_transfer.load import LeaseRef
-from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import Hello
-from diptych_kv_transfer.references import References
+from diptych_kv_transfer.memory.device_memory import DeviceMemory
+from diptych_kv_transfer.memory.layout import Layout
 from diptych_kv_transfer.regions import Regions
-from diptych_kv_transfer.ucx import UcxTransport
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
+from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.tables.actions import LeaseEnded, LoadEnded
+from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.tables.leases import LeaseTable
+from diptych_kv_transfer.tables.load import LeaseRef
+from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.messages import Hello
+from diptych_kv_transfer.transports.ucx import UcxTransport
 from diptych_protocol import (
     CurveKeys,
     InvalidRequestError,

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from diptych_kv_transfer.actions import (
+from diptych_kv_transfer.regions import Regions
+from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,
     Fence,
@@ -29,14 +30,13 @@ from diptych_kv_transfer.actions import (
     Stage,
     Unpack,
 )
-from diptych_kv_transfer.events import Event, PeerLost, TransferEnded
-from diptych_kv_transfer.hinge import Hinge
-from diptych_kv_transfer.leases import LeaseState
-from diptych_kv_transfer.load import waiting_for_room
-from diptych_kv_transfer.messages import encode
-from diptych_kv_transfer.regions import Regions
-from diptych_kv_transfer.send_room import SendRoom
-from diptych_kv_transfer.transport import Transport
+from diptych_kv_transfer.tables.events import Event, PeerLost, TransferEnded
+from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.tables.leases import LeaseState
+from diptych_kv_transfer.tables.load import waiting_for_room
+from diptych_kv_transfer.tables.messages import encode
+from diptych_kv_transfer.tables.send_room import SendRoom
+from diptych_kv_transfer.transports.transport import Transport
 from diptych_protocol import KVTransferStats
 
 log = logging.getLogger(__name__)

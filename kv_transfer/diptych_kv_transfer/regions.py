@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diptych_kv_transfer.device_memory import DeviceMemory
-from diptych_kv_transfer.layout import Layout
-from diptych_kv_transfer.repack import Shards, repack
-from diptych_kv_transfer.staging import Staging
-from diptych_kv_transfer.transport import Buffer
+from diptych_kv_transfer.memory.device_memory import DeviceMemory
+from diptych_kv_transfer.memory.layout import Layout
+from diptych_kv_transfer.memory.repack import Shards, repack
+from diptych_kv_transfer.memory.staging import Staging
+from diptych_kv_transfer.transports.transport import Buffer
 
 
 class Regions:

@@ -15,18 +15,18 @@ from typing import Any
 import kopf
 from pythonjsonlogger.json import JsonFormatter
 
-from diptych_operator.api_scaler import SCALER_KIND
-from diptych_operator.api_types import API_VERSION
-from diptych_operator.cluster import Cluster, read_cluster
-from diptych_operator.images import Images
-from diptych_operator.kube import Kube
-from diptych_operator.leader import Candidate, lead
+from diptych_operator.api.images import Images
+from diptych_operator.api.scaler import SCALER_KIND
+from diptych_operator.api.service import API_VERSION
+from diptych_operator.kube.client import Kube
+from diptych_operator.kube.cluster import Cluster, read_cluster
+from diptych_operator.kube.leader import Candidate, lead
+from diptych_operator.kube.watch import Indexed, registry, settings
+from diptych_operator.kube.work_queue import WorkQueue
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.probes import serve_probes
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
-from diptych_operator.watch import Indexed, registry, settings
-from diptych_operator.work_queue import WorkQueue
 from diptych_protocol import DiptychError
 
 log = logging.getLogger("diptych_operator")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from diptych_operator.api_pools import (
+from diptych_operator.api.pools import (
     DecodeAutoscaling,
     DecodePool,
     PrefillAutoscaling,

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from diptych_operator.api_scaler import SCALER_KIND
-from diptych_operator.children import Children, belongs_to, child_id
-from diptych_operator.cluster import Cluster
+from diptych_operator.api.names import DELETION_COST_ANNOTATION, POOLS, REVISION_LABEL, ROLE_LABEL
+from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
-from diptych_operator.kube import ApiError, Kube
-from diptych_operator.names import DELETION_COST_ANNOTATION, POOLS, REVISION_LABEL, ROLE_LABEL
+from diptych_operator.kube.children import Children, belongs_to, child_id
+from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.cluster import Cluster
 from diptych_operator.plan import Step
 from diptych_operator.render import Serving, render_revision, render_shared
 from diptych_operator.scalers import scaler_ids

@@ -7,10 +7,10 @@ import binascii
 import time
 from dataclasses import dataclass
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.children import NotOursError, belongs_to, with_owner
-from diptych_operator.kube import ApiError, Kube
-from diptych_operator.names import ROTATE_ANNOTATION
+from diptych_operator.api.names import ROTATE_ANNOTATION
+from diptych_operator.api.service import InferenceService
+from diptych_operator.kube.children import NotOursError, belongs_to, with_owner
+from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render.keys import secret, secret_name
 from diptych_protocol.admin import ADMIN_TOKEN_FILE

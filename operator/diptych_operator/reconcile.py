@@ -16,29 +16,29 @@ from typing import Any, Protocol
 
 import msgspec
 
-from diptych_operator.api_types import API_VERSION, KIND, InferenceService
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.images import Images
+from diptych_operator.api.parse import parse_object
+from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.autoscale import Memory, autoscale
-from diptych_operator.children import REFUSAL_S, Children, NotOursError, child_id
-from diptych_operator.cluster import Cluster
 from diptych_operator.counts import NOTHING, Counts
-from diptych_operator.errors import SpecError
-from diptych_operator.event_log import EventLog
 from diptych_operator.executor import Executor
-from diptych_operator.images import Images
 from diptych_operator.key_keeper import KeyKeeper, KeysLostError
-from diptych_operator.kube import ApiError, Kube
+from diptych_operator.kube.children import REFUSAL_S, Children, NotOursError, child_id
+from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.event_log import EventLog
 from diptych_operator.metrics import OperatorMetrics
-from diptych_operator.observed import Observed, Problem, observe, pod_view
-from diptych_operator.parse import parse_object
 from diptych_operator.plan import Phase, Step, plan
-from diptych_operator.progress import deadline_missed
-from diptych_operator.reasons import Reason
 from diptych_operator.render import fixed_counts
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
 from diptych_operator.scene import Scene, key_sets, keys_in_pods
-from diptych_operator.status import build_status, count, events_between
+from diptych_operator.status.observed import Observed, Problem, observe, pod_view
+from diptych_operator.status.progress import deadline_missed
+from diptych_operator.status.reasons import Reason
+from diptych_operator.status.status import build_status, count, events_between
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import hashlib
 
 import msgspec
 
-from diptych_operator.api_types import Engine, InferenceService
-from diptych_operator.names import ROTATE_ANNOTATION
+from diptych_operator.api.names import ROTATE_ANNOTATION
+from diptych_operator.api.service import Engine, InferenceService
 
 _LENGTH = 8
 

@@ -11,7 +11,7 @@ from typing import Self
 import aiohttp
 import msgspec
 
-from diptych_operator.names import ADMIN_PORT
+from diptych_operator.api.names import ADMIN_PORT
 from diptych_protocol.admin import RouterReport
 
 log = logging.getLogger(__name__)

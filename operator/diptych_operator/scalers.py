@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.api_pools import DecodeAutoscaling, Pool, PrefillAutoscaling
-from diptych_operator.api_scaler import SCALER_KIND, PoolScalerStatus
-from diptych_operator.api_types import API_VERSION, InferenceService
-from diptych_operator.children import ChildId, NotOursError, belongs_to, child_id, with_owner
-from diptych_operator.cluster import Cluster
-from diptych_operator.conditions import ready_pods
+from diptych_operator.api.names import POOLS, Role, metadata, selector
+from diptych_operator.api.pools import DecodeAutoscaling, Pool, PrefillAutoscaling
+from diptych_operator.api.scaler import SCALER_KIND, PoolScalerStatus
+from diptych_operator.api.service import API_VERSION, InferenceService
 from diptych_operator.counts import Counts
-from diptych_operator.kube import ApiError, Kube
-from diptych_operator.names import POOLS, Role, metadata, selector
-from diptych_operator.observed import Problem
+from diptych_operator.kube.children import ChildId, NotOursError, belongs_to, child_id, with_owner
+from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.cluster import Cluster
 from diptych_operator.scene import Scene
+from diptych_operator.status.conditions import ready_pods
+from diptych_operator.status.observed import Problem
 
 Raw = Mapping[str, Any]
 Object = dict[str, Any]

@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.children import ChildId
-from diptych_operator.counts import Counts
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     CURRENT_KEYS_ANNOTATION,
     KEYS_LABEL,
     PREVIOUS_KEYS_ANNOTATION,
     REVISION_LABEL,
     ROLE_LABEL,
 )
-from diptych_operator.observed import Observed, PodView, deployment_view
+from diptych_operator.api.service import InferenceService
+from diptych_operator.counts import Counts
+from diptych_operator.kube.children import ChildId
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets, fixed_counts
+from diptych_operator.status.observed import Observed, PodView, deployment_view
 
 Raw = Mapping[str, Any]
 

@@ -14,10 +14,10 @@ import yaml
 from chart_kit import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, load_script, of_kind, only
 from waits import PATIENCE_S
 
-from diptych_operator.crd import VERSION_ANNOTATION
-from diptych_operator.images import REGISTRY, published
-from diptych_operator.names import OPERATOR_LABELS
-from diptych_operator.parse import parse
+from diptych_operator.api.crd import VERSION_ANNOTATION
+from diptych_operator.api.images import REGISTRY, published
+from diptych_operator.api.names import OPERATOR_LABELS
+from diptych_operator.api.parse import parse
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 GOLDEN = Path(__file__).parent / "golden" / "default.yaml"

@@ -13,9 +13,7 @@ from chart_kit import CHART, Helm, of_kind, only
 from prometheus_client import generate_latest
 
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_operator.api_status import Condition, Status
-from diptych_operator.metrics import OperatorMetrics
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     ENGINE_PORTS,
     MANAGED_BY,
     MANAGED_BY_LABEL,
@@ -23,8 +21,10 @@ from diptych_operator.names import (
     ROUTER_PORTS,
     SERVICE_LABEL,
 )
-from diptych_operator.reasons import ConditionType
+from diptych_operator.api.status import Condition, Status
+from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.render.pods import SCHEME_ANNOTATION
+from diptych_operator.status.reasons import ConditionType
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 ALERTS = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())

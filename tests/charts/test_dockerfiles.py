@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chart_kit import ROOT
 
-from diptych_operator.names import ENGINE_PORTS, ROUTER_PORTS
+from diptych_operator.api.names import ENGINE_PORTS, ROUTER_PORTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]

@@ -14,8 +14,8 @@ from diptych.laptop import client
 from diptych.laptop.door import Door
 from diptych.laptop.pods import LOOPBACK, count_ports, local_pods
 from diptych.laptop.rundir import RunDirectory, RunState
-from diptych_operator.api_types import InferenceService
-from diptych_operator.parse import parse
+from diptych_operator.api.parse import parse
+from diptych_operator.api.service import InferenceService
 from diptych_operator.render import ServiceSecrets, render
 from diptych_protocol import CurveKeys
 

@@ -26,7 +26,7 @@ from kube_tools import ToolUnavailable, find_tool
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych.kubectl.main import main
-from diptych_operator.reasons import ConditionType
+from diptych_operator.status.reasons import ConditionType
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
 IMAGE = os.environ.get("DIPTYCH_TEST_PYTHON_IMAGE")

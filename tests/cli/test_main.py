@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from diptych.main import main
-from diptych_operator.parse import parse
+from diptych_operator.api.parse import parse
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 

@@ -17,7 +17,7 @@ from diptych.laptop.pods import (
     files,
     local_pods,
 )
-from diptych_operator.parse import parse
+from diptych_operator.api.parse import parse
 from diptych_operator.render import ServiceSecrets, render
 from diptych_operator.revision import key_set, revision
 from diptych_protocol import CurveKeys, EngineConfig

@@ -23,8 +23,8 @@ from diptych_frontend.admin.control import ControlRoutes
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.pulse import Pulse
 from diptych_frontend.openai.app import build_app
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.references import References
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
 from diptych_protocol import (
     EngineConfig,
     EngineDeadError,

@@ -16,8 +16,8 @@ from core_kit import core_request, generate
 from waits import Deadline, source_of
 
 from diptych_engine.scheduling.early_loads import EarlyState
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.references import References
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
 from diptych_protocol import (
     FinishReason,
     InvalidRequestError,

@@ -19,12 +19,12 @@ from handoff_kit import Engine, drive, engines, prompt_of, request, save_toy, si
 from waits import Deadline, source_of
 
 from diptych_kv_transfer.connector import KVConnector
-from diptych_kv_transfer.handshake import ANSWER_BYTES, NONCE_BYTES
-from diptych_kv_transfer.hinge import Hinge
 from diptych_kv_transfer.hinge_thread import HingeThread
-from diptych_kv_transfer.keys import PUBLIC_KEY, HingeKey
-from diptych_kv_transfer.references import References
-from diptych_kv_transfer.ucx import UcxTransport
+from diptych_kv_transfer.signing.handshake import ANSWER_BYTES, NONCE_BYTES
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
+from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.transports.ucx import UcxTransport
 from diptych_protocol import CurveKeys, FinishReason, InvalidRequestError, KVTransferParams
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_kv_transfer.actions import (
+from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,
     Fence,
@@ -20,10 +20,10 @@ from diptych_kv_transfer.actions import (
     Send,
     SendBlocks,
 )
-from diptych_kv_transfer.leases import LeaseTable
-from diptych_kv_transfer.load import LeaseRef
-from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import FromOwner, FromReader, Hello, decode, encode
+from diptych_kv_transfer.tables.leases import LeaseTable
+from diptych_kv_transfer.tables.load import LeaseRef
+from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.messages import FromOwner, FromReader, Hello, decode, encode
 
 ADDRESS = ("10.0.0.1", 5000)
 P_HELLO = Hello("prefill", "p1", {"dtype": "float32"})

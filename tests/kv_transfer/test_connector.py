@@ -22,10 +22,10 @@ from copied_memory import CopiedMemory
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer import LoadEnded, open_connector
-from diptych_kv_transfer.events import Connected, Event
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.references import References
-from diptych_kv_transfer.ucx import UcxTransport
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.tables.events import Connected, Event
+from diptych_kv_transfer.transports.ucx import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
 SEED = 20
@@ -425,8 +425,8 @@ def run_python(code: str) -> str:
 PREAMBLE = """
 import msgspec, numpy as np, os, select, socket, subprocess, sys, time
 from diptych_kv_transfer import open_connector
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.references import References
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferConfig
 
 def signed(params, **changes):

@@ -12,18 +12,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from diptych_kv_transfer import frames, passage, same_host
-from diptych_kv_transfer.events import TransferEnded
-from diptych_kv_transfer.exchange import (
+from diptych_kv_transfer.tables.events import TransferEnded
+from diptych_kv_transfer.transports import frames, same_host, ucx_transfer
+from diptych_kv_transfer.transports.exchange import (
     MAX_UNCLAIMED_OFFERS,
     MAX_UNCLAIMED_RUNS,
     Exchange,
     ExchangeError,
     Handles,
 )
-from diptych_kv_transfer.frames import AnyFrame, Introduction, Moved, Offer, Send
-from diptych_kv_transfer.passage import PIECE_BYTES, Passage
-from diptych_kv_transfer.same_host import (
+from diptych_kv_transfer.transports.frames import AnyFrame, Introduction, Moved, Offer, Send
+from diptych_kv_transfer.transports.same_host import (
     BYTES_AT_ONCE,
     RUNS_AT_ONCE,
     OtherProcess,
@@ -32,7 +31,8 @@ from diptych_kv_transfer.same_host import (
     may_read,
     network_transports,
 )
-from diptych_kv_transfer.ucp import UcpError, address_of, libucxx
+from diptych_kv_transfer.transports.ucp import UcpError, address_of, libucxx
+from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, Passage
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_receiver_that_breaks_the_protocol_is_refused(
     with pytest.raises(ExchangeError):
         exchange.handle(frame)
     taken = np.zeros(10, np.uint8)
-    loop.finish(passage.receive(loop.handles.worker, [taken], 1 << 40))
+    loop.finish(ucx_transfer.receive(loop.handles.worker, [taken], 1 << 40))
 
 
 def test_a_sender_that_offers_twice_is_refused(receiver: Ends) -> None:
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_sent(here: SameHost, loop: Loop) -> None:
     going = []
     for frame in said:
         assert isinstance(frame, Send)
-        going.append(passage.send(loop.handles.endpoint, [source], frame.first))
+        going.append(ucx_transfer.send(loop.handles.endpoint, [source], frame.first))
     loop.finish(*going)
     while len(ended) < 2:
         loop.worker.progress()
@@ -251,7 +251,7 @@ def test_only_a_process_that_proves_itself_is_read(
 
 def test_a_process_that_was_killed_is_read_no_more_and_harms_nobody(here: SameHost) -> None:
     script = (
-        "import sys; from diptych_kv_transfer import frames, same_host\n"
+        "import sys; from diptych_kv_transfer.transports import frames, same_host\n"
         "here = same_host.SameHost()\n"
         "print(frames.encode(here.introduction).hex(), flush=True)\n"
         "sys.stdin.read()"
@@ -283,13 +283,13 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
     source = np.random.default_rng(2).integers(1, 256, sum(lengths), np.uint8)
     target = np.zeros_like(source)
     starts = np.cumsum([0, *lengths])[:-1].tolist()
-    first = 7 << passage.TAG_BITS
+    first = 7 << ucx_transfer.TAG_BITS
 
     def runs(array: np.ndarray) -> list[np.ndarray]:
         return [array[at : at + length] for at, length in zip(starts, lengths, strict=True)]
 
-    coming = passage.receive(loop.handles.worker, runs(target), first)
-    going = passage.send(loop.handles.endpoint, runs(source), first)
+    coming = ucx_transfer.receive(loop.handles.worker, runs(target), first)
+    going = ucx_transfer.send(loop.handles.endpoint, runs(source), first)
     loop.finish(coming, going)
     assert coming.ok
     assert going.ok
@@ -299,22 +299,22 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
 @pytest.mark.parametrize(("sent", "ok"), [(10, True), (9, False), (11, False)])
 def test_a_piece_of_another_size_is_no_piece(loop: Loop, sent: int, ok: bool) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = passage.receive(loop.handles.worker, [target[:10]], 5)
-    loop.finish(coming, passage.send(loop.handles.endpoint, [source[:sent]], 5))
+    coming = ucx_transfer.receive(loop.handles.worker, [target[:10]], 5)
+    loop.finish(coming, ucx_transfer.send(loop.handles.endpoint, [source[:sent]], 5))
     assert coming.ok is ok
     assert not target[10:].any()
 
 
 def test_a_receive_that_is_called_off_ends_and_touches_nothing(loop: Loop) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = passage.receive(loop.handles.worker, [target], 6)
+    coming = ucx_transfer.receive(loop.handles.worker, [target], 6)
     assert not coming.ended
     coming.cancel(loop.handles.worker)
     loop.finish(coming)
     assert not coming.ok
-    going = passage.send(loop.handles.endpoint, [source], 6)
+    going = ucx_transfer.send(loop.handles.endpoint, [source], 6)
     taken = np.zeros(16, np.uint8)
-    loop.finish(going, passage.receive(loop.handles.worker, [taken], 6))
+    loop.finish(going, ucx_transfer.receive(loop.handles.worker, [taken], 6))
     assert not target.any()
     assert taken.all()
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_kv_transfer.handshake import (
+from diptych_kv_transfer.signing.handshake import (
     ANSWER_BYTES,
     NONCE_BYTES,
     AuthenticationError,
     Handshake,
     Session,
 )
-from diptych_kv_transfer.keys import MAC_BYTES, PUBLIC_KEY, HingeKey
+from diptych_kv_transfer.signing.keys import MAC_BYTES, PUBLIC_KEY, HingeKey
 from diptych_protocol import CurveKeys
 
 KEY = HingeKey.of(CurveKeys("P" * 40, "S" * 40))

@@ -10,12 +10,12 @@ import random
 
 from hostile_bytes import control_messages, mutated
 
-from diptych_kv_transfer.actions import Address
-from diptych_kv_transfer.events import Connected, PeerLost, Received
-from diptych_kv_transfer.hinge import Hinge
-from diptych_kv_transfer.leases import LeaseTable
-from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import Hello, encode
+from diptych_kv_transfer.tables.actions import Address
+from diptych_kv_transfer.tables.events import Connected, PeerLost, Received
+from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.tables.leases import LeaseTable
+from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.messages import Hello, encode
 
 MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
 

@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from diptych_kv_transfer.actions import Action, Fence, LeaseEnded, Send, SendBlocks
-from diptych_kv_transfer.claims import Claim
-from diptych_kv_transfer.early_opens import MAX_EARLY, MAX_EARLY_RUNS
-from diptych_kv_transfer.leases import (
+from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded, Send, SendBlocks
+from diptych_kv_transfer.tables.claims import Claim
+from diptych_kv_transfer.tables.early_opens import MAX_EARLY, MAX_EARLY_RUNS
+from diptych_kv_transfer.tables.leases import (
     LIVE,
     MAX_REMEMBERED,
     TRANSITIONS,
     LeaseState,
     LeaseTable,
 )
-from diptych_kv_transfer.load import coalesce
-from diptych_kv_transfer.messages import (
+from diptych_kv_transfer.tables.load import coalesce
+from diptych_kv_transfer.tables.messages import (
     Close,
     Closed,
     FromReader,

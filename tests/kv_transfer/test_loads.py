@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_kv_transfer.actions import Action, Connect, Fence, LoadEnded, ReceiveBlocks, Send
-from diptych_kv_transfer.load import LeaseRef, Load, LoadState, coalesce
-from diptych_kv_transfer.loads import STOP_SECONDS, LoadTable
-from diptych_kv_transfer.messages import (
+from diptych_kv_transfer.tables.actions import (
+    Action,
+    Connect,
+    Fence,
+    LoadEnded,
+    ReceiveBlocks,
+    Send,
+)
+from diptych_kv_transfer.tables.load import LeaseRef, Load, LoadState, coalesce
+from diptych_kv_transfer.tables.loads import STOP_SECONDS, LoadTable
+from diptych_kv_transfer.tables.messages import (
     Close,
     Closed,
     Hello,

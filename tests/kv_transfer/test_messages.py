@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_kv_transfer.messages import (
+from diptych_kv_transfer.tables.messages import (
     MAX_MESSAGE_BYTES,
     AnyMessage,
     Close,

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych_kv_transfer.keys import PUBLIC_KEY, HingeKey
-from diptych_kv_transfer.references import (
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
+from diptych_kv_transfer.signing.references import (
     ALL_FIELDS,
     ENGINE_FIELDS,
     LEASE_FIELDS,

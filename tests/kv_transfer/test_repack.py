@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diptych_kv_transfer.layout import Layout
-from diptych_kv_transfer.repack import pieces, repack
+from diptych_kv_transfer.memory.layout import Layout
+from diptych_kv_transfer.memory.repack import pieces, repack
 
 BLOCK_SIZES = st.sampled_from([1, 3, 16, 32, 128])
 RANKS = st.sampled_from([1, 2, 4])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_kv_transfer.actions import SendBlocks
-from diptych_kv_transfer.send_room import SendRoom
+from diptych_kv_transfer.tables.actions import SendBlocks
+from diptych_kv_transfer.tables.send_room import SendRoom
 
 
 def send(tag: int, blocks: int, peer: int = 0) -> SendBlocks:

@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diptych_kv_transfer.actions import (
+from diptych_kv_transfer.memory.layout import GEOMETRY, Layout
+from diptych_kv_transfer.memory.repack import Shards, repack
+from diptych_kv_transfer.regions import Regions
+from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,
     Fence,
@@ -25,16 +28,13 @@ from diptych_kv_transfer.actions import (
     Stage,
     Unpack,
 )
-from diptych_kv_transfer.events import Connected, Event, PeerLost, Received, TransferEnded
-from diptych_kv_transfer.hinge import Hinge
-from diptych_kv_transfer.layout import GEOMETRY, Layout
-from diptych_kv_transfer.leases import LeaseTable
-from diptych_kv_transfer.load import LeaseRef
-from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import Hello, encode
-from diptych_kv_transfer.regions import Regions
-from diptych_kv_transfer.repack import Shards, repack
-from diptych_kv_transfer.send_room import SendRoom
+from diptych_kv_transfer.tables.events import Connected, Event, PeerLost, Received, TransferEnded
+from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.tables.leases import LeaseTable
+from diptych_kv_transfer.tables.load import LeaseRef
+from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.messages import Hello, encode
+from diptych_kv_transfer.tables.send_room import SendRoom
 
 ADDRESS = ("p", 1)
 LEASE_SECONDS, LOAD_SECONDS = 30.0, 60.0

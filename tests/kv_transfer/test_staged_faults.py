@@ -20,10 +20,10 @@ from copied_memory import CopiedMemory
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer import LoadEnded, open_connector
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.layout import GEOMETRY, Layout
-from diptych_kv_transfer.references import References
-from diptych_kv_transfer.repack import Shards, repack
+from diptych_kv_transfer.memory.layout import GEOMETRY, Layout
+from diptych_kv_transfer.memory.repack import Shards, repack
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
 SEED = 20

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from diptych_kv_transfer.actions import Action, Fence, LoadEnded, ReceiveBlocks, Send, Stage, Unpack
-from diptych_kv_transfer.load import LeaseRef, LoadState
-from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import (
+from diptych_kv_transfer.tables.actions import (
+    Action,
+    Fence,
+    LoadEnded,
+    ReceiveBlocks,
+    Send,
+    Stage,
+    Unpack,
+)
+from diptych_kv_transfer.tables.load import LeaseRef, LoadState
+from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.messages import (
     Close,
     Closed,
     Hello,

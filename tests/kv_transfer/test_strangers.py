@@ -12,13 +12,13 @@ import psutil
 import pytest
 from waits import Deadline, source_of
 
-from diptych_kv_transfer import ucp, ucx
 from diptych_kv_transfer.connector import key_of, with_literals
-from diptych_kv_transfer.events import Connected, ConnectFailed, Event, PeerLost, Received
-from diptych_kv_transfer.handshake import Session
-from diptych_kv_transfer.keys import PUBLIC_KEY, HingeKey
-from diptych_kv_transfer.stream import MESSAGE
-from diptych_kv_transfer.ucx import UcxTransport
+from diptych_kv_transfer.signing.handshake import Session
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
+from diptych_kv_transfer.tables.events import Connected, ConnectFailed, Event, PeerLost, Received
+from diptych_kv_transfer.transports import ucp, ucx
+from diptych_kv_transfer.transports.stream import MESSAGE
+from diptych_kv_transfer.transports.ucx import UcxTransport
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferConfig
 
 KEYS = CurveKeys("P" * 40, "S" * 40)

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from diptych_kv_transfer.events import Event, Received, TransferEnded
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.ucx import UcxTransport
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.tables.events import Event, Received, TransferEnded
+from diptych_kv_transfer.transports.ucx import UcxTransport
 
 SEED = 21
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_operator.api_pools import (
+from diptych_operator.api.pools import (
     DecodeAutoscaling,
     DecodePool,
     PrefillAutoscaling,

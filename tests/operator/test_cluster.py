@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych_operator.cluster import read_cluster
+from diptych_operator.kube.cluster import read_cluster
 
 
 @pytest.mark.parametrize(

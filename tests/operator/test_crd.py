@@ -12,14 +12,14 @@ import jsonschema
 import pytest
 from crd_kit import EXAMPLES, SCHEMA, inference_service, rules_of, service_of, with_defaults
 
-from diptych_operator.crd import (
+from diptych_operator.api.crd import (
     CRD_FOLDER,
     custom_resource_definition,
     generated,
     scaler_definition,
 )
-from diptych_operator.images import Images
-from diptych_operator.parse import parse_object
+from diptych_operator.api.images import Images
+from diptych_operator.api.parse import parse_object
 
 ROOT = Path(__file__).parents[2]
 VERSION = custom_resource_definition()["spec"]["versions"][0]
@@ -55,7 +55,7 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_files_are_up_to_date_with_the_types() -> None:
     for path, text in generated().items():
-        assert (ROOT / path).read_text() == text, "run: python -m diptych_operator.crd"
+        assert (ROOT / path).read_text() == text, "run: python -m diptych_operator.api.crd"
     crds = {path.relative_to(ROOT) for path in (ROOT / CRD_FOLDER).glob("*.yaml")}
     assert crds <= generated().keys()
 

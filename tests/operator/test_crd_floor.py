@@ -15,7 +15,7 @@ import pytest
 import yaml
 from crd_kit import rules_of
 
-from diptych_operator.crd import custom_resource_definition, scaler_definition
+from diptych_operator.api.crd import custom_resource_definition, scaler_definition
 
 ROOT = Path(__file__).parents[2]
 Release = tuple[int, int]

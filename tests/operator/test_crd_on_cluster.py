@@ -19,9 +19,9 @@ import pytest
 from crd_kit import SCHEMA, definition_in, inference_service, with_defaults
 from kube_tools import ToolUnavailable, find_tool
 
-from diptych_operator.api_status import PoolStatus, Status
-from diptych_operator.images import Images
-from diptych_operator.parse import parse_object
+from diptych_operator.api.images import Images
+from diptych_operator.api.parse import parse_object
+from diptych_operator.api.status import PoolStatus, Status
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
 pytestmark = pytest.mark.skipif(

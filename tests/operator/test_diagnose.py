@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diptych_operator.diagnose import (
+from diptych_operator.status.diagnose import (
     MAX_QUOTE,
     Finding,
     Severity,
@@ -15,8 +15,8 @@ from diptych_operator.diagnose import (
     shorten,
     telling_line,
 )
-from diptych_operator.observed import Observed, observe
-from diptych_operator.reasons import Reason
+from diptych_operator.status.observed import Observed, observe
+from diptych_operator.status.reasons import Reason
 
 IMAGE = "registry.example/engine:2"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from crd_kit import EXAMPLES, broken_rules, service_of
 
-from diptych_operator.images import Images
-from diptych_operator.parse import parse_object
+from diptych_operator.api.images import Images
+from diptych_operator.api.parse import parse_object
 from diptych_operator.render import ServiceSecrets, render
 from diptych_protocol import CurveKeys
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from crd_kit import inference_service
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.images import REGISTRY, Images, published
-from diptych_operator.parse import parse_object
+from diptych_operator.api.images import REGISTRY, Images, published
+from diptych_operator.api.parse import parse_object
+from diptych_operator.api.service import InferenceService
 from diptych_operator.render import ServiceSecrets, render
 from diptych_operator.revision import revision
 from diptych_protocol import CurveKeys

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diptych_operator.leader import LEASE_S, RENEW_DEADLINE_S, RETRY_S, Sighting
+from diptych_operator.kube.leader import LEASE_S, RENEW_DEADLINE_S, RETRY_S, Sighting
 
 ME, OTHER = "operator-0", "operator-1"
 

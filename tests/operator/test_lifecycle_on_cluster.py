@@ -13,7 +13,7 @@ import pytest
 from namespace_kit import KUBECONFIG, Namespace, Object, resting, until
 from operator_kit import NO_IMAGE, NOWHERE, STUCK, Home, Identity, Operator, running
 
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     CURRENT_KEYS_ANNOTATION,
     KEYS_LABEL,
     PREVIOUS_KEYS_ANNOTATION,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from reconcile_kit import KEY, SECRETS, Store, one_pass, serving
 
-from diptych_operator.images import Images
+from diptych_operator.api.images import Images
+from diptych_operator.api.names import KEYS_LABEL, ROTATE_ANNOTATION
+from diptych_operator.api.parse import parse_object
 from diptych_operator.key_keeper import KeyKeeper, KeysLostError
-from diptych_operator.names import KEYS_LABEL, ROTATE_ANNOTATION
-from diptych_operator.parse import parse_object
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_operator.errors import SpecError
+from diptych_operator.api.errors import SpecError
 from diptych_operator.render.merge import merge
 
 BASE: dict[str, Any] = {

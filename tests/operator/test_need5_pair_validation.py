@@ -9,8 +9,8 @@ import pytest
 import yaml
 from crd_kit import SCHEMA, broken_rules, inference_service, says_one_of
 
-from diptych_operator.errors import SpecError
-from diptych_operator.parse import parse
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.parse import parse
 
 SPEC = SCHEMA["properties"]["spec"]["properties"]
 POOLS = ("prefill", "decode")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from diptych_operator.names import REVISION_LABEL, ROLE_LABEL
-from diptych_operator.observed import (
+from diptych_operator.api.names import REVISION_LABEL, ROLE_LABEL
+from diptych_operator.status.observed import (
     Counts,
     DeploymentView,
     PodView,

@@ -11,7 +11,7 @@ import pytest
 from namespace_kit import KUBECONFIG, Namespace, Object, editable, resting, until
 from operator_kit import NO_IMAGE, STUCK, Home
 
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     KEYS_LABEL,
     PREVIOUS_KEYS_ANNOTATION,
     REVISION_LABEL,

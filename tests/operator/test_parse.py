@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_operator.api_status import Condition, PoolStatus, Status
-from diptych_operator.errors import SpecError
-from diptych_operator.images import Images
-from diptych_operator.parse import parse, parse_object
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.images import Images
+from diptych_operator.api.parse import parse, parse_object
+from diptych_operator.api.status import Condition, PoolStatus, Status
 from diptych_operator.revision import revision
 
 GOOD = """\

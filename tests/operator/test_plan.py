@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from diptych_operator.api_types import Rollout
+from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
 from diptych_operator.plan.__main__ import main

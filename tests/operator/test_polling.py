@@ -11,7 +11,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from diptych_operator import routers
-from diptych_operator.kube import ApiError, Kube
+from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.routers import Polled, Routers
 from diptych_protocol.admin import RouterReport
 

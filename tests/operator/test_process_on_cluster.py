@@ -17,7 +17,7 @@ import pytest
 from namespace_kit import KUBECONFIG, SOON_S, Namespace, resting, until
 from operator_kit import STUCK, Home, Identity, Operator, metric_change, running
 
-from diptych_operator.leader import LEASE_S, RETRY_S
+from diptych_operator.kube.leader import LEASE_S, RETRY_S
 
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to run the operator against"

@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.cluster import Cluster
-from diptych_operator.errors import SpecError
-from diptych_operator.parse import parse
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.parse import parse
+from diptych_operator.api.service import InferenceService
+from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render import (
     KeySets,
     ServiceSecrets,

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waits import PATIENCE_S
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.errors import SpecError
-from diptych_operator.names import Role
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.names import Role
+from diptych_operator.api.service import InferenceService
 from diptych_operator.render.model import MODEL_CACHE_DIR, ModelMount, model_mount
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import cache_name, cached_path, is_pinned, parse_model_uri

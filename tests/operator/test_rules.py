@@ -18,9 +18,9 @@ from crd_kit import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_operator.errors import SpecError
-from diptych_operator.images import Images
-from diptych_operator.parse import parse_object
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.images import Images
+from diptych_operator.api.parse import parse_object
 from diptych_protocol.model_uri import parse_model_uri
 
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_operator.api_status import PoolStatus, Status
-from diptych_operator.api_types import InferenceService
-from diptych_operator.children import ChildId, child_id, with_owner
-from diptych_operator.cluster import Cluster
+from diptych_operator.api.images import Images
+from diptych_operator.api.names import metadata, selector
+from diptych_operator.api.parse import parse_object
+from diptych_operator.api.service import InferenceService
+from diptych_operator.api.status import PoolStatus, Status
 from diptych_operator.counts import Counts
-from diptych_operator.images import Images
-from diptych_operator.names import metadata, selector
-from diptych_operator.observed import Observed
-from diptych_operator.parse import parse_object
+from diptych_operator.kube.children import ChildId, child_id, with_owner
+from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.watch import Indexed, settings
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.scalers import (
     scaled_from_outside,
@@ -33,7 +33,7 @@ from diptych_operator.scalers import (
     with_sizes_from_outside,
 )
 from diptych_operator.scene import Scene
-from diptych_operator.watch import Indexed, settings
+from diptych_operator.status.observed import Observed
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 EXTERNAL = {"autoscaling": {"by": "External", "minReplicas": 2, "maxReplicas": 5}}

@@ -21,7 +21,7 @@ from namespace_kit import KUBECONFIG, Namespace, Object, until
 from operator_kit import NO_IMAGE, Identity, Operator, running
 from waits import PATIENCE_S
 
-from diptych_operator.crd import custom_resource_definition, scaler_definition
+from diptych_operator.api.crd import custom_resource_definition, scaler_definition
 
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster with the CRDs"

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.children import belongs_to, child_id, with_owner
-from diptych_operator.counts import Counts
-from diptych_operator.images import Images
-from diptych_operator.names import (
+from diptych_operator.api.images import Images
+from diptych_operator.api.names import (
     CURRENT_KEYS_ANNOTATION,
     KEYS_LABEL,
     PREVIOUS_KEYS_ANNOTATION,
     REVISION_LABEL,
     ROLE_LABEL,
 )
-from diptych_operator.observed import PodView, observe, pod_view
-from diptych_operator.parse import parse_object
+from diptych_operator.api.parse import parse_object
+from diptych_operator.api.service import InferenceService
+from diptych_operator.counts import Counts
+from diptych_operator.kube.children import belongs_to, child_id, with_owner
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets
 from diptych_operator.scene import Scene, key_sets, keys_in_pods
+from diptych_operator.status.observed import PodView, observe, pod_view
 from diptych_protocol.admin import CanaryReport, RouterReport
 
 Raw = dict[str, Any]

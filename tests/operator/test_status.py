@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_operator.api_status import Condition, RolloutStatus, Status, TransferStatus
-from diptych_operator.api_types import InferenceService
+from diptych_operator.api.images import published
+from diptych_operator.api.parse import parse
+from diptych_operator.api.service import InferenceService
+from diptych_operator.api.status import Condition, RolloutStatus, Status, TransferStatus
 from diptych_operator.counts import NOTHING, Counts
-from diptych_operator.images import published
-from diptych_operator.observed import DeploymentView, Observed, PodView, Problem
-from diptych_operator.parse import parse
 from diptych_operator.plan import Phase, Step
-from diptych_operator.progress import Progress, deadline_missed
-from diptych_operator.reasons import MARK, PAGE, ConditionType, Reason, reference
-from diptych_operator.reasons import main as write_reference
 from diptych_operator.revision import revision as revision_of
-from diptych_operator.status import EventNote, access, build_status, events_between
+from diptych_operator.status.observed import DeploymentView, Observed, PodView, Problem
+from diptych_operator.status.progress import Progress, deadline_missed
+from diptych_operator.status.reasons import MARK, PAGE, ConditionType, Reason, reference
+from diptych_operator.status.reasons import main as write_reference
+from diptych_operator.status.status import EventNote, access, build_status, events_between
 from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
 
 T0, T1, T2 = "2026-11-21T07:00:00Z", "2026-11-21T07:05:00Z", "2026-11-21T07:30:00Z"
@@ -741,7 +741,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    """`python -m diptych_operator.reasons` writes it anew."""
+    """`python -m diptych_operator.status.reasons` writes it anew."""
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     assert page.partition(MARK)[2] == f"\n{reference()}"
     for name in (*Reason, *ConditionType):

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 from waits import PATIENCE_S
 
-from diptych_operator import work_queue
-from diptych_operator.work_queue import WorkQueue
+from diptych_operator.kube import work_queue
+from diptych_operator.kube.work_queue import WorkQueue
 
 Work = Callable[[str], Awaitable[float | None]]
 

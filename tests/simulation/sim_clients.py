@@ -11,9 +11,9 @@ from sim_streams import Stream
 from sim_world import MAX_MODEL_LEN, World
 
 from diptych_kv_transfer import connector
-from diptych_kv_transfer.keys import PUBLIC_KEY
-from diptych_kv_transfer.messages import Hello
-from diptych_kv_transfer.references import References
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import InvalidRequestError, KVTransferParams
 
 

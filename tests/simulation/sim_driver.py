@@ -12,7 +12,8 @@ from sim_model import Memory, PoisoningPool
 from sim_network import Network
 from sim_tally import LEASE_REFUSALS, LOAD_FAILURES, named
 
-from diptych_kv_transfer.actions import (
+from diptych_kv_transfer.hinge_thread import Command
+from diptych_kv_transfer.tables.actions import (
     Action,
     Address,
     Connect,
@@ -23,10 +24,9 @@ from diptych_kv_transfer.actions import (
     Send,
     SendBlocks,
 )
-from diptych_kv_transfer.events import Event
-from diptych_kv_transfer.hinge import Hinge
-from diptych_kv_transfer.hinge_thread import Command
-from diptych_kv_transfer.messages import AnyMessage, Closed, Refused, encode
+from diptych_kv_transfer.tables.events import Event
+from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.tables.messages import AnyMessage, Closed, Refused, encode
 from diptych_protocol import KVTransferStats
 
 KEPT_IN_VAIN = "nobody came for it"

@@ -12,7 +12,7 @@ from sim_network import Faults
 from sim_world import LEASES, LOADS, STATUSES, Moment, World
 
 from diptych_engine.scheduling.request import RequestStatus
-from diptych_kv_transfer.messages import VERSION
+from diptych_kv_transfer.tables.messages import VERSION
 
 # --- engines and routers ------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from typing import Protocol
 from sim_clock import Clock
 from sim_model import BLOCK, Memory
 
-from diptych_kv_transfer.actions import Address, Peer
-from diptych_kv_transfer.events import (
+from diptych_kv_transfer.tables.actions import Address, Peer
+from diptych_kv_transfer.tables.events import (
     Connected,
     ConnectFailed,
     Event,

@@ -13,11 +13,11 @@ from random import Random
 from sim_model import Memory
 from sim_network import Network
 
-from diptych_kv_transfer.actions import Address, Peer
-from diptych_kv_transfer.events import Connected, Event, Received
-from diptych_kv_transfer.hinge import Hinge
-from diptych_kv_transfer.leases import Lease
-from diptych_kv_transfer.messages import (
+from diptych_kv_transfer.tables.actions import Address, Peer
+from diptych_kv_transfer.tables.events import Connected, Event, Received
+from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.tables.leases import Lease
+from diptych_kv_transfer.tables.messages import (
     AnyMessage,
     Close,
     Closed,

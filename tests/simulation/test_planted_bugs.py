@@ -18,12 +18,13 @@ from diptych_engine.scheduling.pause import PauseGate
 from diptych_engine.scheduling.request import Request, RequestStatus
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.waiting_queue import WaitingQueue
-from diptych_kv_transfer import connector, loads
-from diptych_kv_transfer.actions import Action, Fence, LeaseEnded
-from diptych_kv_transfer.leases import NEVER, Lease, LeaseTable
-from diptych_kv_transfer.load import Load, LoadState
-from diptych_kv_transfer.loads import LoadTable
-from diptych_kv_transfer.messages import FromOwner
+from diptych_kv_transfer import connector
+from diptych_kv_transfer.tables import loads
+from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded
+from diptych_kv_transfer.tables.leases import NEVER, Lease, LeaseTable
+from diptych_kv_transfer.tables.load import Load, LoadState
+from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.messages import FromOwner
 from diptych_protocol import EngineCoreRequest, SamplingParams
 from diptych_router.request_table import RequestTable, _Turn
 from diptych_router.routed_request import RoutedRequest, Setback

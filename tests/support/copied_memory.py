@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class CopiedMemory:
-    """A `diptych_kv_transfer.device_memory.DeviceMemory` in an array of the host."""
+    """A `diptych_kv_transfer.memory.device_memory.DeviceMemory` in an array of the host."""
 
     def __init__(self, blocks: NDArray[np.uint8]) -> None:
         """blocks: [num_blocks, block_bytes]; what a test looks at."""

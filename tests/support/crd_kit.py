@@ -17,23 +17,23 @@ import yaml
 from celpy.adapter import json_to_cel
 from celpy.celtypes import DoubleType, MapType, StringType
 
-from diptych_operator.api_base import Rule
-from diptych_operator.api_model import (
+from diptych_operator.api.base import Rule
+from diptych_operator.api.crd import custom_resource_definition
+from diptych_operator.api.model import (
     CHECKSUM_OF_FILE,
     CREDENTIALS_OF_FETCHED,
     ONE_CACHE,
     REVISION_OF_HF,
     URI_RULES,
 )
-from diptych_operator.api_pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
-from diptych_operator.api_types import (
+from diptych_operator.api.pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
+from diptych_operator.api.service import (
     DRAIN_OUTLIVES_LEASE,
     ROLLOUT_STEP,
     SLEEP_TOGETHER,
     SLEEPERS_WAKE,
     STEP_BUDGET,
 )
-from diptych_operator.crd import custom_resource_definition
 
 SCHEMA: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][
     "openAPIV3Schema"

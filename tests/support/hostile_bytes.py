@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 from waits import PATIENCE_S
 from wire_kit import ABORT, ADD, UTILITY, Client, request
 
-from diptych_kv_transfer import frames, ucp
-from diptych_kv_transfer.actions import Peer
-from diptych_kv_transfer.events import Connected, ConnectFailed, PeerLost, Received
-from diptych_kv_transfer.frames import Moved, Offer, Send
-from diptych_kv_transfer.keys import HingeKey
-from diptych_kv_transfer.messages import (
+from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.tables.actions import Peer
+from diptych_kv_transfer.tables.events import Connected, ConnectFailed, PeerLost, Received
+from diptych_kv_transfer.tables.messages import (
     AnyMessage,
     Close,
     Closed,
@@ -33,8 +31,10 @@ from diptych_kv_transfer.messages import (
     decode,
     encode,
 )
-from diptych_kv_transfer.stream import FRAME, MESSAGE
-from diptych_kv_transfer.ucx import UcxTransport
+from diptych_kv_transfer.transports import frames, ucp
+from diptych_kv_transfer.transports.frames import Moved, Offer, Send
+from diptych_kv_transfer.transports.stream import FRAME, MESSAGE
+from diptych_kv_transfer.transports.ucx import UcxTransport
 from diptych_protocol import CurveKeys, UtilityCall
 
 FRAMES = Offer(3, [(1, 10)] * 3), Send(3, 1 << 40), Moved(3, ok=True)

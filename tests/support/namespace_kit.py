@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import httpx
 from kubernetes import client, config
 
-from diptych_operator.kube import object_path
-from diptych_operator.names import MANAGED_BY, MANAGED_BY_LABEL, ROLE_LABEL, SERVICE_LABEL
+from diptych_operator.api.names import MANAGED_BY, MANAGED_BY_LABEL, ROLE_LABEL, SERVICE_LABEL
+from diptych_operator.kube.client import object_path
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
 API_VERSIONS = {

@@ -12,9 +12,9 @@ from typing import Any
 from aiohttp import web
 from kubernetes.aio import client
 
-from diptych_operator.cluster import Cluster
-from diptych_operator.images import Images
-from diptych_operator.kube import Kube
+from diptych_operator.api.images import Images
+from diptych_operator.kube.client import Kube
+from diptych_operator.kube.cluster import Cluster
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers

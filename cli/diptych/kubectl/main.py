@@ -216,8 +216,8 @@ def _warnings(cluster: Cluster) -> list[dict[str, Any]]:
 def _samples(cluster: Cluster, name: str, https: bool) -> dict[str, Sample]:
     """From all ready routers that answer. Raises `ClusterError` if none does."""
     from diptych.kubectl.top import merged, read_samples
-    from diptych_operator.names import HTTP_PORT
-    from diptych_operator.observed import pod_view
+    from diptych_operator.api.names import HTTP_PORT
+    from diptych_operator.status.observed import pod_view
 
     pods = sorted(map(pod_view, cluster.pods(name)), key=lambda pod: pod.name)
     routers = [pod.name for pod in pods if pod.role == "router" and pod.ready]

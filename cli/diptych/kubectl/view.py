@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from diptych_operator.api_status import Condition, PoolStatus, Status
-from diptych_operator.canaries import duration, size
+from diptych_operator.api.status import Condition, PoolStatus, Status
+from diptych_operator.status.canaries import duration, size
 
 Raw = dict[str, Any]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.kubectl.view import ServiceView, unreported
-from diptych_operator.api_status import Condition
-from diptych_operator.reasons import Reason
+from diptych_operator.api.status import Condition
+from diptych_operator.status.reasons import Reason
 
 Raw = dict[str, Any]
 

@@ -19,9 +19,9 @@ from diptych.laptop.pods import LOOPBACK, reached_at
 from diptych.laptop.rundir import RunDirectory
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.tls import CERTIFICATE_FILE, Certificate
-from diptych_operator.api_pools import ApiKeys as ApiKeysOfSecret
-from diptych_operator.api_pools import Tls
-from diptych_operator.api_types import InferenceService
+from diptych_operator.api.pools import ApiKeys as ApiKeysOfSecret
+from diptych_operator.api.pools import Tls
+from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
 
 KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"

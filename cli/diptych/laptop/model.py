@@ -11,8 +11,8 @@ from rich.progress import Progress as Bar
 
 from diptych.errors import BadInputError, RunError
 from diptych_frontend.model_files.fetch import BadSourceError, FetchError, Progress, fetch_model
-from diptych_operator.api_model import ModelCache
-from diptych_operator.api_types import InferenceService
+from diptych_operator.api.model import ModelCache
+from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import parse_model_uri
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     BIND_HOST_VARIABLE,
     COMPONENT_LABEL,
     ENGINE_FILE,

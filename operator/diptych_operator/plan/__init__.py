@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from diptych_operator.api_types import Rollout
+from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan.state import Phase, RevisionState, Scene, Step, both, total
 from diptych_operator.plan.strategies import alone, blue_green, paired_rolling, recreate

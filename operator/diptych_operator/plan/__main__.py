@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 
-from diptych_operator.api_types import Rollout
+from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Step
 from diptych_operator.plan.sequence import running, sequence

@@ -36,8 +36,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from diptych_operator.api.names import POOLS
 from diptych_operator.counts import NOTHING, Counts
-from diptych_operator.names import POOLS
 from diptych_operator.plan.state import (
     RevisionState,
     both,

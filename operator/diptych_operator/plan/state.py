@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diptych_operator.api_types import Rollout
+from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 
 

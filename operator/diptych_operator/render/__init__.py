@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.cluster import Cluster
+from diptych_operator.api.names import POOLS, ROLES
+from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
-from diptych_operator.names import POOLS, ROLES
+from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render.config import (
     config_hash,
     engine_config_map,

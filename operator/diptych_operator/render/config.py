@@ -10,15 +10,15 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from diptych_operator.api_pools import Pool
-from diptych_operator.api_types import InferenceService
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     ENGINE_FILE,
     ROUTER_FILE,
     SERVING_FILE,
     Role,
     metadata,
 )
+from diptych_operator.api.pools import Pool
+from diptych_operator.api.service import InferenceService
 from diptych_protocol import (
     EngineConfig,
     KVTransferConfig,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.cluster import Cluster
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     ADMIN_PORT,
     HTTP_PORT,
     OPERATOR_LABELS,
@@ -15,6 +13,8 @@ from diptych_operator.names import (
     metadata,
     selector,
 )
+from diptych_operator.api.service import InferenceService
+from diptych_operator.kube.cluster import Cluster
 
 _NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 

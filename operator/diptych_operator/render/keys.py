@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     KEYS_LABEL,
     PUBLIC_KEY_FILE,
     SECRET_KEY_FILE,
     metadata,
     object_name,
 )
+from diptych_operator.api.service import InferenceService
 from diptych_protocol import CurveKeys
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from diptych_operator.errors import SpecError
+from diptych_operator.api.errors import SpecError
 
 _MERGED_BY = {"containers": "name", "initContainers": "name"}
 _REPLACED_BY = {

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from diptych_operator.api_model import ModelCache
-from diptych_operator.api_pools import Resources
-from diptych_operator.api_types import InferenceService
-from diptych_operator.errors import SpecError
-from diptych_operator.names import MODEL_CONTAINER, Role
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.model import ModelCache
+from diptych_operator.api.names import MODEL_CONTAINER, Role
+from diptych_operator.api.pools import Resources
+from diptych_operator.api.service import InferenceService
 from diptych_protocol.model_uri import ModelUri, Reader, cached_path, parse_model_uri
 
 MODEL_CACHE_DIR = "/var/cache/diptych/models"

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diptych_operator.api_pools import Pool, Resources, Router
-from diptych_operator.api_types import InferenceService
-from diptych_operator.errors import SpecError
-from diptych_operator.names import (
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.names import (
     API_KEYS_DIR,
     BIND_HOST_VARIABLE,
     CONFIG_DIR,
@@ -34,6 +32,8 @@ from diptych_operator.names import (
     object_name,
     selector,
 )
+from diptych_operator.api.pools import Pool, Resources, Router
+from diptych_operator.api.service import InferenceService
 from diptych_operator.render.keys import KeySets, keys_volume
 from diptych_operator.render.merge import merge
 from diptych_operator.render.model import ModelMount

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych_operator.api_types import InferenceService
-from diptych_operator.names import (
+from diptych_operator.api.names import (
     HTTP_PORT,
     Role,
     engine_ports,
     metadata,
     selector,
 )
+from diptych_operator.api.service import InferenceService
 
 
 def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:

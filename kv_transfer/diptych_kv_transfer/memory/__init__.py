@@ -1,0 +1,1 @@
+"""Where blocks lie: their layout, staging buffers, repacking, devices."""

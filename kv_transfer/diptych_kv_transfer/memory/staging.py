@@ -1,0 +1,54 @@
+"""Blocks that cannot come straight into ours land in a staging area, and are unpacked when they are
+valid. Pure.
+
+That is so where the peer's blocks have another geometry, and where ours are on a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych_kv_transfer.memory.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """What one load receives in its peer's geometry, and where it belongs in ours."""
+
+    layout: Layout
+    """Of the blocks as they come."""
+    first: int
+    """The block of the lease that lands first; it holds token `start`."""
+    num_blocks: int
+    start: int
+    end: int
+    """The tokens that are wanted."""
+    local_block_ids: list[int]
+    """Where they go; the first one begins with token `start`."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes * self.layout.num_ranks
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Block of the lease -> block of the staging area."""
+        return {self.first + place: place for place in range(self.num_blocks)}
+
+
+def plan_staging(theirs: Layout, ours: Layout, wanted: dict[int, int], num_tokens: int) -> Staging:
+    """How to fetch the last tokens of a lease of `num_tokens` from blocks of any geometry.
+
+    wanted: the blocks that are missing here, all up to the last: index among ours -> block. Of
+    theirs, all that cover any of these tokens are fetched.
+    """
+    start = min(wanted) * ours.block_size
+    first = start // theirs.block_size
+    return Staging(
+        theirs,
+        first,
+        theirs.blocks_for(num_tokens) - first,
+        start,
+        num_tokens,
+        [wanted[index] for index in sorted(wanted)],
+    )

@@ -1,0 +1,1 @@
+"""Who may: the service's keys, signed references, the handshake of a connection."""

@@ -1,0 +1,1 @@
+"""Pure state machines of a hand-off: leases, loads, and the messages between engines."""

@@ -1,0 +1,106 @@
+"""What the pure tables ask of the world; the connector carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych_kv_transfer.memory.staging import Staging
+from diptych_kv_transfer.tables.messages import AnyMessage
+
+Peer = int
+"""A connection, named by the transport; never used again for another one."""
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: Peer
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """Send runs of our blocks, run i under tag + i; report the end as `TransferEnded(key)`."""
+
+    peer: Peer
+    lease_id: str
+    tag: int
+    runs: list[range]
+
+    @property
+    def key(self) -> str:
+        """Names this action among all that are under way."""
+        return f"send {self.tag} {self.lease_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveBlocks:
+    """Receive runs into our blocks, run i under tag + i; report the end likewise."""
+
+    peer: Peer
+    request_id: str
+    tag: int
+    runs: list[range]
+    staged: bool = False
+    """The runs are of the request's staging area."""
+
+    @property
+    def key(self) -> str:
+        """Names this action among all that are under way."""
+        return f"receive {self.tag} {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Make room for the blocks of a request, until its LoadEnded."""
+
+    request_id: str
+    staging: Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """What was staged for a request is valid: copy it into our blocks."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect to an address; report to `connected` or `connect_failed`."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Cut a connection. `peer_lost` follows when nothing touches memory on its behalf any more."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The blocks of a lease are free again, whatever was lent in its name."""
+
+    request_id: str
+    block_ids: list[int]
+    outcome: str
+    """`released`, `revoked`, `expired` or `withdrawn`."""
+    lease_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """The hinge no longer touches the destination blocks; they hold valid KV only if `ok`."""
+
+    request_id: str
+    ok: bool
+    reason: str = ""
+    num_blocks: int = 0
+    seconds: float = 0.0
+
+
+Action = (
+    Send | SendBlocks | ReceiveBlocks | Stage | Unpack | Connect | Fence | LeaseEnded | LoadEnded
+)

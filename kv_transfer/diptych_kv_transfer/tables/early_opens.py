@@ -1,0 +1,70 @@
+"""Readers that came before the lease: D is told of a request as soon as P, and may be faster."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.tables.actions import Peer
+from diptych_kv_transfer.tables.messages import Open
+
+MAX_EARLY, MAX_EARLY_RUNS = 256, 1024
+"""How many, and how many runs each may name: they are a stranger's claim on our memory. Beyond,
+the oldest is forgotten; its reader asks again when it is told."""
+
+
+@dataclass(slots=True)
+class EarlyOpen:
+    """One that waits for its lease."""
+
+    peer: Peer
+    message: Open
+    forget_at: float
+
+
+@dataclass(slots=True)
+class EarlyOpens:
+    """The last Open of each lease that is not known yet. Pure: time is passed in."""
+
+    keep_seconds: float
+    """Who is not renewed for so long is forgotten: the message may be a late copy."""
+    _opens: OrderedDict[str, EarlyOpen] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._opens)
+
+    def put(self, peer: Peer, message: Open, now: float) -> None:
+        """Remember an Open, in place of an earlier one of the same lease."""
+        self._opens.pop(message.lease_id, None)
+        self._opens[message.lease_id] = EarlyOpen(peer, message, now + self.keep_seconds)
+        if len(self._opens) > MAX_EARLY:
+            self._opens.popitem(last=False)
+
+    def pop(self, lease_id: str) -> EarlyOpen | None:
+        """The Open that waits for this lease, which is there now."""
+        return self._opens.pop(lease_id, None)
+
+    def renew(self, lease_id: str, now: float) -> None:
+        """Somebody still wants the lease."""
+        early = self._opens.get(lease_id)
+        if early is not None:
+            early.forget_at = now + self.keep_seconds
+
+    def close(self, peer: Peer, lease_id: str, tag: int) -> None:
+        """A reader does not want the lease any more."""
+        early = self._opens.get(lease_id)
+        if early is not None and (early.peer, early.message.tag) == (peer, tag):
+            del self._opens[lease_id]
+
+    def peer_lost(self, peer: Peer) -> None:
+        for lease_id in [name for name, early in self._opens.items() if early.peer == peer]:
+            del self._opens[lease_id]
+
+    def tick(self, now: float) -> None:
+        """Forget who is overdue."""
+        for lease_id in [name for name, early in self._opens.items() if early.forget_at <= now]:
+            del self._opens[lease_id]
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do; infinity: never."""
+        return min((early.forget_at for early in self._opens.values()), default=float("inf"))

@@ -1,0 +1,88 @@
+"""Both tables of one engine, and who it is in touch with: all that the hinge decides.
+
+Pure: events and the time go in, actions come out. `hinge_thread.py` runs it over UCX.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.tables.actions import Action, Fence, Peer, Send
+from diptych_kv_transfer.tables.events import (
+    Connected,
+    ConnectFailed,
+    Event,
+    PeerLost,
+    Received,
+    TransferEnded,
+)
+from diptych_kv_transfer.tables.leases import LeaseTable
+from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.messages import (
+    Close,
+    Hello,
+    Open,
+    Reject,
+    RemoteProtocolError,
+    Renew,
+    decode,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Hinge:
+    """One engine's part in all hand-offs, be it as prefill or as decode engine."""
+
+    me: Hello
+    leases: LeaseTable
+    loads: LoadTable
+    greeted: set[Peer] = field(default_factory=set)
+    """Peers that have said who they are."""
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about something that happened."""
+        match event:
+            case Connected(peer, address):
+                if address is None:
+                    return [Send(peer, self.me)]
+                return self.loads.connected(address, peer, now)
+            case ConnectFailed(address, reason):
+                return self.loads.connect_failed(address, reason)
+            case Received(peer, data):
+                return self._receive(peer, data, now)
+            case TransferEnded(key, ok):
+                side, tag, name = key.split(" ", 2)
+                if side == "send":
+                    return self.leases.sends_ended(name, int(tag))
+                return self.loads.receives_ended(name, int(tag), ok=ok, now=now)
+            case PeerLost(peer):
+                self.greeted.discard(peer)
+                return [*self.leases.peer_lost(peer), *self.loads.peer_lost(peer)]
+
+    def tick(self, now: float) -> list[Action]:
+        """What to do because time has passed."""
+        return [*self.leases.tick(now), *self.loads.tick(now)]
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do; infinity: never."""
+        return min(self.leases.next_deadline(), self.loads.next_deadline())
+
+    def _receive(self, peer: Peer, data: bytes, now: float) -> list[Action]:
+        try:
+            message = decode(data)
+            if peer not in self.greeted and not isinstance(message, Hello):
+                raise RemoteProtocolError("it spoke before it said who it is")
+        except RemoteProtocolError as exc:
+            log.warning("a peer broke the protocol, cutting it off: %s", exc)
+            return [Fence(peer)]
+        match message:
+            case Hello():
+                self.greeted.add(peer)
+                return self.loads.greeted(peer, message, now)
+            case Open() | Close() | Renew() | Reject():
+                return self.leases.receive(peer, message, now)
+            case _:
+                return self.loads.receive(peer, message, now)

@@ -1,0 +1,351 @@
+"""P's side of the hinge: who may read the blocks of prefills, and until when.
+
+    PROMISED ──grant──▶ GRANTED ◀──▶ READING ──Close(ok)──▶ RELEASED
+       │                   │  Open / let go │
+       │ Reject, revoke    ├────────────────┴─▶ REVOKED    Reject, revoke, peer lost
+       ▼                   │                │
+    WITHDRAWN              └────────────────┴─▶ EXPIRED    time
+
+A lease is promised while its prompt is still computed, and may be opened then: finished blocks
+travel while others are computed. It begins to age when it is granted, which is when all its blocks
+are finished.
+
+A lease ends exactly once, and its blocks are given back (`LeaseEnded`) exactly once: when it has
+ended *and* no send of them is in flight. Ending revokes the reader's claim at once: the reader is
+told, and its Close is answered `held=False` even while sends are still draining. Pure: time is
+passed in.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded, Peer, Send, SendBlocks
+from diptych_kv_transfer.tables.claims import Claim
+from diptych_kv_transfer.tables.early_opens import MAX_EARLY_RUNS, EarlyOpens
+from diptych_kv_transfer.tables.messages import (
+    Close,
+    Closed,
+    FromReader,
+    Open,
+    Opened,
+    Refused,
+    Reject,
+    Renew,
+    Sending,
+)
+
+MAX_REMEMBERED = 4096
+"""Ended leases whose late messages still get the right answer."""
+NEVER = float("inf")
+AT_ONCE = float("-inf")
+
+
+class LeaseState(enum.Enum):
+    PROMISED = "promised"
+    GRANTED = "granted"
+    READING = "reading"
+    RELEASED = "released"
+    REVOKED = "revoked"
+    EXPIRED = "expired"
+    WITHDRAWN = "withdrawn"
+
+
+LIVE = frozenset({LeaseState.PROMISED, LeaseState.GRANTED, LeaseState.READING})
+TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {
+    LeaseState.PROMISED: frozenset({LeaseState.GRANTED, LeaseState.WITHDRAWN}),
+    LeaseState.GRANTED: frozenset({LeaseState.READING, LeaseState.REVOKED, LeaseState.EXPIRED}),
+    LeaseState.READING: frozenset(
+        {LeaseState.GRANTED, LeaseState.RELEASED, LeaseState.REVOKED, LeaseState.EXPIRED}
+    ),
+    LeaseState.RELEASED: frozenset(),
+    LeaseState.REVOKED: frozenset(),
+    LeaseState.EXPIRED: frozenset(),
+    LeaseState.WITHDRAWN: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to read some blocks, for an engine that knows its id and its tokens."""
+
+    lease_id: str
+    request_id: str
+    digest: str
+    num_blocks: int
+    """How many there will be in all."""
+    block_ids: list[int] = field(default_factory=list)
+    """Those that hold their KV already: a prefix of all."""
+    expires_at: float = NEVER
+    state: LeaseState = LeaseState.PROMISED
+    claim: Claim | None = None
+    """Of the one who reads it now; a promised lease may have one, too."""
+    sending: dict[int, Peer] = field(default_factory=dict)
+    """First tag -> receiver, of the sends in flight."""
+    fence_at: float = NEVER
+    """When to cut off readers that keep the blocks of an ended lease busy; `AT_ONCE`: the next
+    `tick` sets it."""
+
+    def become(self, state: LeaseState) -> None:
+        """Change state. An illegal transition raises and changes nothing."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"lease of {self.request_id}: {self.state} -> {state}")
+        self.state = state
+
+    @property
+    def deadline(self) -> float:
+        """When there is something to do about it; infinity: never."""
+        return self.expires_at if self.state in LIVE else self.fence_at
+
+
+@dataclass(slots=True)
+class LeaseTable:
+    """All leases of one prefill engine."""
+
+    lease_seconds: float
+    leases: dict[str, Lease] = field(default_factory=dict)
+    """Live ones, and ended ones whose blocks are still being sent."""
+    counts: Counter[LeaseState] = field(default_factory=Counter)
+    """How many leases were promised, granted, first read, and ended in each way."""
+    stale_reads_refused: int = 0
+    rejections: int = 0
+    """Leases that somebody else than this engine ended."""
+    _early: EarlyOpens = field(init=False)
+    _ended: OrderedDict[str, tuple[LeaseState, Claim | None]] = field(default_factory=OrderedDict)
+    """How leases ended, and the claim by which one was released."""
+
+    def __post_init__(self) -> None:
+        self._early = EarlyOpens(self.lease_seconds)
+
+    # --- what the engine says -----------------------------------------------------------------
+
+    def promise(
+        self, lease_id: str, request_id: str, num_blocks: int, digest: str, now: float
+    ) -> list[Action]:
+        """There will be a lease of so many blocks. The id of a lease that is here changes nothing.
+
+        It does not expire before it is granted.
+        """
+        if lease_id in self.leases:
+            return []
+        self._ended.pop(lease_id, None)
+        self.leases[lease_id] = Lease(lease_id, request_id, digest, num_blocks)
+        self.counts[LeaseState.PROMISED] += 1
+        early = self._early.pop(lease_id)
+        return [] if early is None else self._open(early.peer, early.message, now)
+
+    def lend(self, lease_id: str, block_ids: list[int]) -> list[Action]:
+        """The first blocks of a promised lease hold their KV; the list only ever grows."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.state is not LeaseState.PROMISED:
+            return []  # it was withdrawn meanwhile
+        lease.block_ids = block_ids
+        return self._send_ready(lease)
+
+    def grant(self, lease_id: str, block_ids: list[int], now: float) -> list[Action]:
+        """All blocks of a promised lease hold their KV: from now on it ages."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.state is not LeaseState.PROMISED:
+            return []
+        lease.block_ids = block_ids
+        lease.expires_at = now + self.lease_seconds
+        lease.become(LeaseState.GRANTED)
+        self.counts[LeaseState.GRANTED] += 1
+        if lease.claim is not None:
+            lease.become(LeaseState.READING)
+        return self._send_ready(lease)
+
+    def revoke(self, lease_id: str) -> list[Action]:
+        """End a lease before its time. Unknown or ended ones are left alone."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.state not in LIVE:
+            return []
+        promised = lease.state is LeaseState.PROMISED
+        return self._end(lease, LeaseState.WITHDRAWN if promised else LeaseState.REVOKED)
+
+    def revoke_all(self) -> list[Action]:
+        """End every live lease before its time."""
+        return [action for lease_id in list(self.leases) for action in self.revoke(lease_id)]
+
+    # --- what readers say ---------------------------------------------------------------------
+
+    def receive(self, peer: Peer, message: FromReader, now: float) -> list[Action]:
+        """Answer a reader's message."""
+        match message:
+            case Open():
+                return self._open(peer, message, now)
+            case Close():
+                return self._close(peer, message)
+            case Renew():
+                for lease_id in message.lease_ids:
+                    self._early.renew(lease_id, now)
+                    lease = self.leases.get(lease_id)
+                    if lease is not None and lease.state in LIVE and lease.expires_at < NEVER:
+                        lease.expires_at = now + self.lease_seconds
+                return []
+            case Reject():
+                lease = self.leases.get(message.lease_id)
+                if lease is not None and lease.claim is not None and lease.claim.peer != peer:
+                    return []  # who has a copy of a reference does not disturb its reader
+                ends = self.revoke(message.lease_id)
+                self.rejections += bool(ends)
+                return ends
+
+    def _open(self, peer: Peer, message: Open, now: float) -> list[Action]:
+        lease = self.leases.get(message.lease_id)
+        if lease is not None and lease.claim is not None and lease.claim.repeats(peer, message):
+            return [Send(peer, Opened(message.lease_id, message.tag))]  # repeated
+        self._early.pop(message.lease_id)
+        early = message.early and len(message.runs) <= MAX_EARLY_RUNS
+        if lease is None and early and message.lease_id not in self._ended:
+            self._early.put(peer, message, now)
+            return []
+        reason = self._why_not(lease, message)
+        if lease is None or reason:
+            self.stale_reads_refused += 1
+            return [Send(peer, Refused(message.lease_id, reason, message.tag))]
+        lease.claim = Claim(peer, message)
+        if lease.state is LeaseState.GRANTED:
+            lease.become(LeaseState.READING)
+            lease.expires_at = now + self.lease_seconds
+        return [Send(peer, Opened(lease.lease_id, message.tag)), *self._send_ready(lease)]
+
+    def _why_not(self, lease: Lease | None, message: Open) -> str:
+        """Why a lease cannot be opened; empty if it can."""
+        if lease is None:
+            ended = self._ended.get(message.lease_id)
+            return f"the lease has {ended[0].value}" if ended else "unknown lease"
+        if lease.state not in LIVE:
+            return f"the lease is {lease.state.value}"
+        if lease.claim is not None:
+            return "the lease is being read"
+        if message.digest != lease.digest:
+            return "the lease is for another prompt"
+        if sum(count for _, count in message.runs) > lease.num_blocks:
+            return "more blocks are asked for than the lease has"
+        for first, count in message.runs:
+            if first + count > lease.num_blocks:
+                return f"the lease has no blocks {first}..{first + count - 1}"
+        return ""
+
+    def _close(self, peer: Peer, message: Close) -> list[Action]:
+        lease_id, tag = message.lease_id, message.tag
+        lease = self.leases.get(lease_id)
+        self._early.close(peer, lease_id, tag)
+        claim = None if lease is None else lease.claim
+        if lease is None or claim is None or (claim.peer, claim.tag) != (peer, tag):
+            state, by = self._ended.get(lease_id, (None, None))
+            held = by is not None and (state, by.peer, by.tag) == (LeaseState.RELEASED, peer, tag)
+            return [Send(peer, Closed(lease_id, held, tag))]
+        lease.claim = None
+        if message.ok and lease.state is LeaseState.READING and not claim.pending:
+            closed = Closed(lease_id, held=True, tag=tag)
+            return [Send(peer, closed), *self._end(lease, LeaseState.RELEASED, claim)]
+        # What is on its way may arrive; the lease goes on without a reader.
+        if lease.state is LeaseState.READING:
+            lease.become(LeaseState.GRANTED)
+        return [Send(peer, Closed(lease_id, held=False, tag=tag))]
+
+    # --- what the transport reports -----------------------------------------------------------
+
+    def sends_ended(self, lease_id: str, tag: int) -> list[Action]:
+        """The sends from this tag on are not in flight any more, however that came."""
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            return []
+        lease.sending.pop(tag, None)
+        return self._give_back_if_done(lease)
+
+    def peer_lost(self, peer: Peer) -> list[Action]:
+        """A connection is gone, and with it every send on it."""
+        self._early.peer_lost(peer)
+        actions: list[Action] = []
+        for lease in list(self.leases.values()):
+            lease.sending = {tag: to for tag, to in lease.sending.items() if to != peer}
+            if lease.claim is not None and lease.claim.peer == peer:
+                lease.claim = None
+                if lease.state is LeaseState.READING:
+                    actions += self._end(lease, LeaseState.REVOKED)
+                    continue
+                # Whoever was told of the promise may still come, from a new connection.
+            actions += self._give_back_if_done(lease)
+        return actions
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """End what is overdue."""
+        self._early.tick(now)
+        actions: list[Action] = []
+        for lease in [x for x in self.leases.values() if x.deadline <= now]:
+            if lease.state in LIVE:
+                actions += self._end(lease, LeaseState.EXPIRED)
+                lease.fence_at = now + self.lease_seconds
+            elif lease.fence_at == AT_ONCE:
+                lease.fence_at = now + self.lease_seconds
+            else:
+                lease.fence_at = NEVER
+                actions += [Fence(peer) for peer in sorted(set(lease.sending.values()))]
+        return actions
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do; infinity: never."""
+        leases = min((lease.deadline for lease in self.leases.values()), default=NEVER)
+        return min(leases, self._early.next_deadline())
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _send_ready(self, lease: Lease) -> list[Action]:
+        """Send the reader what it asked for and is finished by now."""
+        claim = lease.claim
+        if claim is None:
+            return []
+        batch = claim.take_ready(lease.block_ids)
+        if batch is None:
+            return []
+        lease.sending[batch.first] = claim.peer
+        announcement = Sending(lease.lease_id, claim.tag, batch.first, batch.runs)
+        return [
+            Send(claim.peer, announcement),
+            SendBlocks(claim.peer, lease.lease_id, batch.first, batch.blocks),
+        ]
+
+    def _end(
+        self, lease: Lease, outcome: LeaseState, released_to: Claim | None = None
+    ) -> list[Action]:
+        """End a lease; a reader that has not read it all is told."""
+        lease.become(outcome)
+        self.counts[outcome] += 1
+        self._ended[lease.lease_id] = outcome, released_to
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        actions: list[Action] = []
+        if lease.claim is not None:
+            closed = Closed(lease.lease_id, held=False, tag=lease.claim.tag)
+            actions.append(Send(lease.claim.peer, closed))
+            lease.claim = None
+        return [*actions, *self._give_back_if_done(lease)]
+
+    def _give_back_if_done(self, lease: Lease) -> list[Action]:
+        if lease.state in LIVE:
+            return []
+        if lease.sending:
+            lease.fence_at = AT_ONCE if lease.fence_at == NEVER else lease.fence_at
+            return []
+        del self.leases[lease.lease_id]
+        ended = LeaseEnded(lease.request_id, lease.block_ids, lease.state.value, lease.lease_id)
+        return [ended]
+
+    # --- what is held -------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Counter[LeaseState]:
+        """Leases that are here, by state. Safe to ask from another thread."""
+        return Counter(lease.state for lease in list(self.leases.values()))
+
+    @property
+    def blocks_held(self) -> int:
+        """Blocks that leases keep from being reused. Safe to ask from another thread."""
+        return sum(len(lease.block_ids) for lease in list(self.leases.values()))

@@ -1,0 +1,402 @@
+"""D's side of the hinge: fetching the blocks of a lease into blocks of our own.
+
+    HOLDING ──start──▶ OPENING ──Opened──▶ RECEIVING ──all here──▶ CLOSING ──Closed(held)──▶ done
+       │                  │ Refused         │   ▲ Sending   │        │ Closed(not held)       or
+       │                  │                 ▼   └───────────┘        │                       KEPT
+       │                  ├──cancel, time──▶ STOPPING ──Closed and all receives ended──┐
+       └──────────────────┴──────────────────────────────────────────┴────────────────▶ failed
+
+While a request queues its load is HOLDING: the peer is connected, and the lease is renewed from
+then on. An *early* load is started for a request that is only announced: it may find the lease
+still promised, or not even that. It ends KEPT until somebody adopts it or its time is over; and
+what becomes of it is no reason to end the lease, which others may come for.
+
+`LoadEnded` is reported exactly once for every started load (and once more for one that was KEPT in
+vain), and only when nothing can write to its blocks any more. It says `ok` only after P confirmed
+that the lease was held throughout. A load that is given up asks P to stop, and ends when P has said
+so and its receives are over; only a peer that does not answer has its connection cut, with all that
+goes over it. Pure: time is passed in.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.tables.actions import (
+    Action,
+    Address,
+    Connect,
+    Fence,
+    LoadEnded,
+    Peer,
+    ReceiveBlocks,
+    Send,
+    Stage,
+    Unpack,
+)
+from diptych_kv_transfer.tables.load import (
+    AT_ONCE,
+    NEVER,
+    UNDER_WAY,
+    LeaseRef,
+    Load,
+    LoadState,
+    Remote,
+    mismatch,
+    next_to_stage,
+)
+from diptych_kv_transfer.tables.messages import (
+    Close,
+    Closed,
+    FromOwner,
+    Hello,
+    Opened,
+    Refused,
+    Reject,
+    Renew,
+    Sending,
+)
+from diptych_protocol.wire import HAND_OFF_BOUNDS_S
+
+STOP_SECONDS = 5.0
+"""How long P may take to stop what was given up before its connection is cut."""
+
+
+@dataclass(slots=True)
+class LoadTable:
+    """All loads of one decode engine."""
+
+    me: Hello
+    load_timeout_s: float
+    staging_bytes: int = 256 << 20
+    """For blocks that are staged, of all loads together; a single one may take more."""
+    stages_all: bool = False
+    """No transfer reaches our own blocks, which are on a device."""
+    loads: dict[str, Load] = field(default_factory=dict)
+    remotes: dict[Address, Remote] = field(default_factory=dict)
+    rejects: list[LeaseRef] = field(default_factory=list)
+    """Leases to reject as soon as their engine is in touch."""
+    started: int = 0
+    completed: int = 0
+    failed: int = 0
+    rejected: int = 0
+    """Leases that were told to be not needed."""
+    waited: list[int] = field(default_factory=lambda: [0] * (len(HAND_OFF_BOUNDS_S) + 1))
+    """Completed loads by how long somebody waited for them, as `HAND_OFF_BOUNDS_S` says."""
+    seconds_waited: float = 0.0
+
+    # --- what the engine asks -----------------------------------------------------------------
+
+    def hold(self, request_id: str, lease: LeaseRef, now: float) -> list[Action]:
+        """Connect, and keep the lease alive while the request queues."""
+        if self._is_free(request_id):
+            self.loads[request_id] = Load(request_id, lease, now + lease.renew_every_s)
+        return self.reach(lease.address)
+
+    def start(
+        self,
+        request_id: str,
+        lease: LeaseRef,
+        digest: str,
+        tag: int,
+        wanted: dict[int, int],
+        num_tokens: int,
+        now: float,
+        *,
+        early: bool = False,
+    ) -> list[Action]:
+        """Fetch the wanted blocks: block of the lease, counted as ours -> block of ours.
+
+        num_tokens: of the lease; the wanted blocks are its last ones.
+        The request may be held, or new. Raises `RuntimeError` if its load is under way already.
+        """
+        if not self._is_free(request_id):
+            raise RuntimeError(f"the load of request {request_id} was started before")
+        load = Load(request_id, lease, now + lease.renew_every_s, LoadState.OPENING, early=early)
+        load.deadline, load.waiting_since = now + self.load_timeout_s, now
+        load.digest, load.tag, load.num_tokens = digest, tag, num_tokens
+        load.wanted, load.num_blocks = wanted, len(wanted)
+        self.loads[request_id] = load
+        self.started += 1
+        return [*self.reach(lease.address), *self._open(load, now)]
+
+    def adopt(self, request_id: str, now: float) -> list[Action]:
+        """Somebody waits for an early load, or takes what it brought."""
+        load = self.loads.get(request_id)
+        if load is None or not load.early:
+            return []
+        load.early, load.waiting_since = False, now
+        if load.state is LoadState.KEPT:
+            self._count_wait(0.0)
+            del self.loads[request_id]
+            return []
+        if load.state is LoadState.STOPPING:
+            return []
+        load.deadline = now + self.load_timeout_s
+        return self._open(load, now) if load.state is LoadState.OPENING else []
+
+    def cancel(self, request_id: str, now: float) -> list[Action]:
+        """Nobody wants the blocks any more; P is told so as soon as it can be."""
+        load = self.loads.get(request_id)
+        if load is None:
+            return []
+        load.problem = load.problem or "cancelled"
+        if load.state is LoadState.KEPT:
+            del self.loads[request_id]
+            return []
+        if load.asked:
+            return self._stop(load, now)
+        return [*self._end(load, now), *self._let_go(load)]
+
+    def reject(self, lease: LeaseRef) -> list[Action]:
+        """Tell P that a lease is not needed."""
+        self.rejects.append(lease)
+        return [*self.reach(lease.address), *self._send_rejects(lease.address)]
+
+    def reach(self, address: Address) -> list[Action]:
+        """Be or get in touch with an engine."""
+        if address in self.remotes:
+            return []
+        self.remotes[address] = Remote()
+        return [Connect(address)]
+
+    # --- what the transport reports -----------------------------------------------------------
+
+    def connected(self, address: Address, peer: Peer, now: float) -> list[Action]:
+        self.remotes[address] = Remote(peer, greet_by=now + self.load_timeout_s)
+        return [Send(peer, self.me)]
+
+    def connect_failed(self, address: Address, reason: str) -> list[Action]:
+        self.remotes.pop(address, None)
+        return self._fail_all(address, f"cannot connect to {address[0]}:{address[1]}: {reason}")
+
+    def peer_lost(self, peer: Peer) -> list[Action]:
+        """A connection is gone; nothing writes to our blocks on its behalf any more."""
+        for address, remote in list(self.remotes.items()):
+            if remote.peer == peer:
+                del self.remotes[address]
+                return self._fail_all(address, "the connection to the prefill engine was lost")
+        return []
+
+    def greeted(self, peer: Peer, hello: Hello, now: float) -> list[Action]:
+        """The engine at the other end says who it is."""
+        for address, remote in self.remotes.items():
+            if remote.peer == peer and remote.hello is None:
+                remote.hello, remote.greet_by = hello, NEVER
+                waiting = [x for x in self._at(address) if x.state is LoadState.OPENING]
+                opens = [action for load in waiting for action in self._open(load, now)]
+                return [*self._send_rejects(address), *opens]
+        return []
+
+    def receive(self, peer: Peer, message: FromOwner, now: float) -> list[Action]:
+        load = self._find(peer, message)
+        if load is None:
+            return []  # late or repeated
+        match message:
+            case Opened() if load.state is LoadState.OPENING:
+                load.state = LoadState.RECEIVING
+                return self._go_on(load, peer, now)
+            case Sending() if load.state is not LoadState.CLOSING:
+                return self._receive_batch(load, peer, message, now)
+            case Refused() if load.state in (LoadState.OPENING, LoadState.STOPPING):
+                load.problem = load.problem or message.reason
+            case Closed(held=True) if load.state is LoadState.CLOSING:
+                pass
+            case Closed(held=False):
+                load.problem = load.problem or "the lease ended while its blocks were read"
+            case _:
+                return []
+        load.over = True
+        return self._go_on(load, peer, now)
+
+    def receives_ended(self, request_id: str, tag: int, *, ok: bool, now: float) -> list[Action]:
+        """The receives from this tag on have ended; False: some were cut off."""
+        load = self.loads.get(request_id)
+        if load is None or tag not in load.receiving:
+            return []
+        load.receiving.remove(tag)
+        if not ok:
+            load.problem = load.problem or "receiving blocks failed"
+        peer = self.remotes.get(load.lease.address, Remote()).peer
+        return [] if peer is None else self._go_on(load, peer, now)
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """Renew the leases of all loads; give up what is overdue."""
+        actions: list[Action] = []
+        for load in list(self.loads.values()):
+            if load.deadline == AT_ONCE:
+                load.deadline = now + self.load_timeout_s
+            elif load.deadline <= now:
+                actions += self._overdue(load, now)
+            elif load.renew_at <= now:
+                load.renew_at = now + load.lease.renew_every_s
+                actions += self._renew(load)
+        return [*actions, *(cut for remote in self.remotes.values() for cut in remote.tick(now))]
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do; infinity: never."""
+        loads = min((min(x.deadline, x.renew_at) for x in self.loads.values()), default=NEVER)
+        return min(loads, min((x.greet_by for x in self.remotes.values()), default=NEVER))
+
+    def _renew(self, load: Load) -> list[Action]:
+        remote = self.remotes.get(load.lease.address, Remote())
+        if remote.peer is None or remote.hello is None:
+            return self.reach(load.lease.address)
+        return [Send(remote.peer, Renew([load.lease.lease_id]))]
+
+    def _overdue(self, load: Load, now: float) -> list[Action]:
+        if load.state is LoadState.KEPT:
+            del self.loads[load.request_id]
+            return [LoadEnded(load.request_id, False, "nobody came for it")]
+        load.problem = load.problem or f"no hand-off within {self.load_timeout_s:g} s"
+        remote = self.remotes.get(load.lease.address, Remote())
+        if remote.peer is None or load.waits_for_room:
+            return [*self._end(load, now), *self._let_go(load)]
+        if load.asked and not load.last_chance:
+            return self._stop(load, now)
+        # A peer that is slow now may still write later: cut it off first.
+        load.deadline = remote.greet_by = NEVER
+        return [Fence(remote.peer)]
+
+    @property
+    def in_flight(self) -> int:
+        """Loads that were started and have not ended. Safe to ask from another thread."""
+        return sum(load.state in UNDER_WAY for load in list(self.loads.values()))
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _is_free(self, request_id: str) -> bool:
+        """A load may begin under this name: what is here of it touches no blocks."""
+        load = self.loads.get(request_id)
+        return load is None or load.state not in UNDER_WAY
+
+    def _open(self, load: Load, now: float) -> list[Action]:
+        """Ask for the blocks, once it is known that this is the engine that was meant."""
+        remote = self.remotes[load.lease.address]
+        if remote.peer is None or remote.hello is None:
+            return []
+        load.problem = mismatch(load.lease, remote.hello, self.me)
+        if not load.problem:
+            if not load.asked:
+                load.fit_to(remote.hello, self.me, stages_all=self.stages_all)
+            if load.waits_for_room:
+                actions = self._open_staged()
+                if load.waits_for_room and not load.early:
+                    load.deadline = NEVER  # those that have the room have deadlines
+                return actions
+            return [Send(remote.peer, load.ask())]
+        return [*self._let_go(load), *self._end(load, now)]
+
+    def _open_staged(self) -> list[Action]:
+        """Ask for what has to be staged, while there is room."""
+        actions: list[Action] = []
+        for load, staging in next_to_stage(self.loads.values(), self.staging_bytes):
+            peer = self.remotes.get(load.lease.address, Remote()).peer
+            if peer is not None:
+                actions += [Stage(load.request_id, staging), Send(peer, load.ask())]
+        return actions
+
+    def _receive_batch(self, load: Load, peer: Peer, message: Sending, now: float) -> list[Action]:
+        """P is about to send: say where the blocks belong, even if nobody wants them any more, so
+        that its sends end."""
+        if message.first in load.batches:
+            return []  # repeated
+        if load.state is LoadState.OPENING:
+            load.state = LoadState.RECEIVING
+        try:
+            places = load.take(message.runs)
+        except ValueError as exc:
+            load.problem = load.problem or f"the prefill engine broke the protocol: {exc}"
+            return self._go_on(load, peer, now)
+        load.batches.add(message.first)
+        load.receiving.add(message.first)
+        return [ReceiveBlocks(peer, load.request_id, message.first, places, load.staged)]
+
+    def _go_on(self, load: Load, peer: Peer, now: float) -> list[Action]:
+        """Close, stop or end a load of which something has changed."""
+        if load.over:
+            return [] if load.receiving else self._end(load, now)
+        if load.state is not LoadState.RECEIVING:
+            return []
+        if load.problem:
+            return self._stop(load, now)
+        if load.wanted or load.receiving:
+            return []
+        load.state = LoadState.CLOSING
+        return [Send(peer, Close(load.lease.lease_id, True, load.tag))]
+
+    def _stop(self, load: Load, now: float) -> list[Action]:
+        """Have P stop; its answer and the end of the receives are awaited, but not for ever."""
+        if load.last_chance:
+            return []
+        load.last_chance = True
+        load.deadline, load.renew_at = now + min(STOP_SECONDS, self.load_timeout_s), NEVER
+        if load.state is LoadState.CLOSING:
+            return []  # its answer is on its way
+        load.state = LoadState.STOPPING
+        peer = self.remotes.get(load.lease.address, Remote()).peer
+        if peer is None:
+            return []
+        close = Send(peer, Close(load.lease.lease_id, False, load.tag))
+        return [close, *self._let_go(load)]
+
+    def _let_go(self, load: Load) -> list[Action]:
+        """Its lease is not needed here; that of an early one may be by others."""
+        return [] if load.early else self.reject(load.lease)
+
+    def _send_rejects(self, address: Address) -> list[Action]:
+        peer = self.remotes[address].peer
+        if peer is None or self.remotes[address].hello is None:
+            return []
+        mine = [x for x in self.rejects if x.address == address]
+        self.rejects = [x for x in self.rejects if x.address != address]
+        self.rejected += len(mine)
+        return [Send(peer, Reject(x.lease_id)) for x in mine]
+
+    def _at(self, address: Address) -> list[Load]:
+        return [load for load in self.loads.values() if load.lease.address == address]
+
+    def _find(self, peer: Peer, message: FromOwner) -> Load | None:
+        """The load that a message is about: that of its claim, not of an earlier one."""
+        for load in self.loads.values():
+            if (load.lease.lease_id, load.tag) == (message.lease_id, message.tag):
+                remote = self.remotes.get(load.lease.address)
+                if remote is not None and remote.peer == peer and load.state in UNDER_WAY:
+                    return load
+        return None
+
+    def _fail_all(self, address: Address, reason: str) -> list[Action]:
+        self.rejects = [x for x in self.rejects if x.address != address]
+        actions: list[Action] = []
+        for load in [x for x in self._at(address) if x.state in UNDER_WAY]:
+            load.problem = load.problem or reason
+            actions += self._end(load, now=0.0)
+        return actions
+
+    def _end(self, load: Load, now: float) -> list[Action]:
+        """Nothing touches its blocks any more."""
+        held = load.state is LoadState.HOLDING
+        ok = not load.problem
+        if ok and load.early:
+            load.state, load.renew_at = LoadState.KEPT, NEVER
+        else:
+            del self.loads[load.request_id]
+        if held:
+            return []
+        self.completed += ok
+        self.failed += not ok
+        others = self._open_staged() if load.staged else []
+        if not ok:
+            return [LoadEnded(load.request_id, False, load.problem), *others]
+        seconds = now - load.waiting_since
+        if not load.early:
+            self._count_wait(seconds)
+        ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds)
+        return [Unpack(load.request_id), ended, *others] if load.staged else [ended]
+
+    def _count_wait(self, seconds: float) -> None:
+        self.waited[bisect_left(HAND_OFF_BOUNDS_S, seconds)] += 1
+        self.seconds_waited += seconds

@@ -1,0 +1,266 @@
+"""The transfers of one connection: which way the blocks go, and when that is over.
+
+The receiver decides. It reads the sender's memory if that is a process of its host, and else has
+the blocks sent through the connection. Either way two messages are enough, however many runs there
+are; `frames.py` shows them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from diptych_kv_transfer.tables.events import TransferEnded
+from diptych_kv_transfer.transports import ucx_transfer
+from diptych_kv_transfer.transports.frames import AnyFrame, Introduction, Moved, Offer, Send
+from diptych_kv_transfer.transports.same_host import OtherProcess, Reading, SameHost
+from diptych_kv_transfer.transports.transport import Buffer
+from diptych_kv_transfer.transports.ucp import UcpError, address_of, transports_of
+from diptych_kv_transfer.transports.ucx_transfer import Passage
+
+log = logging.getLogger(__name__)
+
+MAX_UNCLAIMED_OFFERS, MAX_UNCLAIMED_RUNS = 4096, 1 << 20
+"""More come only from a peer that means harm."""
+TRANSFER_BITS = 38
+"""Of a UCX tag: which transfer, so that no other peer can send to it."""
+
+
+class ExchangeError(Exception):
+    """The connection is of no more use: the peer broke the protocol, or UCX refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handles:
+    """UCX's handles of a connection."""
+
+    endpoint: int
+    worker: int
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    key: str
+    buffers: Sequence[Buffer]
+    passage: Passage | None = None
+
+
+@dataclass(slots=True)
+class _Incoming:
+    key: str
+    buffers: Sequence[Buffer]
+    reading: Reading | None = None
+    passage: Passage | None = None
+
+
+class Exchange:
+    """Sends and receives of blocks over one connection."""
+
+    def __init__(
+        self,
+        handles: Handles,
+        same_host: SameHost | None,
+        say: Callable[[AnyFrame], None],
+        *,
+        accepted: bool,
+    ) -> None:
+        """Introduce ourselves to who connected to us.
+
+        Args:
+            same_host: how processes of this host read each other; None: they may not.
+            say: sends a frame to the other side, in order.
+            accepted: they connected to us.
+        """
+        self._handles = handles
+        self._same_host = same_host
+        self._say = say
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._incoming: dict[int, _Incoming] = {}
+        self._offers: dict[int, Offer] = {}
+        """Not asked for yet."""
+        self._offered_runs = 0
+        """Of all of them."""
+        self._introduced = accepted
+        """The other side has said who it is, or is not to."""
+        self._source: OtherProcess | None = None
+        """The other side, if we may read its memory."""
+        self._ended: list[TransferEnded] = []
+        self.way = ""
+        """How the last blocks went, for example `cma` or `tcp`."""
+        if accepted and same_host is not None:
+            say(same_host.introduction)
+
+    # --- what the owner asks ------------------------------------------------------------------
+
+    def send(self, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+        """Offer buffers to the other side. Raises `ExchangeError`."""
+        if tag in self._outgoing:
+            raise ExchangeError("it has two transfers under one tag")
+        self._outgoing[tag] = _Outgoing(key, buffers)
+        self._say(Offer(tag, [(address_of(buffer), buffer.nbytes) for buffer in buffers]))
+
+    def receive(self, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+        """Have what is or will be offered under a tag moved into buffers.
+
+        Raises `ExchangeError`.
+        """
+        if tag in self._incoming:  # UCX would go on writing to the buffers of the former
+            raise ExchangeError("it has two transfers under one tag")
+        self._incoming[tag] = _Incoming(key, buffers)
+        offer = self._offers.pop(tag, None)
+        if offer is not None:
+            self._offered_runs -= len(offer.runs)
+            self._begin(offer)
+
+    @property
+    def busy(self) -> bool:
+        """`advance` can go on at once, whatever the network does."""
+        return any(incoming.reading is not None for incoming in self._incoming.values())
+
+    def advance(self) -> list[TransferEnded]:
+        """Go on with what is under way; what has ended since the last call.
+
+        Raises `ExchangeError`.
+        """
+        for tag, incoming in list(self._incoming.items()):
+            if incoming.reading is not None:
+                self._read_on(tag, incoming.reading)
+            elif incoming.passage is not None and incoming.passage.ended:
+                self._received(tag, ok=incoming.passage.ok)
+        for tag, outgoing in list(self._outgoing.items()):
+            if outgoing.passage is not None and outgoing.passage.ended:
+                self._sent(tag, ok=outgoing.passage.ok)
+        return self.take_ended()
+
+    def take_ended(self) -> list[TransferEnded]:
+        """What has ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abandon(self) -> list[Passage]:
+        """The connection is gone: every transfer has ended, as `take_ended` will say.
+
+        Returns what UCX has not let go of. Our memory is safe when all of it has `ended`.
+        """
+        begun = [outgoing.passage for outgoing in self._outgoing.values()]
+        begun += [incoming.passage for incoming in self._incoming.values()]
+        passages = [one for one in begun if one is not None]
+        for one in passages:
+            one.cancel(self._handles.worker)
+        for tag in list(self._outgoing):
+            self._sent(tag, ok=False)
+        for tag in list(self._incoming):
+            self._received(tag, ok=False)
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+        return passages
+
+    # --- what the other side says -------------------------------------------------------------
+
+    def handle(self, frame: AnyFrame) -> None:
+        """Act on a frame. Raises `ExchangeError` when it should not have been sent."""
+        match frame:
+            case Introduction():
+                self._meet(frame)
+            case Offer(tag) if tag in self._incoming:
+                self._begin(frame)
+            case Offer(tag):
+                self._keep(frame)
+            case Send():
+                self._pass(frame)
+            case Moved(tag, ok):
+                outgoing = self._outgoing.get(tag)
+                if outgoing is None or outgoing.passage is not None:
+                    raise ExchangeError("it says that it has read what it was not offered")
+                self.way = "cma"
+                self._sent(tag, ok=ok)
+
+    def _keep(self, offer: Offer) -> None:
+        """Until its blocks are asked for."""
+        if offer.tag in self._offers:
+            raise ExchangeError("it offers twice")
+        self._offered_runs += len(offer.runs)
+        if len(self._offers) >= MAX_UNCLAIMED_OFFERS or self._offered_runs > MAX_UNCLAIMED_RUNS:
+            raise ExchangeError("too many offers of blocks that nobody asked for")
+        self._offers[offer.tag] = offer
+
+    def _meet(self, other: Introduction) -> None:
+        if self._introduced:
+            raise ExchangeError("it introduces itself without being asked")
+        self._introduced = True
+        if self._same_host is not None:
+            self._source = self._same_host.meet(other)
+
+    def _begin(self, offer: Offer) -> None:
+        """Read what is offered, or have it sent."""
+        incoming = self._incoming[offer.tag]
+        if incoming.reading is not None or incoming.passage is not None:
+            raise ExchangeError("it offers twice")
+        if [length for _, length in offer.runs] != [buffer.nbytes for buffer in incoming.buffers]:
+            log.warning("a peer offers other blocks than those we asked for")
+            self._give_up(offer.tag)
+        elif self._source is not None:
+            targets = [address_of(buffer) for buffer in incoming.buffers]
+            incoming.reading = Reading(self._source, offer.runs, targets)
+        else:
+            self._have_sent(offer.tag, incoming)
+
+    def _have_sent(self, tag: int, incoming: _Incoming) -> None:
+        first = secrets.randbits(TRANSFER_BITS) << ucx_transfer.TAG_BITS
+        incoming.passage = ucx_transfer.receive(self._handles.worker, incoming.buffers, first)
+        self._check(incoming.passage)
+        self._say(Send(tag, first))
+
+    def _pass(self, frame: Send) -> None:
+        outgoing = self._outgoing.get(frame.tag)
+        if outgoing is None or outgoing.passage is not None:
+            raise ExchangeError("it wants to be sent what it was not offered")
+        outgoing.passage = ucx_transfer.send(self._handles.endpoint, outgoing.buffers, frame.first)
+        self._check(outgoing.passage)
+
+    def _check(self, begun: Passage) -> None:
+        if not begun.ok:
+            raise ExchangeError("UCX refuses to move blocks")
+
+    # --- how transfers go on and end ----------------------------------------------------------
+
+    def _read_on(self, tag: int, reading: Reading) -> None:
+        try:
+            reading.advance()
+        except UcpError as exc:
+            log.warning("blocks will come through the connection: %s", exc)
+            self._stop_reading()
+            return
+        if reading.done:
+            self._say(Moved(tag, ok=True))
+            self._received(tag, ok=True)
+
+    def _stop_reading(self) -> None:
+        """The other side's memory cannot be read after all; if it is gone, so is the connection."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+        for tag, incoming in self._incoming.items():
+            if incoming.reading is not None:
+                incoming.reading = None
+                self._have_sent(tag, incoming)
+
+    def _give_up(self, tag: int) -> None:
+        self._say(Moved(tag, ok=False))
+        self._received(tag, ok=False)
+
+    def _sent(self, tag: int, *, ok: bool) -> None:
+        outgoing = self._outgoing.pop(tag)
+        if ok and outgoing.passage is not None:
+            self.way = transports_of(self._handles.endpoint)
+        self._ended.append(TransferEnded(outgoing.key, ok))
+
+    def _received(self, tag: int, *, ok: bool) -> None:
+        incoming = self._incoming.pop(tag)
+        if ok:
+            reads = incoming.reading is not None
+            self.way = "cma" if reads else transports_of(self._handles.endpoint)
+        self._ended.append(TransferEnded(incoming.key, ok))

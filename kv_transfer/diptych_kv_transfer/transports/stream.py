@@ -1,0 +1,107 @@
+"""Messages over the UCX stream of one endpoint: each after its length and kind, in four bytes.
+
+First come the records of the handshake, and nothing else; then messages and frames, each with its
+mac, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from diptych_kv_transfer.signing.handshake import ANSWER_BYTES, Session
+from diptych_kv_transfer.signing.keys import MAC_BYTES
+from diptych_kv_transfer.tables.messages import MAX_MESSAGE_BYTES
+from diptych_kv_transfer.transports import frames
+from diptych_kv_transfer.transports.transport import Buffer
+from diptych_kv_transfer.transports.ucp import Array, StreamReceive
+
+HEADER_BYTES = 4
+"""Three bytes of length, one of kind."""
+MESSAGE, FRAME, HANDSHAKE = 0, 1, 2
+MAX_BYTES = {
+    MESSAGE: MAX_MESSAGE_BYTES + MAC_BYTES,
+    FRAME: frames.MAX_FRAME_BYTES + MAC_BYTES,
+}
+
+
+class StreamError(Exception):
+    """The stream has ended, or what comes is none of ours."""
+
+
+class Stream:
+    """The stream of one endpoint."""
+
+    def __init__(self, endpoint: Any) -> None:
+        """`endpoint` is UCXX's; a receive is posted on it from now on."""
+        self._endpoint = endpoint
+        self._sends: list[tuple[Any, Buffer]] = []
+        """What is in flight, with its bytes kept alive."""
+        self._pending = b""
+        self._kind: int | None = None
+        """Of the message that is being received; None: its length and kind are."""
+        self.session: Session | None = None
+        """None: the other side has not proven itself."""
+        self._receive(HEADER_BYTES)
+
+    def send(self, kind: int, data: bytes) -> None:
+        """Send a message with the next `flush`. Raises `StreamError` before there is a session."""
+        if self.session is None:
+            raise StreamError("nothing is said to who has not proven itself")
+        self._append(kind, self.session.seal(kind, data))
+
+    def shake(self, data: bytes) -> None:
+        """Send a record of the handshake with the next `flush`."""
+        self._append(HANDSHAKE, data)
+
+    def _append(self, kind: int, data: bytes) -> None:
+        header = len(data) | kind << 24
+        self._pending += header.to_bytes(HEADER_BYTES, "little") + data
+
+    @property
+    def pending(self) -> bool:
+        """There is something to flush."""
+        return bool(self._pending)
+
+    def flush(self) -> None:
+        """Send what there is, at once: each send wakes the other side, and it takes our core."""
+        self._sends = [pair for pair in self._sends if not pair[0].completed]
+        if self._pending:
+            buffer = np.frombuffer(self._pending, np.uint8)
+            self._sends.append((self._endpoint.stream_send(Array(buffer)), buffer))
+            self._pending = b""
+
+    def next_message(self) -> tuple[int, bytes] | None:
+        """The kind and content of a message that has arrived; None: there is none.
+
+        Raises `StreamError`, and `AuthenticationError` for what the other side did not say.
+        """
+        while self._receiving.ended:
+            data = self._receiving.result()
+            if data is None:
+                raise StreamError("the stream has ended")
+            if self._kind is not None:
+                kind, self._kind = self._kind, None
+                self._receive(HEADER_BYTES)
+                return kind, data if self.session is None else self.session.open(kind, data)
+            header = int.from_bytes(data, "little")
+            kind, length = header >> 24, header & 0xFFFFFF
+            if not 0 < length <= self._max_bytes(kind):
+                raise StreamError(f"a message of kind {kind} and {length} bytes is announced")
+            self._kind = kind
+            self._receive(length)
+        return None
+
+    @property
+    def ended(self) -> bool:
+        """UCX writes to none of our buffers any more, as is so soon after the endpoint's end."""
+        return self._receiving.ended
+
+    def _max_bytes(self, kind: int) -> int:
+        if self.session is None:
+            return ANSWER_BYTES if kind == HANDSHAKE else 0
+        return MAX_BYTES.get(kind, 0)
+
+    def _receive(self, num_bytes: int) -> None:
+        self._receiving = StreamReceive(self._endpoint.handle, num_bytes)

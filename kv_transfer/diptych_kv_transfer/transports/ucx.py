@@ -1,0 +1,375 @@
+"""The transport over UCX, by way of UCXX.
+
+Control messages and the frames of transfers travel on a connection's UCX stream; blocks move from
+the KV memory and into it without a copy of ours, see `exchange.py`. The owner's thread drives UCX:
+while there is anything to progress it does so, and otherwise it sleeps in epoll on the worker's
+event descriptor, so that an idle connection costs nothing. A connection is nobody's business before
+both sides have proven that they are of one service: see `handshake.py`.
+
+Endpoints are created with error handling: a peer that dies is noticed (at once while bytes are in
+flight, by keep-alive otherwise), and an endpoint can be cut with transfers in flight, which is what
+`fence` promises.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+import select
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych_kv_transfer.signing.handshake import NONCE_BYTES, AuthenticationError, Handshake
+from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.tables.actions import Address, Peer
+from diptych_kv_transfer.tables.events import (
+    Connected,
+    ConnectFailed,
+    Event,
+    PeerLost,
+    Received,
+    TransferEnded,
+)
+from diptych_kv_transfer.transports import frames
+from diptych_kv_transfer.transports.exchange import Exchange, ExchangeError, Handles
+from diptych_kv_transfer.transports.same_host import SameHost, may_read, network_transports
+from diptych_kv_transfer.transports.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
+from diptych_kv_transfer.transports.transport import Buffer
+from diptych_kv_transfer.transports.ucp import UcpError, drop_unexpected, libucxx, remote_host_of
+from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, Passage
+from diptych_protocol.kv_transfer_params import is_ip_literal
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = PIECE_BYTES + (64 << 10)
+"""With room for UCX's headers."""
+OPTIONS = {
+    "KEEPALIVE_INTERVAL": "1s",
+    "RNDV_THRESH": str(PIECE_BYTES + 1),  # no piece waits until its receiver has answered,
+    "TCP_TX_SEG_SIZE": str(SEGMENT_BYTES),  # and each is sent whole
+    "TCP_RX_SEG_SIZE": str(SEGMENT_BYTES),
+    "TCP_CM_REUSEADDR": "y",  # an engine that was restarted listens where it did before
+}
+"""A UCX_* variable of the environment wins over these."""
+
+DRAIN_TIMEOUT_S = 2.0
+HANDSHAKE_TIMEOUT_S = 20.0
+"""Who has not proven itself by then is cut off."""
+MAX_PROGRESS = 256
+"""Steps of UCX before what they brought is looked at: who sends without a pause is noticed."""
+MAX_STRANGERS = 64
+"""That have connected to us and not proven themselves; beyond, the oldest is cut off. An engine of
+the service is one for a round trip."""
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Connection:
+    endpoint: Any
+    stream: Stream
+    handshake: Handshake
+    prove_by: float
+    address: Address | None
+    """What we connected to; None: they connected to us."""
+    exchange: Exchange | None = None
+    """Once the other side has proven itself."""
+    lost: bool = False
+    reason: str = ""
+    """Why it was cut, if not by its owner."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """They connected to us, and have not proven themselves."""
+        return self.address is None and self.exchange is None and not self.lost
+
+    def cut(self, reason: Exception | str) -> None:
+        log.info("cutting a connection: %s", reason)
+        self.lost, self.reason = True, str(reason)
+
+
+class UcxTransport:
+    """See `diptych_kv_transfer.transports.transport.Transport`."""
+
+    def __init__(self, host: str, port: int, key: HingeKey) -> None:
+        """Listen on a port of every address: UCXX offers no choice. If `host` is of loopback, who
+        comes from elsewhere is cut off at once.
+
+        key: what the other side of each connection must have, too.
+
+        Raises `OSError` when the port cannot be had, or UCX_TLS names nothing that can listen.
+        """
+        options = {k: v for k, v in OPTIONS.items() if f"UCX_{k}" not in os.environ}
+        options["TLS"] = network_transports()
+        features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
+        self._context = libucxx.UCXContext(options, feature_flags=features)
+        self._worker = libucxx.UCXWorker(
+            self._context, enable_delayed_submission=False, enable_python_future=False
+        )
+        self._worker.init_blocking_progress_mode()
+        self._accepted: list[Any] = []
+        try:
+            self._listener: Any = libucxx.UCXListener.create(self._worker, port, self._accept)
+        except libucxx.UCXError as exc:
+            raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
+        self._key = key
+        self._loopback_only = ipaddress.ip_address(host).is_loopback
+        self._same_host = open_same_host()
+        self._port = int(self._listener.port)
+        self._connections: dict[Peer, _Connection] = {}
+        self._not_ended: list[tuple[Stream, list[Passage]]] = []
+        """What UCX has not let go of when it should have: its memory is kept."""
+        self._next_peer = 0
+        self._events: list[Event] = []
+        self._name = ""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._closed = False
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    # --- connections --------------------------------------------------------------------------
+
+    def _accept(self, request: Any) -> None:
+        """Called by UCX while it progresses: an endpoint can only be made afterwards."""
+        self._accepted.append(self._listener.create_endpoint_from_conn_request(request, True))
+
+    def _adopt(self, endpoint: Any, address: Address | None) -> None:
+        if not endpoint.alive:
+            if address is not None:
+                self._events.append(ConnectFailed(address, "the connection broke at once"))
+            return
+        peer = self._next_peer
+        self._next_peer += 1
+        handshake = Handshake(
+            self._key, secrets.token_bytes(NONCE_BYTES), connects=address is not None
+        )
+        prove_by = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        connection = _Connection(endpoint, Stream(endpoint), handshake, prove_by, address)
+        self._connections[peer] = connection
+        if handshake.opening:
+            connection.stream.shake(handshake.opening)
+
+        known = weakref.ref(connection)  # or it and its endpoint would keep each other, and UCX
+
+        def on_close(*_: object) -> None:
+            if (found := known()) is not None and not found.lost:
+                found.cut("UCX has closed it")
+
+        try:
+            endpoint.set_close_callback(on_close)
+        except RuntimeError:  # it is closed already
+            connection.cut("UCX had closed it")
+        if address is None and not self._is_welcome(endpoint):
+            connection.cut("it is not of this host, and we listen on loopback")
+        strangers = [x for x in self._connections.values() if x.is_stranger]
+        if len(strangers) > MAX_STRANGERS:
+            strangers[0].cut("too many have connected that prove nothing")
+
+    def _is_welcome(self, endpoint: Any) -> bool:
+        """Who connected to us did so from where we mean to listen."""
+        if not self._loopback_only:
+            return True
+        host = remote_host_of(endpoint.handle)
+        return bool(host) and ipaddress.ip_address(host).is_loopback
+
+    def _shake(self, peer: Peer, connection: _Connection, data: bytes) -> None:
+        """Go on with the handshake; when it is over, the connection is its owner's."""
+        handshake, stream = connection.handshake, connection.stream
+        answer = handshake.receive(data)
+        if answer:
+            stream.shake(answer)
+        if handshake.session is None:
+            return
+        stream.session = handshake.session
+        connection.exchange = Exchange(
+            Handles(connection.endpoint.handle, self._worker.handle),
+            self._same_host,
+            say=lambda frame: stream.send(FRAME, frames.encode(frame)),
+            accepted=connection.address is None,
+        )
+        self._events.append(Connected(peer, connection.address))
+
+    def connect(self, address: Address) -> None:
+        try:
+            if not is_ip_literal(address[0]):  # a look-up would hold up every connection
+                raise ValueError("not an IP address")
+            endpoint = self._worker.create_endpoint_from_hostname(*address, True)
+        except (libucxx.UCXError, OSError, ValueError, OverflowError) as exc:
+            self._events.append(ConnectFailed(address, str(exc)))
+            return
+        self._adopt(endpoint, address)
+
+    def fence(self, peer: Peer) -> None:
+        connection = self._connections.get(peer)
+        if connection is not None:
+            connection.lost = True
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def send(self, peer: Peer, data: bytes) -> None:
+        connection = self._connections.get(peer)
+        if connection is None or connection.lost:
+            return
+        connection.stream.send(MESSAGE, data)
+
+    def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+        exchange = self._exchange_of(peer)
+        if exchange is None:
+            self._events.append(TransferEnded(key, ok=False))
+            return
+        try:
+            exchange.send(key, tag, buffers)
+        except ExchangeError as exc:
+            self._events.append(TransferEnded(key, ok=False))
+            self._connections[peer].cut(exc)
+
+    def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+        exchange = self._exchange_of(peer)
+        if exchange is None:
+            self._events.append(TransferEnded(key, ok=False))
+            return
+        try:
+            exchange.receive(key, tag, buffers)
+        except ExchangeError as exc:  # each load hears of it, as of any lost connection
+            self._connections[peer].cut(exc)
+
+    def _exchange_of(self, peer: Peer) -> Exchange | None:
+        """None: the connection is not there, or not any more."""
+        connection = self._connections.get(peer)
+        return None if connection is None or connection.lost else connection.exchange
+
+    # --- progress -----------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        self._collect()
+        if not self._events and self._sleepy():
+            for descriptor, _ in self._epoll.poll(self._patience(timeout_s)):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+            self._collect()
+        events, self._events = self._events, []
+        return events
+
+    def _patience(self, timeout_s: float | None) -> float | None:
+        """The same, or until somebody should have proven itself."""
+        waiting = [x.prove_by for x in self._connections.values() if x.exchange is None]
+        if not waiting:
+            return timeout_s
+        left = max(0.0, min(waiting) - time.monotonic())
+        return left if timeout_s is None else min(left, timeout_s)
+
+    def _sleepy(self) -> bool:
+        """Nothing is left to send or to progress, and the event descriptor is armed."""
+        for connection in self._connections.values():
+            exchange = connection.exchange
+            busy = exchange is not None and exchange.busy
+            if connection.lost or busy or connection.stream.pending:
+                return False
+        return not self._worker.progress_once() and bool(self._worker.arm())
+
+    def _collect(self) -> None:
+        for connection in self._connections.values():
+            if not connection.lost:
+                connection.stream.flush()
+        for _ in range(MAX_PROGRESS):
+            if not self._worker.progress_once():
+                break
+        drop_unexpected(self._worker.handle)
+        accepted, self._accepted = self._accepted, []
+        for endpoint in accepted:
+            self._adopt(endpoint, None)
+        for peer, connection in list(self._connections.items()):
+            self._collect_from(peer, connection)
+
+    def _collect_from(self, peer: Peer, connection: _Connection) -> None:
+        if not connection.lost:
+            try:
+                self._take(peer, connection)
+            except (
+                StreamError, AuthenticationError, ExchangeError, msgspec.MsgspecError
+            ) as exc:  # fmt: skip
+                connection.cut(exc)
+        if connection.lost:
+            self._bury(peer, connection)
+
+    def _take(self, peer: Peer, connection: _Connection) -> None:
+        """Take what has arrived, and go on with what is under way."""
+        while (message := connection.stream.next_message()) is not None:
+            kind, data = message
+            if kind == HANDSHAKE:
+                self._shake(peer, connection, data)
+            elif kind == MESSAGE:
+                self._events.append(Received(peer, data))
+            elif connection.exchange is not None:
+                connection.exchange.handle(frames.decode(data))
+        exchange = connection.exchange
+        if exchange is None:
+            if connection.prove_by <= time.monotonic():
+                connection.cut("the other side has not proven who it is in time")
+            return
+        ended = exchange.advance()
+        self._events += ended
+        if any(transfer.ok for transfer in ended):
+            self._name = exchange.way
+
+    def _bury(self, peer: Peer, connection: _Connection) -> None:
+        """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
+        exchange = connection.exchange
+        passages = [] if exchange is None else exchange.abandon()
+        connection.endpoint.close_blocking()
+        self._worker.cancel_inflight_requests()
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        stream = connection.stream
+        while (passages := [x for x in passages if not x.ended]) or not stream.ended:
+            self._worker.progress_once()
+            if time.monotonic() > deadline:
+                # Its endpoint is destroyed, so nothing can be sent for it any more.
+                log.error("UCX did not end a transfer of a connection that was cut")
+                self._not_ended.append((stream, passages))
+                break
+        del self._connections[peer]
+        if exchange is not None:
+            self._events += [*exchange.take_ended(), PeerLost(peer)]
+        elif connection.address is not None:
+            self._events.append(ConnectFailed(connection.address, connection.reason))
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for peer, connection in list(self._connections.items()):
+            self._bury(peer, connection)
+        self._listener = None  # UCXX stops listening when nobody holds it
+        self._worker.progress()
+        if self._same_host is not None:
+            self._same_host.close()
+        self._epoll.close()
+        os.close(self._wake)
+
+
+def open_same_host() -> SameHost | None:
+    """How processes of this host read each other; None: UCX_TLS forbids it, or UCX cannot."""
+    if not may_read():
+        return None
+    try:
+        return SameHost()
+    except UcpError as exc:
+        log.warning("blocks will go through connections on this host, too: %s", exc)
+        return None

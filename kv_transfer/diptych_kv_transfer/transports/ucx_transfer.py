@@ -1,0 +1,89 @@
+"""Blocks through a connection, as tag messages of UCX.
+
+Runs are cut into pieces that UCX sends whole, without asking the receiver first: of many small runs
+a round trip each would take most of the time. A whole piece either is in its place or will never
+be, so that a receive can be called off at any moment. That is also why nothing larger is sent: of
+what has arrived in part UCX cannot let go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from diptych_kv_transfer.transports import ucp
+from diptych_kv_transfer.transports.frames import Span
+from diptych_kv_transfer.transports.transport import Buffer
+
+PIECE_BYTES = 1 << 20
+TAG_BITS = 24
+"""Of a tag, for counting pieces; the rest says which transfer."""
+
+
+class Passage:
+    """The pieces of one transfer, on one side."""
+
+    def __init__(
+        self, requests: Iterator[tuple[int, int | None]], buffers: Sequence[Buffer]
+    ) -> None:
+        """Make requests of UCX.
+
+        Args:
+            requests: each with the size of what it receives; None: it sends.
+            buffers: what they move, kept alive.
+        """
+        self._buffers = buffers
+        self._requests: deque[tuple[int, int | None]] = deque()
+        self.ok = True
+        """Nothing has gone wrong so far."""
+        try:
+            for request in requests:
+                self._requests.append(request)
+        except ucp.UcpError:
+            self.ok = False
+
+    @property
+    def ended(self) -> bool:
+        """UCX touches our memory no more."""
+        while self._requests:
+            request, wanted = self._requests[0]
+            status = ucp.status_of(request)
+            if status == ucp.IN_PROGRESS:
+                return False
+            self.ok &= status == ucp.OK
+            if self.ok and wanted is not None:
+                self.ok = ucp.received_bytes(request) == wanted
+            ucp.free(request)
+            self._requests.popleft()
+        return True
+
+    def cancel(self, worker: int) -> None:
+        """Call off what has not ended."""
+        for request, _ in self._requests:
+            ucp.cancel(worker, request)
+
+
+def send(endpoint: int, buffers: Sequence[Buffer], first_tag: int) -> Passage:
+    """Send buffers to the other side of an endpoint."""
+    requests = (
+        (ucp.tag_send(endpoint, address, length, tag), None)
+        for tag, (address, length) in enumerate(pieces(buffers), first_tag)
+    )
+    return Passage(requests, buffers)
+
+
+def receive(worker: int, buffers: Sequence[Buffer], first_tag: int) -> Passage:
+    """Receive into buffers, from whoever knows the tags."""
+    requests = (
+        (ucp.tag_receive(worker, address, length, tag), length)
+        for tag, (address, length) in enumerate(pieces(buffers), first_tag)
+    )
+    return Passage(requests, buffers)
+
+
+def pieces(buffers: Iterable[Buffer]) -> Iterator[Span]:
+    """Where buffers are, cut where they are longer than a piece."""
+    for buffer in buffers:
+        address = ucp.address_of(buffer)
+        for at in range(0, buffer.nbytes, PIECE_BYTES):
+            yield address + at, min(PIECE_BYTES, buffer.nbytes - at)

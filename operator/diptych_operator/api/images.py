@@ -1,0 +1,39 @@
+"""Which images a service runs on: those that it names, or else the operator's.
+
+Everything behind `parse` sees a service whose images are named, so that what is rendered, what a
+revision stands for and what the status says cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import msgspec
+
+from diptych_operator.api.service import InferenceService
+
+REGISTRY = "ghcr.io/diptych-dev"
+"""Where releases are published. The chart's `images.registry` is the same; `charts/stamp.py` sets
+both."""
+
+
+def published(component: str) -> str:
+    """The image that was released with this code."""
+    return f"{REGISTRY}/diptych-{component}:{version('diptych')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """What services run on that name no image themselves."""
+
+    engine: str = published("engine")
+    router: str = published("router")
+
+
+def with_images(service: InferenceService, defaults: Images) -> InferenceService:
+    """The service with every image named."""
+    spec, replace = service.spec, msgspec.structs.replace
+    engine = replace(spec.engine, image=spec.engine.image or defaults.engine)
+    router = replace(spec.router, image=spec.router.image or defaults.router)
+    return replace(service, spec=replace(spec, engine=engine, router=router))

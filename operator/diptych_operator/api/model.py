@@ -1,0 +1,157 @@
+"""`spec.model`: which weights, where they come from and where they are kept."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, validations
+from diptych_protocol.model_uri import FORMS, Scheme
+
+
+class ModelCredentials(SpecPart, frozen=True):
+    secret_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a Secret",
+            description="A Secret in this namespace with the keys `token` (hf://, https://), or "
+            "`access-key-id`, `secret-access-key` and, if need be, `session-token`, `region` and "
+            "`endpoint` (s3://). Only the container that fetches sees it.",
+        ),
+    ]
+
+
+class PersistentVolume(SpecPart, frozen=True):
+    claim_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a PersistentVolumeClaim",
+            description="A PersistentVolumeClaim in this namespace.",
+        ),
+    ]
+    read_only: Annotated[
+        bool, Meta(description="Never write: the model must be there already.")
+    ] = False
+
+
+ONE_CACHE = Rule(
+    "(has(self.pvc) ? 1 : 0) + (has(self.hostPath) ? 1 : 0) + (has(self.ephemeral) ? 1 : 0) <= 1",
+    "give at most one of pvc, hostPath and ephemeral",
+)
+
+
+class ModelCache(SpecPart, frozen=True):
+    pvc: Annotated[
+        PersistentVolume | None, Meta(description="A volume that all engine pods can mount.")
+    ] = None
+    host_path: Annotated[
+        Annotated[str, Meta(pattern=r"^/.+", max_length=1024, title="an absolute path")] | None,
+        Meta(description="A directory on each node, made if need be: one download a node."),
+    ] = None
+    ephemeral: Annotated[
+        Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,8}(Mi|Gi|Ti)$", examples=["20Gi"])] | None,
+        Meta(description="Most that a pod's own copy may take on its node's disk."),
+    ] = None
+
+
+_WORD = r"[A-Za-z0-9_.-]+"
+_SEGMENT = r"(\.{0,2}[^\s/.?#\\][^\s/?#\\]*|\.{3}[^\s/?#\\]*)"
+"""Of a path: anything but `.` and `..`, in a form that has one way to match."""
+_PATH = rf"{_SEGMENT}(/{_SEGMENT})*"
+_GGUF = rf"({_SEGMENT}/)*[^\s/?#\\]*\.gguf"
+URI_PATTERNS: dict[Scheme, str] = {
+    "hf": rf"^hf://{_WORD}/{_WORD}(/{_GGUF})?$",
+    "s3": rf"^s3://{_WORD}/{_PATH}/?$",
+    "https": rf"^https://[^\s/?#@\\]+/{_GGUF}$",
+    "pvc": rf"^pvc://{_WORD}/{_PATH}/?$",
+    "oci": rf"^oci://[^\s#]+@sha256:[0-9a-f]{{64}}(#/?{_PATH})?$",
+    "package": rf"^package://[A-Za-z_][A-Za-z0-9_]*/{_PATH}$",
+    "file": rf"^file://(localhost)?/{_PATH}$",
+}
+URI_RULES = {
+    # One rule for each scheme, because one pattern for all would be what people get to read.
+    scheme: Rule(
+        f"!self.startsWith('{scheme}://') || self.matches(r'{pattern}')",
+        f"must be {FORMS[scheme]}",
+    )
+    for scheme, pattern in URI_PATTERNS.items()
+}
+_FETCHED = (
+    "(self.uri.startsWith('hf://') || self.uri.startsWith('s3://') || "
+    "self.uri.startsWith('https://'))"
+)
+REVISION_OF_HF = Rule(
+    "!has(self.revision) || self.revision == '' || self.uri.startsWith('hf://')",
+    "is for hf:// models only: no other source has revisions",
+    ".revision",
+)
+CHECKSUM_OF_FILE = Rule(
+    f"!has(self.sha256) || self.sha256 == '' || {_FETCHED} && self.uri.endsWith('.gguf')",
+    "is for one fetched file only: a .gguf from hf://, s3:// or https://",
+    ".sha256",
+)
+CREDENTIALS_OF_FETCHED = Rule(
+    f"!has(self.credentials) || {_FETCHED}",
+    "are for hf://, s3:// and https:// models only: nothing else is fetched",
+    ".credentials",
+)
+MODEL_RULES = (REVISION_OF_HF, CHECKSUM_OF_FILE, CREDENTIALS_OF_FETCHED)
+
+
+class Model(SpecPart, frozen=True):
+    uri: Annotated[
+        str,
+        Meta(
+            pattern=rf"^({'|'.join(FORMS)})://\S*$",
+            max_length=1024,
+            description="Where the weights are. hf://ORG/REPO[/FILE.gguf], s3://BUCKET/FOLDER or "
+            "FILE.gguf and https://HOST/FILE.gguf are fetched once into the cache; "
+            "pvc://CLAIM/PATH and oci://IMAGE@sha256:DIGEST[#/PATH] are mounted; "
+            "package://PKG/FILE (a file inside an installed Python package) and file:///PATH are "
+            "read where the engine's image has them; dummy://?num_hidden_layers=2 has random "
+            "weights, for measurements.",
+            title="a URI",
+            examples=["hf://ORG/REPO", "pvc://CLAIM/PATH", "package://PKG/FILE"],
+            extra_json_schema=validations(*URI_RULES.values()),
+        ),
+    ]
+    revision: Annotated[
+        str,
+        Meta(
+            max_length=128,
+            pattern=r"^[A-Za-z0-9._/-]*$",
+            description="Commit, tag or branch of an hf:// repository. Pin a commit: without one "
+            "the pods of a service may come to hold different weights.",
+        ),
+    ] = ""
+    sha256: Annotated[
+        str,
+        Meta(
+            pattern=r"^([0-9a-f]{64})?$",
+            description="Checksum of a model that is one file; a download that differs is refused.",
+            title="64 hexadecimal digits",
+        ),
+    ] = ""
+    credentials: Annotated[
+        ModelCredentials | None,
+        Meta(description="What it takes to fetch a model that is not public."),
+    ] = None
+    cache: Annotated[
+        ModelCache,
+        Meta(
+            description="Where fetched models are kept; left out, in each pod.",
+            extra_json_schema=validations(ONE_CACHE),
+        ),
+    ] = ModelCache()
+    served_name: Annotated[
+        str,
+        Meta(
+            max_length=253,
+            description="The model name clients send; empty takes the name of this object.",
+        ),
+    ] = ""

@@ -1,0 +1,113 @@
+"""Names, labels, ports and paths: what the rendered objects and the programs in them agree on."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from diptych_operator.api.service import InferenceService
+
+Role = Literal["prefill", "decode", "router"]
+POOLS: tuple[Role, Role] = ("prefill", "decode")
+ROLES: tuple[Role, ...] = (*POOLS, "router")
+
+MANAGED_BY_LABEL, MANAGED_BY = "app.kubernetes.io/managed-by", "diptych"
+SERVICE_LABEL = "diptych.dev/service"
+ROLE_LABEL = "diptych.dev/role"
+REVISION_LABEL = "diptych.dev/revision"
+KEYS_LABEL = "diptych.dev/keys"
+"""On Deployments: which Secret of the service their pods hold."""
+ROTATE_ANNOTATION = "diptych.dev/rotate-secrets"
+"""On an InferenceService; any new value asks for new keys."""
+COMPONENT_LABEL = "app.kubernetes.io/component"
+DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
+"""Kubernetes' own: of two ready pods the one with the lower cost goes first."""
+CURRENT_KEYS_ANNOTATION = "diptych.dev/current-keys"
+PREVIOUS_KEYS_ANNOTATION = "diptych.dev/previous-keys"
+"""On the router's Deployment: the key sets that its pods hold."""
+CONFIG_HASH_ANNOTATION = "diptych.dev/config-hash"
+"""On pod templates, so that a change of configuration rolls the pods."""
+
+HTTP_PORT, API_PORT, ADMIN_PORT, CORE_PORT, KV_PORT = 8000, 8001, 8081, 5557, 5558
+ENGINE_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT, "core": CORE_PORT, "kv": KV_PORT}
+ENGINE_API_PORTS = {"api": API_PORT}
+"""Of engines that have an OpenAI API of their own."""
+ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
+
+PORT_VARIABLES = {
+    "http": "DIPTYCH_HTTP_PORT",
+    "api": "DIPTYCH_API_PORT",
+    "admin": "DIPTYCH_ADMIN_PORT",
+    "core": "DIPTYCH_CORE_PORT",
+    "kv": "DIPTYCH_KV_PORT",
+}
+"""The environment variable that carries each named container port to the program."""
+BIND_HOST_VARIABLE = "DIPTYCH_BIND_HOST"
+LINGER_VARIABLE = "DIPTYCH_LINGER_SECONDS"
+"""How long a router that is told to end still takes new requests."""
+
+OPERATOR_LABELS = {"app.kubernetes.io/name": "diptych-operator"}
+"""Pods that may call admin ports, in the operator's namespace."""
+
+MODEL_CONTAINER = "model"
+"""The init container that brings the model into the pod's cache."""
+
+CONFIG_DIR = "/etc/diptych/config"
+KEYS_DIR = "/etc/diptych/keys"
+SERVING_DIR = "/etc/diptych/serving"
+API_KEYS_DIR = "/etc/diptych/api-keys"
+TLS_DIR = "/etc/diptych/tls"
+ENGINE_FILE = "engine.json"
+ROUTER_FILE = "router.json"
+SERVING_FILE = "serving.json"
+PUBLIC_KEY_FILE = "curve-public"
+SECRET_KEY_FILE = "curve-secret"
+
+
+def engine_ports(service: InferenceService) -> dict[str, int]:
+    """Port numbers of an engine pod by their names."""
+    asked = service.spec.network.engine_api == "OwnPods"
+    return ENGINE_PORTS | ENGINE_API_PORTS if asked else ENGINE_PORTS
+
+
+def object_name(service: InferenceService, part: str, revision: str = "") -> str:
+    """Name of a rendered object: at most 40 + 8 + 9 characters."""
+    name = f"{service.metadata.name}-{part}"
+    return f"{name}-{revision}" if revision else name
+
+
+def selector(service: InferenceService, role: Role) -> dict[str, str]:
+    """The labels that pick exactly the pods of one role; they never change."""
+    return {SERVICE_LABEL: service.metadata.name, ROLE_LABEL: role}
+
+
+def metadata(
+    service: InferenceService, part: str, component: str, revision: str = ""
+) -> dict[str, Any]:
+    """Name, namespace and labels of a rendered object."""
+    marks = labels(service, component)
+    if component in ROLES:
+        marks[ROLE_LABEL] = component
+    if revision:
+        marks[REVISION_LABEL] = revision
+    return {
+        "name": object_name(service, part, revision),
+        "namespace": service.metadata.namespace,
+        "labels": marks,
+    }
+
+
+def labels(service: InferenceService, component: str) -> dict[str, str]:
+    """The recommended Kubernetes labels and our own service label."""
+    return {
+        "app.kubernetes.io/name": "diptych",
+        "app.kubernetes.io/instance": service.metadata.name,
+        COMPONENT_LABEL: component,
+        MANAGED_BY_LABEL: MANAGED_BY,
+        SERVICE_LABEL: service.metadata.name,
+    }
+
+
+def dns_target(service: InferenceService, role: Role) -> str:
+    """`host:port` whose A records are the ready engine cores of one pool."""
+    host = f"{object_name(service, role)}.{service.metadata.namespace}.svc"
+    return f"{host}:{CORE_PORT}"

@@ -1,0 +1,236 @@
+"""YAML, or an object of an API server, to an InferenceService; or a `SpecError`, in one line.
+
+The error names the field and the remedy. The remedy is read off the same schema that the CRD
+carries, so the two cannot disagree.
+
+What a user writes is read strictly: a field that is not known is a mistake. What an API server
+sends is read leniently: its CRD may be newer than this program, as while an operator is replaced by
+its successor, and a field that only the successor knows must not stop the service of today.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Hashable, Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+import yaml
+
+from diptych_operator.api import rules
+from diptych_operator.api.crd import object_schema
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.images import Images, with_images
+from diptych_operator.api.service import API_VERSION, KIND, InferenceService
+from diptych_operator.api.status import Status
+
+MAX_TEXT_BYTES = 1 << 20
+_FREE_FORM = "x-kubernetes-preserve-unknown-fields"
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]+)`")
+_WHERE = re.compile(r"^(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_JSON_NAMES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    type(None): "null",
+}
+_TYPE_PHRASES = {
+    "object": "an object",
+    "array": "a list",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+}
+
+_schema = cache(object_schema)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as JSON knows it: string keys, no key twice, no dates."""
+
+    yaml_implicit_resolvers = {
+        first: [rule for rule in rules if rule[0] != "tag:yaml.org,2002:timestamp"]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise SpecError(f"line {line}", f'key {key!r} must be text; write "{key}"')
+            if key in seen:
+                raise SpecError(f"line {line}", f"{key!r} stands here twice; keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse(text: str) -> InferenceService:
+    """One InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line.
+
+    A field that does not exist is an error. Images that it does not name are the published ones.
+    """
+    raw = _load(text)
+    if not isinstance(raw, dict):
+        raise SpecError("file", f"must hold one {KIND} object, not {_JSON_NAMES.get(type(raw))}")
+    return _read(raw, Images())
+
+
+def parse_object(raw: Mapping[str, Any], images: Images) -> InferenceService:
+    """One InferenceService as an API server sends it, with `images` where it names none.
+
+    Raises `SpecError`.
+
+    Fields that are not known here are left out, as an API server with this program's CRD would have
+    done. The status is what some operator once wrote: where it cannot be read, it counts as empty.
+    """
+    return _read({**_pruned(dict(raw), _schema()), "status": raw.get("status")}, images)
+
+
+def _pruned(value: Any, schema: Mapping[str, Any]) -> Any:
+    """A value without the fields that the schema does not have.
+
+    Free-form objects (a podTemplate, annotations) are left as they are.
+    """
+    fields = schema.get("properties")
+    if not isinstance(value, dict) or not fields or _FREE_FORM in schema:
+        return value
+    return {name: _pruned(item, fields[name]) for name, item in value.items() if name in fields}
+
+
+def _read(raw: Mapping[str, Any], images: Images) -> InferenceService:
+    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if raw.get(field) != wanted:
+            found = repr(raw[field]) if field in raw else "nothing"
+            raise SpecError(field, f"must be {wanted}, not {found}")
+    asked = {key: value for key, value in raw.items() if key != "status"}
+    try:
+        service = msgspec.convert(asked, InferenceService)
+    except msgspec.ValidationError as exc:
+        raise _explain(str(exc), asked) from exc
+    rules.check(service)
+    service = msgspec.structs.replace(service, status=_status(raw.get("status")))
+    return with_images(service, images)
+
+
+def _status(raw: Any) -> Status:
+    try:
+        return msgspec.convert(raw, Status)
+    except msgspec.ValidationError:
+        return Status()
+
+
+def _load(text: str) -> Any:
+    if len(text) > MAX_TEXT_BYTES:
+        raise SpecError("file", f"is larger than {MAX_TEXT_BYTES} bytes; is it the right file?")
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as exc:
+        line = exc.problem_mark.line + 1 if exc.problem_mark else 1
+        problem = " ".join(part for part in (exc.problem, exc.context) if part)
+        raise SpecError(f"line {line}", f"not YAML: {problem}") from exc
+    except (yaml.YAMLError, RecursionError, ValueError) as exc:
+        if isinstance(exc, SpecError):
+            raise
+        raise SpecError("file", f"not YAML: {' '.join(str(exc).split())}") from exc
+
+
+def _explain(complaint: str, raw: dict[str, Any]) -> SpecError:
+    """Turn msgspec's message into `field: what is wanted, not what was found`."""
+    found = _WHERE.match(complaint)
+    problem, path = (found["problem"], found["path"]) if found else (complaint, None)
+    steps = [name or index for name, index in _STEP.findall((path or "$").removeprefix("$"))]
+    schema, value, steps = _walk(steps, raw)
+    if missing := _MISSING.match(problem):
+        child = schema.get("properties", {}).get(missing["name"], {})
+        return SpecError(
+            ".".join([*steps, missing["name"]]), f"is missing; it must be {_wanted(child)}"
+        )
+    if unknown := _UNKNOWN.match(problem):
+        name, known = unknown["name"], sorted(schema.get("properties", {}))
+        problem = _belongs_to_both(steps, name) or _no_such(name, known)
+        return SpecError(".".join([*steps, name]), problem)
+    field = ".".join(steps) or "file"
+    return SpecError(field, f"must be {_wanted(schema)}, not {_shown(value, schema)}")
+
+
+def _walk(steps: list[str], raw: Any) -> tuple[dict[str, Any], Any, list[str]]:
+    """Follow a path through schema and value; `...` becomes the first key whose value is wrong."""
+    schema, value, named = _schema(), raw, list[str]()
+    for step in steps:
+        if step == "..." and isinstance(value, dict):
+            schema = schema.get("additionalProperties", {})
+            step = next((key for key, item in value.items() if not _fits(item, schema)), step)
+        else:
+            schema = schema.get("properties", {}).get(step) or schema.get("items", {})
+        named.append(step)
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdigit():
+            value = value[int(step)]
+    return schema, value, named
+
+
+def _fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether one value of a map of quantities is right; maps hold nothing else."""
+    if isinstance(value, str):
+        short = len(value) <= schema.get("maxLength", len(value))
+        return short and re.search(schema.get("pattern", ""), value) is not None
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _belongs_to_both(steps: list[str], name: str) -> str | None:
+    """The answer to a pool that is given what both pools must have in common."""
+    if steps not in (["spec", "prefill"], ["spec", "decode"]):
+        return None
+    spec = _schema()["properties"]["spec"]["properties"]
+    for part in ("engine", "transfer", "model"):
+        if name in spec[part]["properties"]:
+            return f"unknown field; it stands in spec.{part}, where it holds for both pools"
+    return None
+
+
+def _no_such(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
+    return f"unknown field; {hint}"
+
+
+def _wanted(schema: dict[str, Any]) -> str:
+    """What a schema node allows, in words."""
+    if "enum" in schema:
+        *rest, last = map(str, schema["enum"])
+        return f"{', '.join(rest)} or {last}" if rest else last
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if "anyOf" in schema:
+        phrase = "a quantity"
+    elif schema.get("type") == "string":
+        phrase = schema.get("title", "text")
+        if "maxLength" in schema:
+            phrase += f" (at most {schema['maxLength']} characters)"
+    else:
+        phrase = _TYPE_PHRASES.get(schema.get("type", ""), "valid")
+        if low is not None and high is not None:
+            phrase += f" from {low} to {high}"
+        if "maxProperties" in schema:
+            phrase += f" of at most {schema['maxProperties']} fields"
+    if "examples" in schema:
+        phrase += f" such as {' or '.join(schema['examples'])}"
+    return phrase
+
+
+def _shown(value: Any, schema: dict[str, Any]) -> str:
+    if isinstance(value, dict) and "maxProperties" in schema:
+        return f"one of {len(value)}"
+    if isinstance(value, (dict, list)) or value is None:
+        return _JSON_NAMES[type(value)]
+    shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -1,0 +1,266 @@
+"""`spec.prefill`, `spec.decode` and `spec.router`: how many pods, and how they differ."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, validations
+
+Quantity = Annotated[
+    Annotated[int, Meta(ge=0)]
+    | Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=32)],
+    Meta(
+        description="A Kubernetes quantity, such as 2, 500m or 4Gi.",
+        examples=["500m", "4Gi"],
+        extra_json_schema={"x-kubernetes-int-or-string": True},
+    ),
+]
+
+
+class Resources(SpecPart, frozen=True):
+    limits: Annotated[
+        dict[str, Quantity],
+        Meta(max_length=32, description="Most that a pod may use, such as {cpu: 4}."),
+    ] = {}
+    requests: Annotated[
+        dict[str, Quantity],
+        Meta(max_length=32, description="What a pod is guaranteed; sets where it fits."),
+    ] = {}
+
+
+PodResources = Annotated[
+    Resources,
+    Meta(description="Compute resources of each pod. A CPU limit also sets the engine's threads."),
+]
+_TEMPLATE_HELP = (
+    "A partial pod template (metadata, spec) merged over the rendered one: objects field by field, "
+    "containers by name, env, volumes, volumeMounts and ports replaced by name; null deletes a "
+    "field."
+)
+PodTemplate = Annotated[
+    dict[str, Any],
+    Meta(
+        description=_TEMPLATE_HELP,
+        extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
+    ),
+]
+
+ENGINE_CONTAINER = "engine"
+ONE_IMAGE = Rule(
+    "!has(self.spec) || !has(self.spec.containers) || "
+    f"self.spec.containers.all(c, c.name != '{ENGINE_CONTAINER}' || !has(c.image))",
+    f"must not set the image of the container {ENGINE_CONTAINER}: it is spec.engine.image, equal "
+    "in both pools",
+)
+_OPEN_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_CONTAINER = _OPEN_OBJECT | {
+    "description": "A container of the pods, added or merged by its name.",
+    "required": ["name"],
+    "properties": {
+        "name": {
+            "type": "string",
+            "maxLength": 63,
+            "description": f"{ENGINE_CONTAINER} is the engine itself.",
+        },
+        "image": {
+            "type": "string",
+            "maxLength": 512,
+            "description": "Of an added container; that of the engine is spec.engine.image.",
+        },
+    },
+}
+_POD_SPEC = _OPEN_OBJECT | {
+    "description": "A partial pod spec.",
+    "properties": {
+        "containers": {
+            "type": "array",
+            "maxItems": 32,
+            "items": _CONTAINER,
+            "description": "Containers to add or to change.",
+        }
+    },
+}
+EngineTemplate = Annotated[
+    dict[str, Any],
+    Meta(
+        description=_TEMPLATE_HELP,
+        extra_json_schema=_OPEN_OBJECT
+        | {"properties": {"spec": _POD_SPEC}}
+        | validations(ONE_IMAGE),
+    ),
+]
+"""Open like any pod template, but typed as far as `ONE_IMAGE` looks: CEL sees typed fields only."""
+
+
+ScaledBy = Annotated[
+    Literal["Operator", "External"],
+    Meta(
+        description="Who chooses the number of pods. Operator: by the signals below. External: "
+        "whoever scales the PoolScaler NAME-prefill or NAME-decode, such as an HPA or KEDA; the "
+        "bounds hold then, and the other fields are not looked at."
+    ),
+]
+MinReplicas = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=1000,
+        description="Fewest pods. 0, in both pools, lets an idle service sleep; the router then "
+        "holds requests until pods are back.",
+    ),
+]
+MaxReplicas = Annotated[int, Meta(ge=1, le=1000, description="Most pods.")]
+ScaleDownSeconds = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=86400,
+        description="How long fewer pods must have been enough before one is given up.",
+    ),
+]
+
+
+class PrefillAutoscaling(SpecPart, frozen=True, kw_only=True):
+    by: ScaledBy = "Operator"
+    min_replicas: MinReplicas = 1
+    max_replicas: MaxReplicas
+    queued_tokens_per_replica: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 24,
+            description="Prompt tokens that wait to be computed, not counting cached prefixes, "
+            "that one pod is to be left with.",
+        ),
+    ] = 4096
+    scale_down_seconds: ScaleDownSeconds = 300
+
+
+class DecodeAutoscaling(SpecPart, frozen=True, kw_only=True):
+    by: ScaledBy = "Operator"
+    min_replicas: MinReplicas = 1
+    max_replicas: MaxReplicas
+    kv_utilization: Annotated[
+        int,
+        Meta(ge=1, le=100, description="Percent of KV blocks that are to be in use, on average."),
+    ] = 80
+    waiting_per_replica: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Requests in a pod's queue beyond which another pod is worth having.",
+        ),
+    ] = 4
+    scale_down_seconds: ScaleDownSeconds = 300
+
+
+MIN_BELOW_MAX = Rule(
+    "self.minReplicas <= self.maxReplicas", "must be at most maxReplicas", ".minReplicas"
+)
+EXTERNAL_AWAKE = Rule(
+    "self.by != 'External' || self.minReplicas >= 1",
+    "must be at least 1 where by is External: pools sleep and wake together, and whoever sizes one "
+    "of them from outside sees no load in a pool without pods",
+    ".minReplicas",
+)
+SCALING_RULES = (MIN_BELOW_MAX, EXTERNAL_AWAKE)
+ONE_SCALE = Rule(
+    "!(has(self.replicas) && has(self.autoscaling))", "give replicas or autoscaling, not both"
+)
+Replicas = Annotated[
+    int,
+    Meta(ge=1, le=1000, description="Engine pods in this pool; 1 if autoscaling is not set."),
+]
+
+
+class PrefillPool(SpecPart, frozen=True):
+    replicas: Replicas | None = None
+    autoscaling: Annotated[
+        PrefillAutoscaling | None,
+        Meta(
+            description="Let the operator choose the number of pods by the prompt tokens that "
+            "wait, or let somebody else choose it.",
+            extra_json_schema=validations(*SCALING_RULES),
+        ),
+    ] = None
+    resources: PodResources = Resources()
+    pod_template: EngineTemplate = {}
+
+
+class DecodePool(SpecPart, frozen=True):
+    replicas: Replicas | None = None
+    autoscaling: Annotated[
+        DecodeAutoscaling | None,
+        Meta(
+            description="Let the operator choose the number of pods by the use of their KV cache "
+            "and their queues, or let somebody else choose it.",
+            extra_json_schema=validations(*SCALING_RULES),
+        ),
+    ] = None
+    resources: PodResources = Resources()
+    pod_template: EngineTemplate = {}
+
+
+Pool = PrefillPool | DecodePool
+
+
+class ApiKeys(SpecPart, frozen=True):
+    secret_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a Secret",
+            description="A Secret in this namespace. Each entry is a key: its name is the "
+            "client's, for metrics and logs, its value what the client sends as a bearer token. "
+            "Routers follow its changes without a restart.",
+        ),
+    ]
+
+
+class Tls(SpecPart, frozen=True):
+    secret_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a Secret",
+            description="A Secret of type kubernetes.io/tls in this namespace, as cert-manager "
+            "makes them. Routers follow its changes without a restart.",
+        ),
+    ]
+
+
+class Router(SpecPart, frozen=True):
+    image: Annotated[
+        str,
+        Meta(
+            pattern=r"^\S*$",
+            max_length=512,
+            title="an image reference",
+            description="Container image of the router pods; left out, the one that the operator "
+            "was installed with.",
+        ),
+    ] = ""
+    replicas: Annotated[int, Meta(ge=1, le=100, description="Router pods.")] = 1
+    hold_seconds: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=3600,
+            description="How long a request waits for an engine when there is none, as after "
+            "scaling to zero, before it is refused.",
+        ),
+    ] = 30
+    api_keys: Annotated[
+        ApiKeys | None,
+        Meta(description="Who may use the API; left out, whoever reaches it."),
+    ] = None
+    tls: Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")] = None
+    resources: Annotated[Resources, Meta(description="Compute resources of each router pod.")] = (
+        Resources()
+    )
+    pod_template: PodTemplate = {}

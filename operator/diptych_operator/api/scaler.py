@@ -1,0 +1,50 @@
+"""The PoolScaler: the door through which somebody else sizes one pool of a service.
+
+A kind can have one `/scale`, and a service has two pools; so each pool that is sized from outside
+gets an object of its own. Like the InferenceService it is typed once here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from diptych_operator.api.base import SpecPart
+
+SCALER_KIND = "PoolScaler"
+SCALER_PLURAL = "poolscalers"
+
+
+class PoolScalerSpec(SpecPart, frozen=True, kw_only=True):
+    replicas: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Pods that the pool is to have. The operator reads it within the bounds "
+            "of the pool's autoscaling.minReplicas and maxReplicas, and never writes it again "
+            "once the object is made.",
+        ),
+    ]
+
+
+class PoolScalerStatus(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
+    replicas: Annotated[int, Meta(description="Pods of the pool that are ready, of any revision.")]
+    selector: Annotated[
+        str, Meta(max_length=256, description="The labels that pick the pool's pods.")
+    ]
+
+
+class PoolScaler(SpecPart, frozen=True, kw_only=True):
+    """The size of one pool of an InferenceService, for `kubectl scale`, an HPA or KEDA to set."""
+
+    api_version: Annotated[
+        Literal["diptych.dev/v1alpha1"], Meta(description="Group and version of this kind.")
+    ]
+    kind: Annotated[Literal["PoolScaler"], Meta(description="Always PoolScaler.")]
+    spec: Annotated[PoolScalerSpec, Meta(description="What is wanted.")]
+    status: Annotated[
+        PoolScalerStatus | None, Meta(description="What is there, as the operator sees it.")
+    ] = None

@@ -1,0 +1,360 @@
+"""The InferenceService: typed once here; the CRD, its defaults and its help derive from it.
+
+What must be equal in both pools stands in `spec.model`, `spec.engine` and `spec.transfer`; a pool
+carries only what may differ.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from diptych_operator.api.base import Rule, SpecPart, validations
+from diptych_operator.api.model import MODEL_RULES, Model
+from diptych_operator.api.pools import ONE_SCALE, DecodePool, PrefillPool, Router
+from diptych_operator.api.status import Status
+
+GROUP = "diptych.dev"
+VERSION = "v1alpha1"
+API_VERSION = "diptych.dev/v1alpha1"
+KIND = "InferenceService"
+
+MAX_NAME_LENGTH = 40
+"""Leaves room for `-prefill` and the suffixes that Kubernetes adds, within its 63 characters."""
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+
+
+class Engine(SpecPart, frozen=True):
+    """Defaults are those of the engine itself, written out so that `kubectl explain` shows them."""
+
+    image: Annotated[
+        str,
+        Meta(
+            pattern=r"^\S*$",
+            max_length=512,
+            title="an image reference",
+            description="Container image of the engine pods; left out, the one that the operator "
+            "was installed with. The status says which it is.",
+        ),
+    ] = ""
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="Where the model runs; auto takes a CUDA device if there is one."),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="Type of weights and activations; auto is float32 on CPU, else bfloat16."),
+    ] = "auto"
+    weight_packing: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="auto: on a CPU, the 4- and 8-bit weights of a GGUF file are multiplied as "
+            "they are, which is several times faster; none: everything in dtype."
+        ),
+    ] = "auto"
+    cpu_level: Annotated[
+        Literal["auto", "none", "avx2", "vnni", "amx"],
+        Meta(
+            description="Which of a CPU's instructions kernels use, at most those that it has; "
+            "auto: the highest level of each node, or what DIPTYCH_CPU_LEVEL in its environment "
+            "says. none: no compiled kernel at all."
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(
+            description="Type of keys and values in the KV cache; auto is dtype, or bfloat16 for "
+            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs."
+        ),
+    ] = "auto"
+    block_size: Annotated[
+        Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
+        Meta(description="Tokens in one KV block."),
+    ] = 16
+    kv_cache_memory: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|[1-9][0-9]{0,5}(Mi|Gi|Ti))$",
+            description="Memory for KV blocks in each engine pod, such as 512Mi or 24Gi. auto "
+            "takes what gpuMemoryUtilization leaves of a GPU, and 1Gi on a CPU.",
+            examples=["24Gi", "auto"],
+        ),
+    ] = "1Gi"
+    gpu_memory_utilization: (
+        Annotated[
+            float,
+            Meta(
+                ge=0.05,
+                le=1,
+                description="How much of a GPU's memory an engine may fill where kvCacheMemory is "
+                "auto, weights included; left out, 0.9.",
+            ),
+        ]
+        | None
+    ) = None
+    max_model_len: (
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                le=1 << 24,
+                description="Longest prompt plus output, in tokens; left out, the model's limit.",
+            ),
+        ]
+        | None
+    ) = None
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=4096, description="Most requests computed in one step.")
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="Token budget of one step; longer prompts are prefilled in chunks. At "
+            "least maxNumSeqs.",
+        ),
+    ] = 512
+    max_num_waiting: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="An engine refuses requests as overload beyond this many in its queue.",
+        ),
+    ] = 1024
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Keep the KV of finished prompts to reuse for equal prefixes.")
+    ] = True
+
+
+class Transfer(SpecPart, frozen=True):
+    lease_seconds: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=3600,
+            description="How long prefilled blocks stay pinned without a sign of life from the "
+            "decode engine that is to read them.",
+        ),
+    ] = 30.0
+    transport: Annotated[
+        Literal["auto", "rdma", "tcp", "shm"],
+        Meta(
+            description="What carries KV blocks. auto takes the best that both ends offer; rdma "
+            "fails rather than falls back; shm joins processes of one machine outside containers."
+        ),
+    ] = "auto"
+    verify: Annotated[
+        Literal["Required", "Warn", "Off"],
+        Meta(
+            description="Before an engine serves, a real request crosses the hinge through it. "
+            "Required keeps the engine out until that worked; Warn only reports; Off sends none."
+        ),
+    ] = "Required"
+
+
+class Rollout(SpecPart, frozen=True):
+    type: Annotated[
+        Literal["PairedRolling", "BlueGreen", "Recreate"],
+        Meta(
+            description="How a new revision replaces the old: PairedRolling moves both pools in "
+            "step, keeping their ratio; BlueGreen starts all of the new one, then switches; "
+            "Recreate stops the old one first."
+        ),
+    ] = "PairedRolling"
+    max_surge: Annotated[
+        int,
+        Meta(ge=0, le=1000, description="Pods that each pool may have above its wanted number."),
+    ] = 1
+    max_unavailable: Annotated[
+        int,
+        Meta(ge=0, le=1000, description="Pods that each pool may lack below its wanted number."),
+    ] = 0
+    progress_deadline_seconds: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=86400,
+            description="A new revision that gets no further for so long is called failed: the "
+            "rollout stops and the old revision keeps serving.",
+        ),
+    ] = 600
+
+
+class Availability(SpecPart, frozen=True):
+    pod_disruption_budget: Annotated[
+        Literal["Managed", "None"],
+        Meta(description="Managed: voluntary evictions take one pod of a pool at a time."),
+    ] = "Managed"
+    drain_seconds: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=86400,
+            description="How long a pod that is to go may take to end or move its work: prefill "
+            "until its blocks are read, decode until its streams have ended or moved.",
+        ),
+    ] = 60
+
+
+class Network(SpecPart, frozen=True):
+    policy: Annotated[
+        Literal["Managed", "None"],
+        Meta(
+            description="Managed: KV and engine ports are open between the service's own pods "
+            "only, the admin port to the operator only."
+        ),
+    ] = "Managed"
+    engine_api: Annotated[
+        Literal["None", "OwnPods"],
+        Meta(
+            description="Whether engines have an OpenAI API of their own, for another project's "
+            "router. OwnPods: at their port 8001, which a managed policy opens to the service's "
+            "own pods only. None: they answer probes and scrapers, and the service's routers."
+        ),
+    ] = "None"
+
+
+STEP_BUDGET = Rule(
+    "self.maxNumBatchedTokens >= self.maxNumSeqs",
+    "must be at least maxNumSeqs: every request of a step takes a token",
+    ".maxNumBatchedTokens",
+)
+ROLLOUT_STEP = Rule(
+    "self.maxSurge + self.maxUnavailable > 0",
+    "maxSurge and maxUnavailable cannot both be 0: no pod could ever be replaced",
+)
+DRAIN_OUTLIVES_LEASE = Rule(
+    # Not every API server compares an integer with a number.
+    "double(self.availability.drainSeconds) >= self.transfer.leaseSeconds",
+    "must be at least transfer.leaseSeconds: a prefill pod may not leave while its blocks can "
+    "still be read",
+    ".availability.drainSeconds",
+)
+_PREFILL_SLEEPS, _DECODE_SLEEPS = (
+    f"(has(self.{pool}.autoscaling) && self.{pool}.autoscaling.minReplicas == 0)"
+    for pool in ("prefill", "decode")
+)
+SLEEP_TOGETHER = Rule(
+    f"{_PREFILL_SLEEPS} == {_DECODE_SLEEPS}",
+    "autoscaling.minReplicas must be 0 in both pools or in none: one pool alone cannot serve",
+)
+SLEEPERS_WAKE = Rule(
+    f"!{_PREFILL_SLEEPS} || self.router.holdSeconds > 0",
+    "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
+    ".router.holdSeconds",
+)
+SPEC_RULES = (DRAIN_OUTLIVES_LEASE, SLEEP_TOGETHER, SLEEPERS_WAKE)
+"""Over more than one part. `diptych_operator.api.rules` says all rules in Python."""
+
+
+class Spec(SpecPart, frozen=True, kw_only=True):
+    model: Annotated[
+        Model,
+        Meta(
+            description="The model that both pools serve.",
+            extra_json_schema=validations(*MODEL_RULES),
+        ),
+    ]
+    engine: Annotated[
+        Engine,
+        Meta(
+            description="Engine settings, equal in both pools.",
+            extra_json_schema=validations(STEP_BUDGET),
+        ),
+    ] = Engine()
+    transfer: Annotated[
+        Transfer, Meta(description="The hand-off of KV blocks from prefill to decode.")
+    ] = Transfer()
+    prefill: Annotated[
+        PrefillPool,
+        Meta(
+            description="The pool that computes prompts.",
+            examples=["{replicas: 1}"],
+            extra_json_schema=validations(ONE_SCALE),
+        ),
+    ]
+    decode: Annotated[
+        DecodePool,
+        Meta(
+            description="The pool that generates tokens.",
+            examples=["{replicas: 1}"],
+            extra_json_schema=validations(ONE_SCALE),
+        ),
+    ]
+    router: Annotated[
+        Router, Meta(description="The proxy that clients talk to; serves the OpenAI API.")
+    ] = Router()
+    rollout: Annotated[
+        Rollout,
+        Meta(
+            description="How a changed service replaces the running one.",
+            extra_json_schema=validations(ROLLOUT_STEP),
+        ),
+    ] = Rollout()
+    availability: Annotated[
+        Availability, Meta(description="What the service promises while pods come and go.")
+    ] = Availability()
+    network: Annotated[Network, Meta(description="Who may talk to the pods.")] = Network()
+    suspend: Annotated[
+        bool, Meta(description="Stop all pods and keep everything else; requests are refused.")
+    ] = False
+
+
+class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The part of Kubernetes' metadata that matters here; the rest is Kubernetes' own business."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=NAME_PATTERN,
+            max_length=MAX_NAME_LENGTH,
+            title="lower-case letters, digits and dashes",
+            description="Short enough that the names made from it fit Kubernetes' limits.",
+            examples=["smollm2"],
+        ),
+    ]
+    namespace: Annotated[
+        str,
+        Meta(
+            pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+            max_length=63,
+            title="lower-case letters, digits and dashes",
+            examples=["default"],
+        ),
+    ] = "default"
+    uid: str = ""
+    generation: int = 0
+    annotations: dict[str, str] = {}
+
+
+class InferenceService(SpecPart, frozen=True):
+    """An LLM service in two pools, prefill and decode, joined by a KV cache that travels."""
+
+    api_version: Annotated[
+        Literal["diptych.dev/v1alpha1"], Meta(description="Group and version of this kind.")
+    ]
+    kind: Annotated[Literal["InferenceService"], Meta(description="Always InferenceService.")]
+    metadata: ObjectMeta
+    spec: Annotated[
+        Spec,
+        Meta(
+            description="What is to run.",
+            extra_json_schema=validations(*SPEC_RULES),
+        ),
+    ]
+    status: Annotated[Status, Meta(description="What runs, as the operator sees it.")] = Status()
+
+    @property
+    def served_name(self) -> str:
+        """The model's name as clients send it."""
+        return self.spec.model.served_name or self.metadata.name
+
+    @property
+    def sleeps_when_idle(self) -> bool:
+        """Both pools may be scaled to zero."""
+        scaling = self.spec.prefill.autoscaling
+        return scaling is not None and scaling.min_replicas == 0

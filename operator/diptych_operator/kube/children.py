@@ -1,0 +1,236 @@
+"""Keeps the children of services as rendered: applies what changed, repairs what drifted.
+
+An object is applied when its rendering changed, or when it is no longer the object that the last
+apply left: its `generation` moved (kinds that have one), or else its resourceVersion; or it lacks
+labels, annotations or the owner that we gave it, which no generation counts. So a cluster at rest
+costs no request, and the fields of other managers are never compared with ours.
+
+What was refused is not sent again for a while: a pass is cheap, and there may be many of them while
+somebody thinks about the remedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych_operator.api.names import COMPONENT_LABEL
+from diptych_operator.api.service import API_VERSION, KIND, InferenceService
+from diptych_operator.kube.client import ApiError, Kube
+
+Raw = Mapping[str, Any]
+ChildId = tuple[str, str, str]
+"""Namespace, kind, name."""
+
+REFUSAL_S = 15.0
+"""How long a refusal is believed: what caused it may have gone without our seeing it."""
+
+
+class NotOursError(Exception):
+    """An object of the name we need exists and belongs to somebody else."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(
+            f"{kind} {name} exists and does not belong to this service; delete it, or give the "
+            "service another name"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    rendering: str
+    uid: str
+    version: str
+    """Of the live object after our apply; see `_version`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    rendering: str
+    error: ApiError | NotOursError
+    until: float
+    """By the monotonic clock."""
+
+
+class Children:
+    """Applies and deletes; remembers what it left behind."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._applied: dict[ChildId, _Applied] = {}
+        self._refused: dict[ChildId, _Refused] = {}
+
+    async def try_out(
+        self,
+        service: InferenceService,
+        objects: Iterable[dict[str, Any]],
+        live: Mapping[ChildId, Raw],
+    ) -> None:
+        """Let the API server read what was never applied, and change nothing.
+
+        Raises `ApiError` for the first that is refused, `NotOursError`.
+        """
+        for obj in objects:
+            owned = with_owner(obj, service)
+            known = self._applied.get(child_id(owned))
+            if known is None or known.rendering != _digest(owned):
+                await self._check_free(owned, service, live)
+                await self._send(owned, live.get(child_id(owned)), dry_run=True)
+
+    async def apply_all(
+        self,
+        service: InferenceService,
+        objects: Iterable[dict[str, Any]],
+        live: Mapping[ChildId, Raw],
+    ) -> None:
+        """Make the objects so.
+
+        Raises `ApiError` for the first that is refused, `NotOursError`.
+        """
+        for obj in objects:
+            owned = with_owner(obj, service)
+            name = child_id(owned)
+            now = live.get(name)
+            if now is None or self._applied.get(name) != _left(owned, now) or _lacks(now, owned):
+                await self._check_free(owned, service, live)
+                self._applied[name] = _left(owned, await self._send(owned, now))
+
+    async def _send(self, owned: Raw, now: Raw | None, *, dry_run: bool = False) -> Raw:
+        self._raise_if_refused(owned)
+        try:
+            try:
+                return await self._kube.apply(owned, dry_run=dry_run)
+            except ApiError as exc:
+                if now is None or exc.status != 422 or "spec" not in owned:
+                    raise
+                return await self._overwrite(owned, dry_run=dry_run)
+        except ApiError as exc:
+            exc.kind = owned["kind"]
+            exc.component = owned["metadata"].get("labels", {}).get(COMPONENT_LABEL, "")
+            if exc.is_refusal:
+                self._remember(owned, exc)
+            raise
+
+    async def _overwrite(self, owned: Raw, *, dry_run: bool) -> Raw:
+        """Replace lists whole. Apply merges them, and an entry that somebody changed may now stand
+        beside ours and contradict it: two ports of one name, say."""
+        meta, patch = owned["metadata"], {"spec": owned["spec"]}
+        name = (owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"])
+        merged = await self._kube.merge(*name, patch, dry_run=dry_run)
+        return merged if dry_run else await self._kube.apply(owned)
+
+    async def _check_free(
+        self, owned: Raw, service: InferenceService, live: Mapping[ChildId, Raw]
+    ) -> None:
+        """Make sure that no other's object bears the name: only what has our label is watched."""
+        now, known = live.get(child_id(owned)), self._applied.get(child_id(owned))
+        if now is not None:
+            made_by_us = known is not None and known.uid == now["metadata"]["uid"]
+            if not made_by_us and not belongs_to(now, service):
+                raise NotOursError(owned["kind"], now["metadata"]["name"])
+            return
+        self._raise_if_refused(owned)
+        meta = owned["metadata"]
+        there = await self._kube.get(
+            owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"]
+        )
+        if there is not None and not belongs_to(there, service):
+            error = NotOursError(owned["kind"], meta["name"])
+            self._remember(owned, error)
+            raise error
+
+    def _remember(self, owned: Raw, error: ApiError | NotOursError) -> None:
+        until = time.monotonic() + REFUSAL_S
+        self._refused[child_id(owned)] = _Refused(_digest(owned), error, until)
+
+    def _raise_if_refused(self, owned: Raw) -> None:
+        refused = self._refused.get(child_id(owned))
+        if refused is None:
+            return
+        if refused.rendering == _digest(owned) and time.monotonic() < refused.until:
+            raise refused.error.with_traceback(None)  # or it would grow with each time
+        del self._refused[child_id(owned)]
+
+    async def delete(self, service: InferenceService, victims: Iterable[Raw]) -> None:
+        """Delete those that belong to the service; others are left alone."""
+        for obj in victims:
+            if belongs_to(obj, service):
+                meta = obj["metadata"]
+                self._applied.pop(child_id(obj), None)
+                await self._kube.delete(
+                    obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"], meta["uid"]
+                )
+
+    async def scale(self, deployment: Raw, replicas: int) -> None:
+        """Change nothing of a Deployment but its number of pods."""
+        meta = deployment["metadata"]
+        try:
+            await self._kube.merge(
+                "apps/v1", "Deployment", meta["namespace"], meta["name"],
+                {"spec": {"replicas": replicas}},
+            )  # fmt: skip
+        except ApiError as exc:
+            if exc.status != 404:
+                raise
+
+    def forget(self, namespace: str, service_name: str) -> None:
+        """The service is gone; its children follow it by their owner references."""
+        prefix = f"{service_name}-"
+        for memory in (self._applied, self._refused):
+            for name in [c for c in memory if c[0] == namespace and c[2].startswith(prefix)]:
+                memory.pop(name)
+
+
+def with_owner(obj: dict[str, Any], service: InferenceService) -> dict[str, Any]:
+    """The object with the service as its controller: it goes when the service goes."""
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": service.metadata.name,
+        "uid": service.metadata.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return obj | {"metadata": obj["metadata"] | {"ownerReferences": [owner]}}
+
+
+def belongs_to(obj: Raw, service: InferenceService) -> bool:
+    """Whether the service, and not a namesake of it, controls the object."""
+    owners = obj["metadata"].get("ownerReferences") or []
+    return any(o.get("controller") and o.get("uid") == service.metadata.uid for o in owners)
+
+
+def child_id(obj: Raw) -> ChildId:
+    meta = obj["metadata"]
+    return meta["namespace"], obj["kind"], meta["name"]
+
+
+def _left(owned: Raw, live: Raw) -> _Applied:
+    """What is to be remembered of an apply that left this behind."""
+    return _Applied(_digest(owned), live["metadata"]["uid"], _version(live))
+
+
+def _version(obj: Raw) -> str:
+    """Changes when somebody changes what we set; status alone does not count where it can."""
+    meta = obj["metadata"]
+    return str(meta.get("generation") or meta["resourceVersion"])
+
+
+def _lacks(live: Raw, owned: Raw) -> bool:
+    """Whether a label, an annotation or the owner that we gave it is missing or another."""
+    found, given = live["metadata"], owned["metadata"]
+    owners = {(o.get("uid"), o.get("controller")) for o in found.get("ownerReferences") or []}
+    return any((o["uid"], o["controller"]) not in owners for o in given["ownerReferences"]) or any(
+        (found.get(part) or {}).get(name) != value
+        for part in ("labels", "annotations")
+        for name, value in (given.get(part) or {}).items()
+    )
+
+
+def _digest(obj: Raw) -> str:
+    return hashlib.sha256(msgspec.json.encode(obj, order="sorted")).hexdigest()

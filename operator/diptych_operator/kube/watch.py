@@ -1,0 +1,151 @@
+"""What kopf is used for: it watches, keeps an index of what it saw, and says what has changed.
+
+Handlers that react to creations and updates are not used, because they are told of edges; nor are
+daemons, because they put a finalizer on each service, which then cannot go while the operator is
+away. Children go by their owner references instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import kopf
+
+from diptych_operator.api.names import MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL
+from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL
+from diptych_operator.api.service import GROUP, KIND, VERSION
+from diptych_operator.kube.cluster import Cluster
+
+Raw = Mapping[str, Any]
+ServiceKey = tuple[str, str]
+Index = Mapping[ServiceKey, Collection[Raw]]
+
+SERVICES, CHILDREN, PODS = "services", "children", "pods"
+
+
+class Indexed:
+    """The indices, as the reconciler reads them; empty until kopf has filled them."""
+
+    def __init__(self) -> None:
+        self._indices: dict[str, Index] = {}
+
+    def adopt(self, indices: Mapping[str, Index]) -> None:
+        """Take the live indices out of a handler's arguments."""
+        known = (SERVICES, *_child_indices(), PODS)
+        self._indices = {name: indices[name] for name in known if name in indices}
+
+    def service(self, key: ServiceKey) -> Raw | None:
+        return next(iter(self._indices.get(SERVICES, {}).get(key, ())), None)
+
+    def children(self, key: ServiceKey) -> list[Raw]:
+        found = (self._indices.get(name, {}).get(key, ()) for name in _child_indices())
+        return [raw for collection in found for raw in collection]
+
+    def pods(self, key: ServiceKey) -> list[Raw]:
+        return list(self._indices.get(PODS, {}).get(key, ()))
+
+
+def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
+    """Index name -> group, version, plural."""
+    policy_group, policy_version = cluster.policy_api.split("/")
+    kinds = {
+        "deployments": ("apps", "v1", "deployments"),
+        "configmaps": ("", "v1", "configmaps"),
+        "service_objects": ("", "v1", "services"),
+        "serviceaccounts": ("", "v1", "serviceaccounts"),
+        "poddisruptionbudgets": (policy_group, policy_version, "poddisruptionbudgets"),
+        "networkpolicies": ("networking.k8s.io", "v1", "networkpolicies"),
+    }
+    if cluster.has_pool_scalers:
+        # A watch of what cannot be watched would keep all others waiting.
+        kinds[SCALER_PLURAL] = (GROUP, VERSION, SCALER_PLURAL)
+    return kinds
+
+
+def _child_indices() -> tuple[str, ...]:
+    """Of the most capable cluster."""
+    return tuple(_child_kinds(Cluster()))
+
+
+def registry(
+    cluster: Cluster, indexed: Indexed, changed: Callable[[ServiceKey], None]
+) -> kopf.OperatorRegistry:
+    """Handlers for one run of `kopf.operator`: each calls `changed` with the service's key.
+
+    They run only after all indices hold what the cluster held at the start.
+    """
+    handlers = kopf.OperatorRegistry()
+    for login in (kopf.login_with_service_account, kopf.login_with_kubeconfig):
+        kopf.on.login(id=login.__name__, registry=handlers)(login)
+
+    async def index_service(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
+        meta = body["metadata"]
+        return {(meta["namespace"], meta["name"]): _without_bookkeeping(dict(body))}
+
+    async def index_child(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
+        return {_service_key(body): _trimmed(dict(body))}
+
+    async def wake_service(body: kopf.Body, **kwargs: Any) -> None:
+        indexed.adopt(kwargs)
+        changed((body["metadata"]["namespace"], body["metadata"]["name"]))
+
+    async def wake_owner(body: kopf.Body, **kwargs: Any) -> None:
+        indexed.adopt(kwargs)
+        changed(_service_key(body))
+
+    kopf.index(GROUP, VERSION, "inferenceservices", id=SERVICES, registry=handlers)(index_service)
+    kopf.on.event(GROUP, VERSION, "inferenceservices", registry=handlers)(wake_service)
+    kinds = _child_kinds(cluster) | {PODS: ("", "v1", "pods")}
+    # The server has filtered already; this keeps out what was relabelled since.
+    ours: dict[str, Any] = {MANAGED_BY_LABEL: MANAGED_BY, SERVICE_LABEL: kopf.PRESENT}
+    for name, (group, version, plural) in kinds.items():
+        kopf.index(group, version, plural, id=name, labels=ours, registry=handlers)(index_child)
+        kopf.on.event(group, version, plural, id=f"wake_{name}", labels=ours, registry=handlers)(
+            wake_owner
+        )
+    return handlers
+
+
+def settings(cluster: Cluster) -> kopf.OperatorSettings:
+    """Watch only what is ours, on the server's side, and leave no traces on objects."""
+    chosen = kopf.OperatorSettings()
+    chosen.posting.enabled = False
+    chosen.scanning.disabled = True
+    chosen.peering.standalone = True
+    selector = f"{MANAGED_BY_LABEL}={MANAGED_BY},{SERVICE_LABEL}"
+    for _, _, plural in (*_child_kinds(cluster).values(), ("", "v1", "pods")):
+        chosen.watching.label_selectors[plural] = selector
+    return chosen
+
+
+def _service_key(body: Raw) -> ServiceKey:
+    """The service that owns a child, by its label or, if that was tampered with, by its owner."""
+    meta = body["metadata"]
+    owners = (o for o in meta.get("ownerReferences") or () if o.get("kind") == KIND)
+    owner = next((str(o["name"]) for o in owners), "")
+    return meta["namespace"], owner or (meta.get("labels") or {}).get(SERVICE_LABEL, "")
+
+
+def _without_bookkeeping(raw: dict[str, Any]) -> Raw:
+    meta = {k: v for k, v in raw["metadata"].items() if k != "managedFields"}
+    return raw | {"metadata": meta}
+
+
+_KEPT_META = (
+    "name", "namespace", "uid", "resourceVersion", "generation", "labels", "annotations",
+    "ownerReferences", "deletionTimestamp",
+)  # fmt: skip
+
+
+def _trimmed(raw: dict[str, Any]) -> Raw:
+    """What decisions need of a child: a thousand services have tens of thousands of them."""
+    meta = {name: raw["metadata"][name] for name in _KEPT_META if name in raw["metadata"]}
+    kept: dict[str, Any] = {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": meta}
+    if raw["kind"] == "Deployment":
+        kept["spec"] = {"replicas": raw["spec"].get("replicas", 1)}
+    if raw["kind"] == SCALER_KIND:
+        kept["spec"] = {"replicas": raw["spec"]["replicas"]}
+    if raw["kind"] in ("Deployment", "Pod", SCALER_KIND):
+        kept["status"] = raw.get("status") or {}
+    return kept

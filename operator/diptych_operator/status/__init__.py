@@ -1,0 +1,1 @@
+"""What was observed, and what the status says of it."""

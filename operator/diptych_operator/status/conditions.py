@@ -1,0 +1,351 @@
+"""What each condition of a service says: one pure function for each, from one situation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from diptych_operator.api.names import POOLS, ROLES
+from diptych_operator.api.service import InferenceService
+from diptych_operator.api.status import MAX_MESSAGE, ConditionStatus, Status, TransferStatus
+from diptych_operator.counts import Counts
+from diptych_operator.plan import Phase, Step
+from diptych_operator.status.canaries import failures, figures, newest
+from diptych_operator.status.diagnose import Finding, progress_text, shorten
+from diptych_operator.status.observed import Observed
+from diptych_operator.status.reasons import ConditionType, Reason
+
+MAX_PART = 600
+"""Characters of one of the things that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a condition is to say; when it began to is added by `build_status`."""
+
+    status: ConditionStatus
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that conditions are judged by."""
+
+    service: InferenceService
+    observed: Observed
+    step: Step
+    previous: Status
+    target: str
+    desired: Counts
+    limits: Sequence[str]
+    current: str
+    """The revision that last served at full size, as of now."""
+    transfer: TransferStatus
+    findings: Mapping[str, list[Finding]]
+    """By role, the worst first."""
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Revisions that may serve, the newest one first."""
+        serving = self.step.serving or self.observed.revisions()
+        return tuple(sorted(serving, key=lambda name: (name != self.target, name)))
+
+    @property
+    def blind(self) -> bool:
+        """The operator ran into something before it could look at the pods."""
+        found = self.observed.pods or self.observed.deployments
+        return bool(self.observed.problems) and not found
+
+    @property
+    def must_verify(self) -> bool:
+        return self.service.spec.transfer.verify == "Required"
+
+    def wanted(self, role: str) -> int:
+        if self.service.spec.suspend:
+            return 0
+        return self.service.spec.router.replicas if role == "router" else self.desired.of(role)
+
+    def ready(self, role: str, revisions: Iterable[str] | None = None) -> int:
+        return ready_pods(self.observed, role, revisions)
+
+    def pair_ready(self, revision: str) -> bool:
+        return all(self.ready(role, (revision,)) for role in POOLS)
+
+
+def ready_pods(observed: Observed, role: str, revisions: Iterable[str] | None = None) -> int:
+    """Ready pods that are to stay, of the given revisions or of any."""
+    chosen = None if revisions is None else set(revisions)
+    return sum(
+        pod.ready and not pod.terminating and (chosen is None or pod.revision in chosen)
+        for pod in observed.pods
+        if pod.role == role
+    )
+
+
+def verified(observed: Observed, revision: str, known: TransferStatus) -> bool:
+    """A canary crossed this revision's hinge; `known` is believed while no router reports."""
+    if observed.routers:
+        return observed.verified(revision)
+    return bool(revision) and known.verified_revision == revision
+
+
+def judge(seen: Situation) -> dict[ConditionType, Verdict]:
+    """All conditions, in their order."""
+    if seen.blind:
+        problem = seen.observed.problems[0]
+        unknown = Verdict("Unknown", Reason.named(problem.reason), "Not known; see Degraded.")
+        verdicts = dict.fromkeys(ConditionType, unknown)
+    else:
+        verdicts = {
+            ConditionType.AVAILABLE: _available(seen),
+            ConditionType.PROGRESSING: _progressing(seen),
+            ConditionType.PREFILL_READY: _pool(seen, "prefill"),
+            ConditionType.DECODE_READY: _pool(seen, "decode"),
+            ConditionType.ROUTER_READY: _router(seen),
+            ConditionType.KV_TRANSFER_VERIFIED: _transfer(seen),
+        }
+    verdicts[ConditionType.DEGRADED] = _degraded(seen)
+    return {condition: verdicts[condition] for condition in ConditionType}
+
+
+# --- are requests answered? -------------------------------------------------------------------
+
+
+def _available(seen: Situation) -> Verdict:
+    if seen.service.spec.suspend:
+        return Verdict("False", Reason.SUSPENDED, "spec.suspend is true: requests are refused.")
+    pairs = [name for name in seen.serving if seen.pair_ready(name)]
+    trusted = [
+        name
+        for name in pairs
+        if not seen.must_verify or verified(seen.observed, name, seen.transfer)
+    ]
+    if not trusted and _sleeps(seen):
+        return _asleep(seen)
+    for role, reason in _POOL_REASONS:
+        if not seen.ready(role, seen.serving):
+            return Verdict("False", reason, f"No {role} pod is ready. {_state(seen, role)}")
+    if not pairs:
+        message = "Ready prefill and decode pods are of different revisions, which never pair."
+        return Verdict("False", Reason.NO_MATCHING_PAIR, message)
+    if not trusted:
+        message = "Pods are ready, but no canary has crossed between prefill and decode yet. "
+        message += _transfer(seen).message
+        return Verdict("False", Reason.TRANSFER_NOT_VERIFIED, message)
+    if not _router_answers(seen):
+        message = f"No router is ready. {_state(seen, 'router')}"
+        return Verdict("False", Reason.ROUTER_NOT_READY, message)
+    message = f"A router and both pools of revision {trusted[0]} are ready."
+    return Verdict("True", Reason.SERVING, message)
+
+
+_POOL_REASONS = (
+    ("prefill", Reason.PREFILL_NOT_READY),
+    ("decode", Reason.DECODE_NOT_READY),
+)
+
+
+def _router_answers(seen: Situation) -> bool:
+    """By the kubelet's word, unless every router tells otherwise of itself."""
+    reports = seen.observed.routers
+    all_told = bool(reports) and not seen.observed.unreachable_routers
+    refused = all_told and not any(report.ready for report in reports)
+    return seen.ready("router") > 0 and not refused
+
+
+def _sleeps(seen: Situation) -> bool:
+    """Scaled to zero or on the way back, as intended: routers hold what arrives."""
+    failing = (
+        seen.step.phase is Phase.Failed
+        or seen.findings["prefill"]
+        or seen.findings["decode"]
+        or failures(seen.observed, seen.serving)
+    )
+    has_served = bool(seen.current)
+    return seen.service.sleeps_when_idle and has_served and _router_answers(seen) and not failing
+
+
+def _asleep(seen: Situation) -> Verdict:
+    hold = seen.service.spec.router.hold_seconds
+    if seen.desired:
+        return Verdict("True", Reason.WAKING, f"Pods start; routers hold requests up to {hold} s.")
+    message = f"Scaled to zero; the next request wakes pods and is held up to {hold} s."
+    return Verdict("True", Reason.ASLEEP, message)
+
+
+# --- are the pods there? ----------------------------------------------------------------------
+
+
+def _pool(seen: Situation, role: str) -> Verdict:
+    ready, wanted = seen.ready(role, seen.serving), seen.wanted(role)
+    if resting := _resting(seen, role):
+        return resting
+    if ready >= wanted:
+        return Verdict("True", Reason.PODS_READY, f"{ready} ready, {wanted} wanted.")
+    findings = seen.findings[role]
+    reason = findings[0].reason if findings else Reason.STARTING
+    return Verdict("False", reason, _state(seen, role))
+
+
+def _router(seen: Situation) -> Verdict:
+    ready, wanted = seen.ready("router"), seen.wanted("router")
+    if resting := _resting(seen, "router"):
+        return resting
+    if ready >= wanted:
+        return Verdict("True", Reason.PODS_READY, f"{ready} ready, {wanted} wanted.")
+    reason = Reason.ROUTER_NOT_READY if _router_words(seen) else Reason.STARTING
+    if findings := seen.findings["router"]:
+        reason = findings[0].reason
+    return Verdict("False", reason, _state(seen, "router"))
+
+
+def _resting(seen: Situation, role: str) -> Verdict | None:
+    if seen.service.spec.suspend:
+        return Verdict("False", Reason.SUSPENDED, "spec.suspend is true: no pods are wanted.")
+    if seen.wanted(role) == 0:
+        return Verdict("True", Reason.ASLEEP, "No pods are wanted while the service sleeps.")
+    return None
+
+
+def _state(seen: Situation, role: str) -> str:
+    """How far a role's pods have come, and the worst that keeps them."""
+    revisions = None if role == "router" else seen.serving
+    text = f"{progress_text(seen.observed, role, seen.wanted(role), revisions)}."
+    if findings := seen.findings[role]:
+        return f"{text} {findings[0].message}"
+    words = _router_words(seen) if role == "router" else ""
+    return f"Starting: {text}{f' The router says: {words}.' if words else ''}"
+
+
+def _router_words(seen: Situation) -> str:
+    """Why a router calls itself not ready."""
+    words = sorted(
+        {report.reason for report in seen.observed.routers if not report.ready and report.reason}
+    )
+    return shorten("; ".join(words), MAX_PART).rstrip(".")
+
+
+# --- is it changing? --------------------------------------------------------------------------
+
+
+_PHASE_REASONS = {
+    Phase.Idle: Reason.IDLE,
+    Phase.Suspended: Reason.SUSPENDED,
+    Phase.Failed: Reason.ROLLOUT_FAILED,
+    Phase.Verifying: Reason.VERIFYING,
+    Phase.Switching: Reason.SWITCHING,
+}
+
+
+def _progressing(seen: Situation) -> Verdict:
+    step = seen.step
+    under_way = Reason.ROLLING_OUT if seen.current else Reason.STARTING
+    reason = _PHASE_REASONS.get(step.phase, under_way)
+    message = step.message or reason.meaning
+    if reason is Reason.ROLLOUT_FAILED:
+        return Verdict("False", reason, _failure(seen))
+    resting = reason in (Reason.IDLE, Reason.SUSPENDED)
+    return Verdict("False" if resting else "True", reason, message)
+
+
+def _failure(seen: Situation) -> str:
+    """Why the newest revision came no further."""
+    causes = [findings[0] for role in ROLES if (findings := seen.findings[role])]
+    if causes:
+        cause = max(causes, key=lambda finding: finding.severity).message
+    elif failed := failures(seen.observed, (seen.target,)):
+        cause = failed[0]
+    else:
+        states = [
+            f"{role} {progress_text(seen.observed, role, seen.wanted(role), (seen.target,))}"
+            for role in POOLS
+        ]
+        cause = f"{', '.join(states)}. {Reason.ROLLOUT_FAILED.remedy}"
+    return f"{seen.step.message.rstrip('. ') or 'The rollout has stopped'}. {cause}"
+
+
+# --- does the hinge work? ---------------------------------------------------------------------
+
+
+def _transfer(seen: Situation) -> Verdict:
+    """Of the newest revision that could be tried; what is known is kept while nobody can try."""
+    if seen.service.spec.transfer.verify == "Off":
+        return Verdict("Unknown", Reason.VERIFICATION_OFF, "transfer.verify is Off.")
+    if good := newest(seen.observed, seen.target):
+        return Verdict("True", Reason.TRANSFER_VERIFIED, figures(good))
+    if failed := failures(seen.observed, (seen.target,)):
+        return Verdict("False", Reason.TRANSFER_FAILED, failed[0])
+    if good := newest(seen.observed, seen.current):
+        return Verdict("True", Reason.TRANSFER_VERIFIED, figures(good))
+    pair_ready = any(seen.pair_ready(name) for name in {seen.target, seen.current})
+    if not (seen.observed.routers and pair_ready) and (kept := _kept_transfer(seen)):
+        return kept
+    if not pair_ready:
+        reason = Reason.WAITING_FOR_ENGINES
+    elif unreachable_routers(seen) and not seen.observed.routers:
+        reason = Reason.ROUTER_UNREACHABLE
+    else:
+        reason = Reason.VERIFYING
+    return Verdict("Unknown", reason, reason.meaning)
+
+
+def _kept_transfer(seen: Situation) -> Verdict | None:
+    if seen.transfer.verified_revision not in {seen.target, seen.current} - {""}:
+        return None
+    for condition in seen.previous.conditions:
+        if condition.type == ConditionType.KV_TRANSFER_VERIFIED and condition.status == "True":
+            return Verdict("True", Reason.TRANSFER_VERIFIED, condition.message)
+    return None
+
+
+# --- does anything want attention? ------------------------------------------------------------
+
+
+def _degraded(seen: Situation) -> Verdict:
+    notes = [shorten(limit, MAX_PART).rstrip(".") + "." for limit in seen.limits]
+    issues = list(_issues(seen))
+    if issues:
+        return Verdict("True", issues[0][0], join([*(text for _, text in issues), *notes]))
+    if notes:
+        return Verdict("False", Reason.CLUSTER_LIMITED, join(notes))
+    return Verdict("False", Reason.AS_EXPECTED, "Nothing wants attention.")
+
+
+def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
+    """The worst first: what stops the operator, then what stops pods, then the hinge."""
+    for problem in seen.observed.problems:
+        reason = Reason.named(problem.reason)
+        name = f"{problem.reason}: " if reason is Reason.OPERATOR_PROBLEM else ""
+        yield reason, shorten(f"{name}{problem.message}", MAX_PART) or reason.meaning
+    findings = [finding for role in ROLES for finding in seen.findings[role]]
+    for finding in sorted(findings, key=lambda finding: -finding.severity):
+        yield finding.reason, finding.message
+    if seen.blind:
+        return
+    if seen.step.phase is Phase.Failed:
+        text = _failure(seen) if not findings else seen.step.message
+        yield Reason.ROLLOUT_FAILED, shorten(text or Reason.ROLLOUT_FAILED.meaning, MAX_PART)
+    if seen.service.spec.transfer.verify != "Off":
+        for failure in failures(seen.observed, {*seen.serving, seen.target}):
+            yield Reason.TRANSFER_FAILED, failure
+    if (count := unreachable_routers(seen)) and not seen.observed.routers:
+        reason = Reason.ROUTER_UNREACHABLE
+        text = f"{count} ready router pods give no report. {reason.remedy}"
+        yield reason, text.replace("1 ready router pods give", "1 ready router pod gives")
+
+
+def unreachable_routers(seen: Situation) -> int:
+    """Ready routers that gave no report; a starting one that answers nothing yet is none."""
+    return min(seen.observed.unreachable_routers, seen.ready("router"))
+
+
+def join(parts: Sequence[str]) -> str:
+    """As many whole parts as fit into a message, and how many more there are."""
+    text = ""
+    for index, part in enumerate(parts):
+        more = f" {len(parts) - index} more; see the pods." if index else ""
+        if len(text) + 1 + len(part) > MAX_MESSAGE - 40:
+            return f"{text}{more}" if text else shorten(part, MAX_MESSAGE)
+        text = f"{text} {part}".strip()
+    return text

@@ -1,0 +1,288 @@
+"""What keeps pods from being ready, in words that say what to do. Pure.
+
+Messages hold nothing that changes while nothing changes: no restart counts, no back-off times, no
+container ids. A status made of them is equal from one pass to the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from diptych_operator.api.names import MODEL_CONTAINER
+from diptych_operator.status.observed import DeploymentView, Observed, PodView
+from diptych_operator.status.reasons import Reason
+
+MAX_QUOTE = 300
+"""Characters of the cluster's own words that one finding repeats."""
+
+
+class Severity(IntEnum):
+    WAITING = 1
+    """May pass by itself, when something else in the cluster changes."""
+    FAILING = 2
+    """Is tried again and again, and will most likely fail again."""
+    BLOCKED = 3
+    """Cannot get any further until somebody changes something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that wants attention."""
+
+    reason: Reason
+    what: str
+    """Which pods, and what happens to them."""
+    says: str
+    """The cluster's own words for it; may be empty."""
+    remedy: str
+    severity: Severity
+
+    @property
+    def message(self) -> str:
+        return f"{self.what}{f' ({self.says})' if self.says else ''}. {self.remedy}".rstrip()
+
+    def said_in(self, text: str) -> str | None:
+        """What an earlier message of the same finding quoted; None if `text` holds none."""
+        _, found, rest = text.partition(f"{self.what} (")
+        says, ended, _ = rest.partition(f"). {self.remedy}")
+        return says if found and ended and len(says) <= MAX_QUOTE else None
+
+
+def diagnose(observed: Observed, role: str) -> list[Finding]:
+    """Everything that is wrong with the pods of one role, of every revision, the worst first.
+
+    Pods that only take their time are no finding: `progress_text` speaks of them.
+    """
+    refused = [
+        _refused(view) for view in observed.deployments if view.role == role and view.failure
+    ]
+    by_case: dict[Finding, list[str]] = {}
+    quotes: dict[Finding, str] = {}
+    for pod in _alive(observed, role):
+        if (case := _case(pod)) is not None:
+            # Pods that fail alike are told of once, with the words of the first that has some.
+            key = Finding(case.reason, case.what, "", case.remedy, case.severity)
+            by_case.setdefault(key, []).append(pod.name)
+            quotes[key] = quotes.get(key) or case.says
+    failing = [
+        Finding(
+            case.reason,
+            f"{_who(role, names)}: {case.what}",
+            quotes[case],
+            case.remedy,
+            case.severity,
+        )
+        for case, names in by_case.items()
+    ]
+    return sorted(refused + failing, key=lambda f: (-f.severity, f.reason, f.message))
+
+
+def progress_text(
+    observed: Observed, role: str, wanted: int, revisions: Iterable[str] | None = None
+) -> str:
+    """How far the pods of a role have come, such as `1 of 2 pods ready; 1 loading the model`."""
+    chosen = None if revisions is None else set(revisions)
+    pods = [p for p in _alive(observed, role) if chosen is None or p.revision in chosen]
+    steps = Counter(_step(pod) for pod in pods if not pod.ready)
+    ready = sum(pod.ready for pod in pods)
+    if missing := max(0, wanted - len(pods)):
+        steps["not created yet"] = missing
+    details = [f"{count} {step}" for step, count in sorted(steps.items())]
+    return "; ".join([f"{ready} of {wanted} pods ready", *details])
+
+
+def shorten(text: str, limit: int) -> str:
+    """One line of at most `limit` characters; what is left out is shown by an ellipsis."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
+
+
+_ERROR_LINE = re.compile(r"^diptych [a-z ]+: error: (?P<problem>.+)$")
+_EXCEPTION_LINE = re.compile(r"^(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?::|$)")
+_LOG_PREFIX = re.compile(r"^(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d\S*\s+")
+_CORE_ENDED = "the engine core (pid"
+
+
+def telling_line(log: str) -> str:
+    """The line of a container's last words that says most about why it ended.
+
+    That is our programs' own error line, else an uncaught exception, else whatever came last. The
+    front-end's remark that its core has ended counts only if the core itself left no words.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [found["problem"] for line in lines if (found := _ERROR_LINE.match(line))]
+    causes = [error for error in errors if not error.startswith(_CORE_ENDED)]
+    exceptions = [line for line in lines if _EXCEPTION_LINE.match(line)]
+    best = causes[-1:] or errors[-1:] or exceptions[-1:] or lines[-1:]
+    return shorten(_LOG_PREFIX.sub("", best[0]), MAX_QUOTE) if best else ""
+
+
+# --- one pod ----------------------------------------------------------------------------------
+
+
+def _alive(observed: Observed, role: str) -> list[PodView]:
+    """Pods that are to stay. Failed ones (evicted, say) are gone already but for their record."""
+    return [
+        pod for pod in observed.pods if pod.role == role and not pod.terminating and not pod.gone
+    ]
+
+
+def _step(pod: PodView) -> str:
+    if _case(pod) is not None:
+        return "failing"
+    if pod.phase == "Running":
+        return "waiting for engines" if pod.role == "router" else "loading the model"
+    if pod.waiting_reason == "PodInitializing" and pod.ip:
+        return "fetching the model"
+    return "being started by the node" if pod.waiting_reason else "waiting for a node"
+
+
+def _case(pod: PodView) -> Finding | None:
+    """What is wrong with one pod; the text leaves out which one it is."""
+    if pod.ready:
+        return None
+    if pod.unschedulable:
+        return _unschedulable(pod)
+    if pod.waiting_reason in _IMAGE_REASONS:
+        return _image(pod)
+    if pod.waiting_reason == "CreateContainerConfigError":
+        return _config(pod)
+    # A crashed container alternates between ended, waiting and running until it is ready: its last
+    # exit tells the same story all along.
+    if pod.last_exit_reason or pod.waiting_reason == "CrashLoopBackOff":
+        return _crash(pod)
+    if pod.waiting_reason not in _HARMLESS_REASONS:
+        says = f"{pod.waiting_reason}: {_lasting(pod.waiting_message)}".rstrip(": ")
+        return _cannot_start(says)
+    return None
+
+
+_HARMLESS_REASONS = frozenset({"", "ContainerCreating", "PodInitializing"})
+_IMAGE_REASONS = frozenset(
+    {
+        *("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
+        *("ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"),
+    }
+)
+_PULL_PREFIX = re.compile(
+    r'^(?:Back-off pulling image "[^"]*":?\s*|ErrImagePull:\s*|rpc error: code = \w+ desc = '
+    r'|failed to pull and unpack image "[^"]*": |failed to resolve reference "[^"]*": )+'
+)
+
+
+def _image(pod: PodView) -> Finding:
+    # The kubelet tells why in one of two states that take turns; `build_status` remembers it.
+    says = _lasting(_PULL_PREFIX.sub("", pod.waiting_message.strip()))
+    if len(says) > MAX_QUOTE:  # it wraps errors outside in: the cause stands last
+        says = f"…{says[1 - MAX_QUOTE :]}"
+    field = "spec.router" if pod.role == "router" else "spec.engine"
+    remedy = (
+        f"Check {field}.image (left out, it is the chart's {field.replace('spec', 'images')}); a "
+        f"private registry wants imagePullSecrets in spec.{pod.role}.podTemplate"
+    )
+    if pod.waiting_reason == "InvalidImageName":
+        remedy = f"Correct {field}.image, or the image in spec.{pod.role}.podTemplate"
+    what = f'cannot pull image "{shorten(pod.image, 200)}"'
+    return Finding(Reason.IMAGE_CANNOT_BE_PULLED, what, says, f"{remedy}.", Severity.BLOCKED)
+
+
+_NO_OBJECT = re.compile(r'(?P<kind>secret|configmap) "(?P<name>[^"]+)" not found', re.I)
+_NO_KEY = re.compile(r"couldn't find key (?P<key>\S+) in (?P<kind>Secret|ConfigMap) (?P<name>\S+)")
+_KINDS = {"secret": "Secret", "configmap": "ConfigMap"}
+
+
+def _config(pod: PodView) -> Finding:
+    remedy = Reason.CONTAINER_CONFIG_ERROR.remedy
+    if found := _NO_OBJECT.search(pod.waiting_message):
+        kind = _KINDS[found["kind"].lower()]
+        remedy = f'Create the {kind} "{found["name"]}" in this namespace.'
+    elif found := _NO_KEY.search(pod.waiting_message):
+        remedy = f'Add the key "{found["key"]}" to the {found["kind"]} "{found["name"]}".'
+    says = shorten(pod.waiting_message, MAX_QUOTE)
+    what = "a container cannot be set up"
+    return Finding(Reason.CONTAINER_CONFIG_ERROR, what, says, remedy, Severity.BLOCKED)
+
+
+def _crash(pod: PodView) -> Finding:
+    if pod.last_exit_reason in ("StartError", "ContainerCannotRun"):
+        return _cannot_start(_lasting(pod.last_exit))
+    says = telling_line(pod.last_exit)
+    if pod.last_exit_reason == "OOMKilled":
+        return _out_of_memory(pod, "was ended at its memory limit", "")
+    if says.startswith(_CORE_ENDED) and "killed by signal 9" in says:
+        return _out_of_memory(pod, "its engine core was killed, as happens at a memory limit", says)
+    if pod.ended_container == MODEL_CONTAINER:
+        reason = Reason.MODEL_CANNOT_BE_FETCHED
+        return Finding(reason, "cannot fetch the model", says, reason.remedy, Severity.FAILING)
+    reason = Reason.CONTAINER_CRASHING
+    return Finding(reason, "keeps crashing", says, reason.remedy, Severity.FAILING)
+
+
+def _out_of_memory(pod: PodView, what: str, says: str) -> Finding:
+    remedy = f"Raise spec.{pod.role}.resources.limits.memory"
+    if pod.role != "router":
+        remedy += " or lower spec.engine.kvCacheMemory"
+    return Finding(Reason.OUT_OF_MEMORY, what, says, f"{remedy}.", Severity.FAILING)
+
+
+def _cannot_start(says: str) -> Finding:
+    reason = Reason.CONTAINER_CANNOT_START
+    says = shorten(says, MAX_QUOTE)
+    return Finding(reason, "a container cannot be started", says, reason.remedy, Severity.BLOCKED)
+
+
+def _lasting(text: str) -> str:
+    """Without what differs from one try to the next: container ids and our own side's ports."""
+    text = re.sub(r"\b[0-9a-f]{12,64}\b", "…", text)
+    return re.sub(r"\b(read|write|dial) (tcp|udp) \S+->", r"\1 \2 ", text)
+
+
+_LACKING = re.compile(r"Insufficient ([\w.-]+(?:/[\w.-]+)?)")
+_PREEMPTION = re.compile(r"\s*(?:preemption|no new claims to deallocate)\b.*$", re.DOTALL)
+
+
+def _unschedulable(pod: PodView) -> Finding:
+    said = _PREEMPTION.sub("", pod.unschedulable)
+    template = f"spec.{pod.role}.podTemplate.spec"
+    remedies = []
+    if lacking := sorted({name.rstrip(".") for name in _LACKING.findall(said)}):
+        remedies.append(
+            f"Add nodes with free {' and '.join(lacking)}, or lower spec.{pod.role}.resources or "
+            "the number of pods."
+        )
+    if "taint" in said:
+        remedies.append(f"Tolerate the taint in {template}.tolerations.")
+    if "selector" in said or "affinity" in said:
+        remedies.append(f"Check nodeSelector and affinity in {template}.")
+    if "persistentvolumeclaim" in said.lower():
+        remedies.append("Check the PersistentVolumeClaim of spec.model.")
+    remedy = " ".join(remedies) or Reason.UNSCHEDULABLE.remedy
+    says = shorten(said, MAX_QUOTE).rstrip(".")
+    return Finding(Reason.UNSCHEDULABLE, "fits no node", says, remedy, Severity.WAITING)
+
+
+# --- many pods --------------------------------------------------------------------------------
+
+
+_POD_REFUSED = re.compile(r'^pods? "[^"]*" (?:is forbidden|is invalid): ', re.I)
+
+
+def _refused(view: DeploymentView) -> Finding:
+    says = shorten(_POD_REFUSED.sub("", view.failure), MAX_QUOTE)
+    remedy = Reason.PODS_REFUSED.remedy
+    if "exceeded quota" in says:
+        remedy = f"Raise the namespace's ResourceQuota, or lower spec.{view.role}.resources."
+    elif "PodSecurity" in says:
+        remedy = f"Correct spec.{view.role}.podTemplate, or the namespace's PodSecurity label."
+    what = f"{view.role} pods cannot be created"
+    return Finding(Reason.PODS_REFUSED, what, says, remedy, Severity.BLOCKED)
+
+
+def _who(role: str, names: list[str]) -> str:
+    others = len(names) - 1
+    more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
+    return f"{role} pod {min(names)}{more}"

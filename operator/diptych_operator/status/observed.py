@@ -1,0 +1,222 @@
+"""What the cluster says of one service: raw Kubernetes objects turned into plain values.
+
+Everything that decides (`plan`, `status`, `autoscale`) works on these and never sees a raw object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL
+from diptych_operator.counts import Counts
+from diptych_protocol.admin import RouterReport
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentView:
+    """One Deployment: a pool of one revision, or the routers."""
+
+    name: str
+    role: str
+    revision: str
+    """Empty for routers."""
+    wanted: int
+    """spec.replicas."""
+    ready: int
+    updated: int
+    """Pods made from the newest template."""
+    settled: bool
+    """The controller has seen the newest template, and all wanted pods are made from it."""
+    failure: str = ""
+    """Message of a ReplicaFailure condition: pods that cannot even be created."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """One pod, and what keeps it from being ready."""
+
+    name: str
+    role: str
+    revision: str
+    phase: str
+    ready: bool
+    terminating: bool
+    ip: str = ""
+    unschedulable: str = ""
+    """The scheduler's message while no node fits."""
+    waiting_reason: str = ""
+    """Of a container that waits, such as ImagePullBackOff, CrashLoopBackOff."""
+    waiting_message: str = ""
+    waiting_container: str = ""
+    image: str = ""
+    """Of the container that waits, or of the first."""
+    ended_container: str = ""
+    """The container that ended badly, now or last."""
+    last_exit: str = ""
+    """The last words of a container that ended: its termination message."""
+    last_exit_reason: str = ""
+    """Such as Error or OOMKilled."""
+
+    @property
+    def gone(self) -> bool:
+        """Only its record is left, as of an evicted pod; its address may be another's by now."""
+        return self.phase in ("Failed", "Succeeded")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A service's children as they are now."""
+
+    deployments: tuple[DeploymentView, ...] = ()
+    pods: tuple[PodView, ...] = ()
+    routers: tuple[RouterReport, ...] = ()
+    """The newest report of each router pod that answered."""
+    unreachable_routers: int = 0
+    """Router pods whose admin port did not answer."""
+    problems: tuple[Problem, ...] = field(default=())
+
+    def revisions(self) -> tuple[str, ...]:
+        """Every revision that has a Deployment or a pod, sorted."""
+        found = {d.revision for d in self.deployments} | {p.revision for p in self.pods}
+        return tuple(sorted(found - {""}))
+
+    def deployment(self, role: str, revision: str = "") -> DeploymentView | None:
+        for view in self.deployments:
+            if view.role == role and view.revision == revision:
+                return view
+        return None
+
+    def wanted(self, revision: str) -> Counts:
+        """spec.replicas of a revision's two Deployments; 0 for one that does not exist."""
+        return self._counts(revision, lambda d: d.wanted)
+
+    def ready(self, revision: str) -> Counts:
+        return self._counts(revision, lambda d: d.ready)
+
+    def present(self, revision: str) -> Counts:
+        """Pods that exist, whether ready, starting or on their way out; dead ones may linger."""
+        here = [p.role for p in self.pods if p.revision == revision and not p.gone]
+        return Counts(here.count("prefill"), here.count("decode"))
+
+    def _counts(self, revision: str, read: Any) -> Counts:
+        prefill, decode = (self.deployment(role, revision) for role in POOLS)
+        return Counts(read(prefill) if prefill else 0, read(decode) if decode else 0)
+
+    def trusted(self, revision: str) -> Counts | None:
+        """Engines of a revision that every reporting router has verified; None without reports."""
+        if not self.routers:
+            return None
+        return Counts(*(self._verified_by_all(revision, role) for role in POOLS))
+
+    def _verified_by_all(self, revision: str, role: str) -> int:
+        by_router = (
+            {e.engine_id for e in router.engines
+             if e.verified and e.revision == revision and e.role == role}
+            for router in self.routers
+        )  # fmt: skip
+        return len(set.intersection(*by_router))
+
+    def verified(self, revision: str) -> bool:
+        """A router remembers a canary that crossed this revision's hinge, at whatever time."""
+        return any(
+            canary.ok and canary.revision == revision
+            for router in self.routers
+            for canary in router.canaries
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that the operator itself ran into: a refused apply, a foreign object."""
+
+    reason: str
+    """CamelCase, stable."""
+    message: str
+    """What is wrong and what to do."""
+
+
+def deployment_view(raw: Raw) -> DeploymentView:
+    spec, status = raw.get("spec") or {}, raw.get("status") or {}
+    meta = raw["metadata"]
+    wanted = spec.get("replicas", 1)
+    updated = status.get("updatedReplicas", 0)
+    observed = status.get("observedGeneration", 0) >= meta.get("generation", 0)
+    failure = next(
+        (c.get("message", "") for c in status.get("conditions") or []
+         if c.get("type") == "ReplicaFailure" and c.get("status") == "True"),
+        "",
+    )  # fmt: skip
+    labels = meta.get("labels") or {}
+    return DeploymentView(
+        name=meta["name"],
+        role=labels.get(ROLE_LABEL, ""),
+        revision=labels.get(REVISION_LABEL, ""),
+        wanted=wanted,
+        # Of any generation: pods do not cease to serve because the controller lags behind.
+        ready=status.get("readyReplicas", 0),
+        updated=updated,
+        settled=observed and updated == wanted and status.get("replicas", 0) == wanted,
+        failure=failure,
+    )
+
+
+def pod_view(raw: Raw) -> PodView:
+    meta, status = raw["metadata"], raw.get("status") or {}
+    labels = meta.get("labels") or {}
+    conditions = {c.get("type"): c for c in status.get("conditions") or []}
+    scheduled = conditions.get("PodScheduled", {})
+    containers = [
+        *(status.get("initContainerStatuses") or []),
+        *(status.get("containerStatuses") or []),
+    ]
+    stuck = next((c for c in containers if _waiting(c).get("reason")), None)
+    ended = next((c for c in containers if _ended(c)), None)
+    shown = stuck or (containers[0] if containers else {})
+    return PodView(
+        name=meta["name"],
+        role=labels.get(ROLE_LABEL, ""),
+        revision=labels.get(REVISION_LABEL, ""),
+        phase=status.get("phase", "Unknown"),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        terminating="deletionTimestamp" in meta,
+        ip=status.get("podIP", ""),
+        unschedulable=scheduled.get("message", "")
+        if scheduled.get("reason") == "Unschedulable"
+        else "",
+        waiting_reason=_waiting(stuck or {}).get("reason", ""),
+        waiting_message=_waiting(stuck or {}).get("message", ""),
+        waiting_container=(stuck or {}).get("name", ""),
+        image=shown.get("image", ""),
+        ended_container=(ended or {}).get("name", ""),
+        last_exit=_ended(ended or {}).get("message", ""),
+        last_exit_reason=_ended(ended or {}).get("reason", ""),
+    )
+
+
+def _waiting(container: Raw) -> Raw:
+    return (container.get("state") or {}).get("waiting") or {}
+
+
+def _ended(container: Raw) -> Raw:
+    """How a container last ended badly; nothing if it ended well or never."""
+    now = (container.get("state") or {}).get("terminated")
+    ended = now or (container.get("lastState") or {}).get("terminated") or {}
+    return ended if ended.get("exitCode") else {}
+
+
+def observe(
+    deployments: Iterable[Raw],
+    pods: Iterable[Raw],
+    routers: Iterable[RouterReport] = (),
+    unreachable_routers: int = 0,
+) -> Observed:
+    return Observed(
+        tuple(sorted(map(deployment_view, deployments), key=lambda d: d.name)),
+        tuple(sorted(map(pod_view, pods), key=lambda p: p.name)),
+        tuple(routers),
+        unreachable_routers,
+    )

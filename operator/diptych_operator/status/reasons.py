@@ -1,0 +1,268 @@
+"""Every condition and every reason that a status may carry, with what it means and what to do.
+
+`python -m diptych_operator.status.reasons [FILE]` writes them into docs/status.md. Reasons are
+stable: scripts and alerts compare them, so one that has been released keeps its name and its
+meaning.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+from typing import Self
+
+PAGE = Path("docs/status.md")
+MARK = "<!-- From here on written by `python -m diptych_operator.status.reasons`. -->\n"
+
+
+class ConditionType(StrEnum):
+    """The conditions of an InferenceService, all always present, in this order."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    AVAILABLE = (
+        "Available",
+        (
+            "Requests are answered: a router is ready, and a prefill and a decode pod of one "
+            "revision that serves; with `transfer.verify: Required` a canary has crossed between "
+            "them."
+        ),
+    )
+    PROGRESSING = "Progressing", "The service is starting, or a change of it is rolling out."
+    DEGRADED = (
+        "Degraded",
+        (
+            "Something wants attention, whether or not requests are answered. The reason is that "
+            "of the worst; the message tells all."
+        ),
+    )
+    PREFILL_READY = "PrefillReady", "As many prefill pods are ready as are wanted."
+    DECODE_READY = "DecodeReady", "As many decode pods are ready as are wanted."
+    ROUTER_READY = "RouterReady", "As many router pods are ready as are wanted."
+    KV_TRANSFER_VERIFIED = (
+        "KVTransferVerified",
+        (
+            "A real request crossed the hinge of the newest revision that could be tried: its KV "
+            "blocks moved, and decode computed nothing of the prompt."
+        ),
+    )
+
+
+class Group(StrEnum):
+    """How the reference sorts reasons."""
+
+    WELL = "As it should be"
+    UNDER_WAY = "Under way"
+    PODS = "Pods that fail"
+    SERVICE = "The service as a whole"
+    OPERATOR = "What the operator ran into"
+    EVENTS = "In events only"
+
+
+class Reason(StrEnum):
+    """Members carry `group`, `meaning` and `remedy` (empty where there is nothing to do)."""
+
+    group: Group
+    meaning: str
+    remedy: str
+
+    def __new__(cls, value: str, group: Group, meaning: str, remedy: str = "") -> Self:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.group, member.meaning, member.remedy = group, meaning, remedy
+        return member
+
+    @classmethod
+    def named(cls, text: str) -> Reason:
+        """The reason of that name; `OperatorProblem` for one that is not written down here."""
+        return next((reason for reason in cls if reason == text), cls.OPERATOR_PROBLEM)
+
+    SERVING = "Serving", Group.WELL, "The service answers requests."
+    PODS_READY = "PodsReady", Group.WELL, "All wanted pods are ready."
+    IDLE = "Idle", Group.WELL, "Nothing is being changed."
+    AS_EXPECTED = "AsExpected", Group.WELL, "Nothing wants attention."
+    TRANSFER_VERIFIED = (
+        "TransferVerified", Group.WELL, "A canary crossed the hinge; the message has its figures.",
+    )  # fmt: skip
+    VERIFICATION_OFF = (
+        "Disabled", Group.WELL, "`transfer.verify` is Off, so nothing is known of the hinge.",
+        "Set transfer.verify to Warn or Required to learn whether KV blocks really move.",
+    )  # fmt: skip
+    ASLEEP = (
+        "Asleep", Group.WELL,
+        "Both pools are scaled to zero. Routers hold the next request until pods are back.",
+    )  # fmt: skip
+    SUSPENDED = (
+        "Suspended", Group.WELL, "`spec.suspend` is true: there are no pods.",
+        "Set spec.suspend to false to serve again.",
+    )  # fmt: skip
+
+    WAKING = "Waking", Group.UNDER_WAY, "Pods start after sleep; routers hold the requests."
+    STARTING = "Starting", Group.UNDER_WAY, "Pods are starting; nothing has failed."
+    ROLLING_OUT = "RollingOut", Group.UNDER_WAY, "A new revision replaces the one that serves."
+    VERIFYING = (
+        "Verifying", Group.UNDER_WAY, "Engines are up, and their canary has not come back yet.",
+    )  # fmt: skip
+    SWITCHING = "Switching", Group.UNDER_WAY, "Routers turn to the new revision."
+    WAITING_FOR_ENGINES = (
+        "WaitingForEngines", Group.UNDER_WAY,
+        "There is no pair of ready engines that a canary could go through.",
+    )  # fmt: skip
+
+    PODS_REFUSED = (
+        "PodsRefused", Group.PODS, "Kubernetes does not let the pods be created.",
+        "Raise the namespace's ResourceQuota, or satisfy the admission rule that it names.",
+    )  # fmt: skip
+    IMAGE_CANNOT_BE_PULLED = (
+        "ImageCannotBePulled", Group.PODS, "The node cannot get a container's image.",
+        "Check spec.engine.image (spec.router.image); left out, it is the chart's images.engine "
+        "(images.router). For a private registry set imagePullSecrets through the podTemplate.",
+    )  # fmt: skip
+    CONTAINER_CONFIG_ERROR = (
+        "ContainerConfigError", Group.PODS,
+        "A container needs a Secret or ConfigMap that is not there, or may not run as set up.",
+        "Create what the message names, or correct the podTemplate or model.credentials.",
+    )  # fmt: skip
+    CONTAINER_CANNOT_START = (
+        "ContainerCannotStart", Group.PODS, "The node has the image but cannot start it.",
+        "Check the image, and the command and mounts of the podTemplate.",
+    )  # fmt: skip
+    MODEL_CANNOT_BE_FETCHED = (
+        "ModelCannotBeFetched", Group.PODS, "The init container that fetches the model fails.",
+        "Check spec.model.uri and revision, model.credentials, and the way to that host.",
+    )  # fmt: skip
+    OUT_OF_MEMORY = (
+        "OutOfMemory", Group.PODS, "The kernel ended a container at its memory limit.",
+        "Raise resources.limits.memory of the pool, or lower engine.kvCacheMemory.",
+    )  # fmt: skip
+    CONTAINER_CRASHING = (
+        "ContainerCrashing", Group.PODS, "A container ends again and again; its last words follow.",
+        "Correct what the words name; `kubectl logs --previous` has the rest.",
+    )  # fmt: skip
+    UNSCHEDULABLE = (
+        "Unschedulable", Group.PODS, "No node fits the pod.",
+        "Add nodes, lower resources.requests or replicas, or add what the podTemplate lacks.",
+    )  # fmt: skip
+
+    PREFILL_NOT_READY = (
+        "PrefillNotReady", Group.SERVICE, "No prefill pod of a serving revision is ready.",
+        "See the condition PrefillReady.",
+    )  # fmt: skip
+    DECODE_NOT_READY = (
+        "DecodeNotReady", Group.SERVICE, "No decode pod of a serving revision is ready.",
+        "See the condition DecodeReady.",
+    )  # fmt: skip
+    NO_MATCHING_PAIR = (
+        "NoMatchingPair", Group.SERVICE,
+        "Prefill and decode pods are ready, but of different revisions, which never exchange KV.",
+        "See which pool of the new revision lacks pods, and why.",
+    )  # fmt: skip
+    ROUTER_NOT_READY = (
+        "RouterNotReady", Group.SERVICE, "No router is ready; the message has its own words.",
+        "If the words speak of a pool, see that pool's condition.",
+    )  # fmt: skip
+    TRANSFER_NOT_VERIFIED = (
+        "TransferNotVerified", Group.SERVICE,
+        "The pods are ready, but no canary has crossed the hinge and `transfer.verify` is "
+        "Required.",
+        "See the condition KVTransferVerified.",
+    )  # fmt: skip
+    TRANSFER_FAILED = (
+        "TransferFailed", Group.SERVICE, "A canary did not cross the hinge; the message says why.",
+        "Check that pods reach each other on port 5558 (NetworkPolicy, RDMA devices), and "
+        "spec.transfer.transport. Routers try again by themselves.",
+    )  # fmt: skip
+    ROLLOUT_FAILED = (
+        "RolloutFailed", Group.SERVICE,
+        "The new revision came no further for rollout.progressDeadlineSeconds. What served "
+        "before keeps serving.",
+        "Correct the spec, or set it back; raise the deadline if loading just takes longer.",
+    )  # fmt: skip
+    ROUTER_UNREACHABLE = (
+        "RouterUnreachable", Group.SERVICE,
+        "A router is ready, but the operator gets no report from its admin port.",
+        "Let the operator reach port 8081 of the router pods (NetworkPolicy).",
+    )  # fmt: skip
+    CLUSTER_LIMITED = (
+        "ClusterLimited", Group.SERVICE,
+        "Nothing wants attention, but the cluster lacks something that newer ones have.",
+        "Upgrade the cluster if you want it.",
+    )  # fmt: skip
+
+    SPEC_INVALID = (
+        "SpecInvalid", Group.OPERATOR, "The spec can never work as written.",
+        "Correct the field that the message names.",
+    )  # fmt: skip
+    POD_TEMPLATE_REJECTED = (
+        "PodTemplateRejected", Group.OPERATOR,
+        "The API server refuses the pods as the podTemplate makes them; its words follow.",
+        "Correct spec.prefill.podTemplate, spec.decode.podTemplate or spec.router.podTemplate.",
+    )  # fmt: skip
+    OBJECT_NOT_OURS = (
+        "ObjectNotOurs", Group.OPERATOR,
+        "An object that the service needs exists already and belongs to somebody else.",
+        "Delete or rename that object, or give the service another name.",
+    )  # fmt: skip
+    KEYS_LOST = (
+        "KeysLost", Group.OPERATOR,
+        "Somebody deleted the Secret with the service's keys while pods use them. They serve on, "
+        "but no new pod can join them.",
+        "Bring the Secret back from a backup, or ask for new keys: a new value of the annotation "
+        "`diptych.dev/rotate-secrets` replaces all pods.",
+    )  # fmt: skip
+    POOL_SCALER_UNAVAILABLE = (
+        "PoolScalerUnavailable", Group.OPERATOR,
+        "A pool is to be scaled from outside, but its PoolScaler cannot be kept. The pool keeps "
+        "its size.",
+        "Apply the chart or crds/ of the operator's version, with its rights, and restart the "
+        "operator; or set autoscaling.by to Operator.",
+    )  # fmt: skip
+    OPERATOR_PROBLEM = (
+        "OperatorProblem", Group.OPERATOR, "The operator could not do its work; it tries again.",
+        "Read the message; the operator's log has the rest.",
+    )  # fmt: skip
+
+    ROLLOUT_STARTED = "RolloutStarted", Group.EVENTS, "A rollout, or the first start, began."
+    ROLLOUT_FINISHED = "RolloutFinished", Group.EVENTS, "The newest revision serves in full."
+    RECOVERED = "Recovered", Group.EVENTS, "What wanted attention does no more."
+
+
+def reference() -> str:
+    """All conditions and reasons as Markdown tables."""
+    lines = ["## Conditions", "", "| condition | true when |", "|---|---|"]
+    lines += [f"| `{condition}` | {condition.meaning} |" for condition in ConditionType]
+    lines += ["", "## Reasons"]
+    for group, reasons in groupby(Reason, key=lambda reason: reason.group):
+        lines += [
+            "",
+            f"### {group}",
+            "",
+            "| reason | what it means | what to do |",
+            "|---|---|---|",
+        ]
+        lines += [
+            f"| `{reason}` | {reason.meaning} | {reason.remedy or '-'} |" for reason in reasons
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    """Write the reference into the page, after its mark."""
+    page = Path(arguments[0]) if arguments else PAGE
+    prose, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
+    if not mark:
+        sys.exit(f"{page} has no line {MARK.strip()!r}, after which the reference would stand")
+    page.write_text(f"{prose}{MARK}\n{reference()}", encoding="utf-8")
+    print(f"wrote {page}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
