@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from diptych_engine.scheduling.request import Request
-
-if TYPE_CHECKING:
-    from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.scheduler_state import SchedulerState
 
 
-def who_gives_way(scheduler: Scheduler) -> Request | None:
+def who_gives_way(scheduler: SchedulerState) -> Request | None:
     """The running request whose row and blocks the next waiting one is to have; None: nobody.
 
     Running requests must stand in the order of what their tenants were served.
@@ -52,7 +49,7 @@ def who_gives_way(scheduler: Scheduler) -> Request | None:
     return None
 
 
-def _are_free(scheduler: Scheduler, request: Request, lacking: int) -> bool:
+def _are_free(scheduler: SchedulerState, request: Request, lacking: int) -> bool:
     """Free blocks and remembered ones are as many as a waiting request lacks."""
     pool = scheduler.pool
     if lacking <= pool.num_free:

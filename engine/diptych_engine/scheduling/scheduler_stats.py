@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from diptych_engine.scheduling.scheduler_state import SchedulerState
 from diptych_protocol import SchedulerStats
 from diptych_protocol.admin import DrainReport
 
-if TYPE_CHECKING:
-    from diptych_engine.scheduling.scheduler import Scheduler
 
-
-def snapshot(scheduler: Scheduler) -> SchedulerStats:
+def snapshot(scheduler: SchedulerState) -> SchedulerStats:
     """The running totals with the gauges of this moment."""
     stats = scheduler.stats
     stats.num_running = len(scheduler.running)
@@ -26,7 +22,7 @@ def snapshot(scheduler: Scheduler) -> SchedulerStats:
     return stats
 
 
-def drain_report(scheduler: Scheduler, *, draining: bool) -> DrainReport:
+def drain_report(scheduler: SchedulerState, *, draining: bool) -> DrainReport:
     """What still keeps the engine from leaving; sessions that wait for their users count."""
     running, leases = len(scheduler.running), len(scheduler.leased)
     waiting = scheduler.num_waiting + len(scheduler.loading) + len(scheduler.idle)

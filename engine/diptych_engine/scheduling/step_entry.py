@@ -13,12 +13,9 @@ adapter, all wait. Two rules besides:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from diptych_engine.scheduling.request import Request, ScheduledRequest
-
-if TYPE_CHECKING:
-    from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.scheduler_state import SchedulerState
 
 
 @dataclass(slots=True)
@@ -46,7 +43,7 @@ class Step:
 
 
 def share_out(
-    scheduler: Scheduler,
+    scheduler: SchedulerState,
     scheduled: list[ScheduledRequest],
     budget: int,
     chunks: list[tuple[Request, int]],
@@ -75,7 +72,7 @@ def share_out(
     return step.budget + spare
 
 
-def _most_and_enough(scheduler: Scheduler) -> tuple[int, float]:
+def _most_and_enough(scheduler: SchedulerState) -> tuple[int, float]:
     """How many tokens of prompts a step holds at most, and how many are enough to begin no further
     one.
 
@@ -89,7 +86,7 @@ def _most_and_enough(scheduler: Scheduler) -> tuple[int, float]:
     return max(1, int(enough) // 2), max(1, int(enough) // 4)
 
 
-def _admit(scheduler: Scheduler, step: Step, before: Request | None = None) -> None:
+def _admit(scheduler: SchedulerState, step: Step, before: Request | None = None) -> None:
     """Move waiting requests into the step while budget, rows and blocks last.
 
     Where more tokens at a time are no faster, a second prompt in a step would make the first one
@@ -105,7 +102,7 @@ def _admit(scheduler: Scheduler, step: Step, before: Request | None = None) -> N
             return
 
 
-def _admit_short(scheduler: Scheduler, step: Step, beside: Request, room: int) -> None:
+def _admit_short(scheduler: SchedulerState, step: Step, beside: Request, room: int) -> None:
     """Move requests that need no more than `room` tokens to be done with their prompts into the
     step, beside one that is computed in pieces."""
     if not scheduler.waiting or not scheduler.has_free_row():
@@ -130,7 +127,7 @@ def _is_due_before(request: Request, other: Request) -> bool:
     return request.account.served < other.account.served
 
 
-def _may_be_short(scheduler: Scheduler, request: Request, room: int) -> bool:
+def _may_be_short(scheduler: SchedulerState, request: Request, room: int) -> bool:
     """By what is known without a look at the cache."""
     if request.fetches:
         return True
@@ -139,7 +136,7 @@ def _may_be_short(scheduler: Scheduler, request: Request, room: int) -> bool:
 
 
 def _enter(
-    scheduler: Scheduler,
+    scheduler: SchedulerState,
     step: Step,
     request: Request,
     room: int,
@@ -178,7 +175,7 @@ def _enter(
     return True
 
 
-def _find_room(scheduler: Scheduler, request: Request, spared: int) -> list[int] | None:
+def _find_room(scheduler: SchedulerState, request: Request, spared: int) -> list[int] | None:
     """The remembered blocks of a request for which there are free blocks; None: there are not
     enough, whoever may be asked for some."""
     pool = scheduler.pool

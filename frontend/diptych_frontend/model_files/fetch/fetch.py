@@ -20,9 +20,10 @@ from diptych_frontend.model_files.fetch.errors import (
     BadSourceError,
     UnreachableError,
 )
+from diptych_frontend.model_files.fetch.open_source import open_source
 from diptych_frontend.model_files.fetch.progress import Meter, Report, log_progress
 from diptych_frontend.model_files.fetch.selection import content_id, select_files
-from diptych_frontend.model_files.fetch.source import RemoteFile, Source, open_source
+from diptych_frontend.model_files.fetch.source import RemoteFile, Source
 from diptych_protocol.model_uri import (
     ModelUri,
     Reader,
