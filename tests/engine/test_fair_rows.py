@@ -14,7 +14,8 @@ from toy_engine import ToyRunner, expected, make_request, make_scheduler, run, s
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, StepResult
-from diptych_engine.scheduling.scheduler import CREDIT_STEPS, Scheduler
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.scheduler_state import CREDIT_STEPS
 from diptych_frontend.fair_share import OUTPUT_WEIGHT
 from diptych_protocol import FinishReason
 
