@@ -44,7 +44,7 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(if $(SEED),,DIPTYCH_TEST_MESSAGES=1000000 DIPTYCH_TEST_REJECTIONS=100 \
 		DIPTYCH_TEST_REPLACEMENTS=100 DIPTYCH_TEST_CALLS=100000 $(BIN)/pytest --timeout 7200 -q -s tests/chaos \
-		tests/kv_transfer/test_hinge_hostile.py tests/contract/test_every_call_is_answered.py)
+		tests/kv_transfer/test_hinge_hostile.py tests/contract/wire/test_every_call_is_answered.py)
 	$(if $(SEED),,PYTHONPATH=tests/support $(BIN)/python tests/chaos/rude_service.py)
 
 simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md
@@ -89,7 +89,7 @@ images: $(VENV)/.test ## the three container images, made without docker and loa
 cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an API server, that of $$KUBECONFIG
 	export DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config}; \
 	$(BIN)/pytest --timeout 600 tests/charts/test_chart_on_cluster.py -k the_crds_are_upgraded && \
-	KUBECONFIG=$$DIPTYCH_TEST_KUBECONFIG $(BIN)/python tests/support/apply_crds.py && \
+	KUBECONFIG=$$DIPTYCH_TEST_KUBECONFIG PYTHONPATH=tests/support $(BIN)/python -m cluster_kit.apply_crds && \
 	$(BIN)/pytest --timeout 600 -n $(JOBS) --dist loadfile tests/*/test_*_on_cluster.py
 
 e2e: $(VENV)/.test ## install, chat, disrupt and count, on the cluster of $$KUBECONFIG; see e2e/README.md

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from apply_crds import apply_crds
+from cluster_kit.apply_crds import apply_crds
+from cluster_kit.kube_tools import find_tool
 from e2e.kubectl import Kubectl, Object
-from kube_tools import find_tool
 
 CHART = Path(__file__).resolve().parent.parent / "charts/diptych"
 CRD = "inferenceservices.diptych.dev"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kube_tools import find_tool
+from cluster_kit.kube_tools import find_tool
 
 Object = Mapping[str, Any]
 T = TypeVar("T")

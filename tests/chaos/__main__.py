@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from chaos_campaign import Report, campaign, failures, summary
-from faulty_network import why_no_networks
+from chaos_kit.campaign import Report, campaign, failures, summary
+from chaos_kit.faulty_network import why_no_networks
 
 MAX_BAD = 5
 """After so many runs with problems there is nothing to learn from more of them."""

@@ -23,9 +23,8 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from free_ports import free_port
-from large_requests import large_requests, large_texts
-from rude_clients import (
+from chaos_kit.large_requests import large_requests, large_texts
+from chaos_kit.rude_clients import (
     Rudeness,
     SendLarge,
     connect,
@@ -34,6 +33,7 @@ from rude_clients import (
     rudeness,
     stalled_readers,
 )
+from free_ports import free_port
 from service_kit import cores, engine_config
 from waits import PATIENCE_S
 

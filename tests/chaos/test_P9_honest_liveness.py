@@ -1,7 +1,7 @@
 """P9: who cannot serve says so in time, who merely waits does not, and nobody waits for the dead.
 
 Long prefills, drains and SIGTERM: `tests/service/test_drain.py`; every kind of open request when a
-core dies: `tests/contract/test_async_llm_death.py`.
+core dies: `tests/contract/clients/test_async_llm_death.py`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from functools import partial
 import psutil
 import pytest
 import pytest_asyncio
-from chaos_campaign import Campaign, campaign, settled
-from chaos_faults import (
+from chaos_kit.campaign import Campaign, campaign, settled
+from chaos_kit.faults import (
     ANYWHERE,
     ON_A_NETWORK,
     Fault,
@@ -28,12 +28,12 @@ from chaos_faults import (
     strangers,
     visit_hinge,
 )
-from chaos_load import Load
-from chaos_service import REST_S, Engine, Footprint, Service
-from faulty_network import why_no_networks
-from hostile_bytes import pester_core
-from rejections import UNSERVABLE, Pair, rejected
-from sensitive_model import Question
+from chaos_kit.faulty_network import why_no_networks
+from chaos_kit.hostile_bytes import pester_core
+from chaos_kit.load import Load
+from chaos_kit.rejections import UNSERVABLE, Pair, rejected
+from chaos_kit.service import REST_S, Engine, Footprint, Service
+from model_kit.sensitive_model import Question
 from waits import PATIENCE_S
 
 MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from faulty_network import BLACK_HOLE, CALM, FaultyNetwork, Weather, why_no_networks
+from chaos_kit.faulty_network import BLACK_HOLE, CALM, FaultyNetwork, Weather, why_no_networks
 from waits import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(bool(why_no_networks()), reason=why_no_networks())

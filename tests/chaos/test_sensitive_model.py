@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from core_kit import CLIENT, core_request, generate, make_core, run, step, tokens
-from sensitive_model import (
+from engine_kit.core import CLIENT, core_request, generate, make_core, run, step, tokens
+from model_kit.sensitive_model import (
     ANSWER_TOKENS,
     VOCABULARY,
     Question,

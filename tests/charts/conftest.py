@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from chart_kit import Helm
-from kube_tools import ToolUnavailable, find_tool
+from cluster_kit.charts import Helm
+from cluster_kit.kube_tools import ToolUnavailable, find_tool
 
 
 @pytest.fixture(scope="session")

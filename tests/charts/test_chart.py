@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_kit import CHART, NAMESPACE, RELEASE, ROOT, Helm, Object, load_script, of_kind, only
+from cluster_kit.charts import (
+    CHART,
+    NAMESPACE,
+    RELEASE,
+    ROOT,
+    Helm,
+    Object,
+    load_script,
+    of_kind,
+    only,
+)
 from waits import PATIENCE_S
 
 from diptych_operator.api.crd import VERSION_ANNOTATION

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_kit import CHART, Helm, of_kind, only
+from cluster_kit.charts import CHART, Helm, of_kind, only
 from prometheus_client import generate_latest
 
 from diptych_frontend.observability.metrics import ServerMetrics

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_kit import CHART, Helm
-from kube_tools import ToolUnavailable, find_tool
+from cluster_kit.charts import CHART, Helm
+from cluster_kit.kube_tools import ToolUnavailable, find_tool
 from waits import PATIENCE_S, Deadline
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")

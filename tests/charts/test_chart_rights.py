@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chart_kit import CLUSTER_SCOPED, NAMESPACE, Helm, Object, of_kind, only, permissions
+from cluster_kit.charts import CLUSTER_SCOPED, NAMESPACE, Helm, Object, of_kind, only, permissions
 
 MANAGED = ("get", "list", "watch", "create", "patch", "delete")
 OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_kit import CHART, Helm
+from cluster_kit.charts import CHART, Helm
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())

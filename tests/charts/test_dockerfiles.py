@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from chart_kit import ROOT
+from cluster_kit.charts import ROOT
 
 from diptych_operator.api.names import ENGINE_PORTS, ROUTER_PORTS
 

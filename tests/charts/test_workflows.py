@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_kit import CHART, ROOT, Helm
+from cluster_kit.charts import CHART, ROOT, Helm
 
 FOLDER = ROOT / ".github" / "workflows"
 FILES = sorted(path.name for path in FOLDER.glob("*.yml"))

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from kube_tools import ToolUnavailable, find_tool
+from cluster_kit.kube_tools import ToolUnavailable, find_tool
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych.kubectl.main import main

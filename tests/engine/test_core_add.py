@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from core_kit import CLIENT, core_request, generate, make_core, run, tokens
+from engine_kit.core import CLIENT, core_request, generate, make_core, run, tokens
 
 from diptych_engine.control.core import EngineCore
 from diptych_kv_transfer.connector import digest_of

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from engine_kit.wire import ABORT, ADD, FAILED, TIMEOUT_MS, UTILITY, WAVE, Client, request, start
 from waits import PATIENCE_S, Deadline
-from wire_kit import ABORT, ADD, FAILED, TIMEOUT_MS, UTILITY, WAVE, Client, request, start
 
 from diptych_frontend.core_client.client import CoreClient
 from diptych_protocol import (

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
+from engine_kit.toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, StepResult

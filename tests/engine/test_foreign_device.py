@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import foreign_device
 import numpy as np
 import pytest
 import torch
-from control_kit import Owner
-from core_kit import core_request as request
-from core_kit import make_core, run, tokens
-from foreign_device import DEVICE, ForeignTensor, place
-from geometry_kit import Engines, totals
-from sensitive_model import Question, questions, save_sensitive_model
+from engine_kit import foreign_device
+from engine_kit.control import Owner
+from engine_kit.core import core_request as request
+from engine_kit.core import make_core, run, tokens
+from engine_kit.foreign_device import DEVICE, ForeignTensor, place
+from engine_kit.geometry import Engines, totals
+from model_kit.sensitive_model import Question, questions, save_sensitive_model
 
 from diptych_kernels.block_copy import triton as block_copy
 from diptych_protocol import KVTransferConfig

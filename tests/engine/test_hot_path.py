@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from attention_batch import Batch
-from core_kit import CLIENT, VOCABULARY, core_request, make_core, step
+from engine_kit.core import CLIENT, VOCABULARY, core_request, make_core, step
+from model_kit.attention_batch import Batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

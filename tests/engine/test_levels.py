@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from core_kit import core_request, make_core, run
-from questions import DEMO
+from engine_kit.core import core_request, make_core, run
+from model_kit.questions import DEMO
 
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_frontend.text.tokenizer_files import load_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_kit import core_request, make_core, run
+from engine_kit.core import core_request, make_core, run
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -10,10 +10,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from core_kit import core_request, run
-from core_kit import make_core as make_exact_core
+from engine_kit.core import core_request, run
+from engine_kit.core import make_core as make_exact_core
 from gguf import GGMLQuantizationType as Kind
-from gguf_kit import quantised, save_gguf, save_lora
+from model_kit.gguf import quantised, save_gguf, save_lora
 from torch import Tensor
 
 from diptych_engine.control.core import EngineCore

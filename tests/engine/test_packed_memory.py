@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from control_kit import Owner
-from core_kit import generate
+from engine_kit.control import Owner
+from engine_kit.core import generate
 from gguf import GGMLQuantizationType as Kind
-from gguf_kit import quantised, random_tensors, save_gguf
+from model_kit.gguf import quantised, random_tensors, save_gguf
 from torch import Tensor
 
 from diptych_engine.models import CausalLM, build_model, load_weights

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from questions import MARGIN, QUESTIONS, Question
+from model_kit.questions import MARGIN, QUESTIONS, Question
 
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_frontend.text.input_processor import InputProcessor

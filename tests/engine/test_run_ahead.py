@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_kit import core_request, make_core, run, tokens
-from toy_engine import BLOCK, ToyRunner, make_request, make_scheduler, step
+from engine_kit.core import core_request, make_core, run, tokens
+from engine_kit.toy_engine import BLOCK, ToyRunner, make_request, make_scheduler, step
 
 from diptych_engine.control.core import EngineCore
 from diptych_engine.scheduling.request import Pending, StepPlan, StepResult

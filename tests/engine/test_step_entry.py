@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from engine_kit.toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, StepPlan, StepResult

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from engine_kit.toy_engine import make_request
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_engine import make_request
 
 from diptych_engine.scheduling.request import Request
 from diptych_engine.scheduling.waiting_queue import FairQueue, make_queue

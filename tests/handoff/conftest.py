@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import handoff_kit
 import pytest
+from engine_kit import handoff as handoff_kit
 
 from diptych_protocol.config import Staging
 

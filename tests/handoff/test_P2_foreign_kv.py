@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from core_kit import tokens
-from handoff_kit import Engine, drive, engines, prompt_of, request, save_toy, signed
+from engine_kit.core import tokens
+from engine_kit.handoff import Engine, drive, engines, prompt_of, request, save_toy, signed
 from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreOutput, FinishReason

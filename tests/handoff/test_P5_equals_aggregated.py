@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from checkpoint_kit import SIZES, save_adapter
-from handoff_kit import Engine, LocalRouter, engines, prompt_of, request, save_toy
+from engine_kit.handoff import Engine, LocalRouter, engines, prompt_of, request, save_toy
+from model_kit.checkpoints import SIZES, save_adapter
 
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from checkpoint_kit import save_adapter
-from core_kit import tokens
-from handoff_kit import Engine, LocalRouter, drive, engines, prompt_of, request, save_toy
+from engine_kit.core import tokens
+from engine_kit.handoff import Engine, LocalRouter, drive, engines, prompt_of, request, save_toy
+from model_kit.checkpoints import save_adapter
 
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.tokenizer import Tokenizer

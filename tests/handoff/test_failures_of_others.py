@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from core_kit import CLIENT, tokens
-from handoff_kit import (
+from engine_kit.core import CLIENT, tokens
+from engine_kit.handoff import (
     Engine,
     LocalRouter,
     drive,

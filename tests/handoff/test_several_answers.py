@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from handoff_kit import BLOCK, Engine, LocalRouter, engines, prompt_of, request, save_toy
+from engine_kit.handoff import BLOCK, Engine, LocalRouter, engines, prompt_of, request, save_toy
 
 N = 4
 LENGTH = 38

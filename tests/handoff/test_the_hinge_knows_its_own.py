@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from core_kit import tokens
-from handoff_kit import Engine, drive, engines, prompt_of, request, save_toy, signed
+from engine_kit.core import tokens
+from engine_kit.handoff import Engine, drive, engines, prompt_of, request, save_toy, signed
 from waits import Deadline, source_of
 
 from diptych_kv_transfer.connector import KVConnector

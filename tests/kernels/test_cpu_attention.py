@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_batch import Batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_kit.attention_batch import Batch
 from torch import Tensor
 
 from diptych_kernels.native.decode_batch import PARTITION

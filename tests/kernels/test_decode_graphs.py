@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_model_kit import (
+from model_kit.kernel_model import (
     BLOCK_SIZE,
     CPU,
     FAMILIES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_batch import Batch
+from model_kit.attention_batch import Batch
 
 from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import MAX_GROUP_TOKENS

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_batch import Batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_kit.attention_batch import Batch
 
 from diptych_kernels.kv_write.float8 import FLOAT8
 from diptych_kernels.paged_attention.gpu_schedule import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_model_kit import (
+from model_kit.kernel_model import (
     BLOCK_SIZE,
     CPU,
     FAMILIES,

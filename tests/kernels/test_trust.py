@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from core_kit import core_request, make_core, run
+from engine_kit.core import core_request, make_core, run
 
 import diptych_kernels
 from diptych_engine.models.layer_calls import have_kernels

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from copied_memory import CopiedMemory
+from engine_kit.copied_memory import CopiedMemory
 
 from diptych_kv_transfer import open_connector
 from diptych_protocol import KVTransferConfig

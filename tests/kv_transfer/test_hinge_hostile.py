@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 
-from hostile_bytes import control_messages, mutated
+from chaos_kit.hostile_bytes import control_messages, mutated
 
 from diptych_kv_transfer.tables.actions import Address
 from diptych_kv_transfer.tables.events import Connected, PeerLost, Received

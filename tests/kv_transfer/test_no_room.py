@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from copied_memory import CopiedMemory
+from engine_kit.copied_memory import CopiedMemory
 from numpy.typing import NDArray
 from waits import PATIENCE_S, Deadline
 

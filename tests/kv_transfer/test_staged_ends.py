@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from copied_memory import CopiedMemory
+from engine_kit.copied_memory import CopiedMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from copied_memory import CopiedMemory
+from engine_kit.copied_memory import CopiedMemory
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer import LoadEnded, open_connector

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kube_tools import ToolUnavailable, find_tool
-from namespace_kit import Namespace
-from operator_kit import Home, Identity, Operator, running
+from chaos_kit.namespaces import Namespace
+from cluster_kit.kube_tools import ToolUnavailable, find_tool
+from cluster_kit.operators import Home, Identity, Operator, running
 
 
 @pytest.fixture(scope="session")

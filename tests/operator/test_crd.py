@@ -10,7 +10,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from crd_kit import EXAMPLES, SCHEMA, inference_service, rules_of, service_of, with_defaults
+from cluster_kit.crds import (
+    EXAMPLES,
+    SCHEMA,
+    inference_service,
+    rules_of,
+    service_of,
+    with_defaults,
+)
 
 from diptych_operator.api.crd import (
     CRD_FOLDER,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from crd_kit import rules_of
+from cluster_kit.crds import rules_of
 
 from diptych_operator.api.crd import custom_resource_definition, scaler_definition
 

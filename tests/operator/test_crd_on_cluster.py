@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from crd_kit import SCHEMA, definition_in, inference_service, with_defaults
-from kube_tools import ToolUnavailable, find_tool
+from cluster_kit.crds import SCHEMA, definition_in, inference_service, with_defaults
+from cluster_kit.kube_tools import ToolUnavailable, find_tool
 
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from crd_kit import (
+from cluster_kit.crds import (
     BROKEN,
     EXAMPLES,
     GOOD,

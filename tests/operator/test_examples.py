@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crd_kit import EXAMPLES, broken_rules, service_of
+from cluster_kit.crds import EXAMPLES, broken_rules, service_of
 
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from crd_kit import inference_service
+from cluster_kit.crds import inference_service
 
 from diptych_operator.api.images import REGISTRY, Images, published
 from diptych_operator.api.parse import parse_object

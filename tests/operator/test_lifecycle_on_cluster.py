@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from namespace_kit import KUBECONFIG, Namespace, Object, resting, until
-from operator_kit import NO_IMAGE, NOWHERE, STUCK, Home, Identity, Operator, running
+from chaos_kit.namespaces import KUBECONFIG, Namespace, Object, resting, until
+from cluster_kit.operators import NO_IMAGE, NOWHERE, STUCK, Home, Identity, Operator, running
 
 from diptych_operator.api.names import (
     CURRENT_KEYS_ANNOTATION,

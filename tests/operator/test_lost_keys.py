@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from reconcile_kit import KEY, SECRETS, Store, one_pass, serving
+from cluster_kit.reconciling import KEY, SECRETS, Store, one_pass, serving
 
 from diptych_operator.api.images import Images
 from diptych_operator.api.names import KEYS_LABEL, ROTATE_ANNOTATION

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from crd_kit import SCHEMA, broken_rules, inference_service, says_one_of
+from cluster_kit.crds import SCHEMA, broken_rules, inference_service, says_one_of
 
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.parse import parse

@@ -8,8 +8,8 @@ chart's Role in it, and no more. No pod runs: none fits a node.
 from __future__ import annotations
 
 import pytest
-from namespace_kit import KUBECONFIG, Namespace, Object, editable, resting, until
-from operator_kit import NO_IMAGE, STUCK, Home
+from chaos_kit.namespaces import KUBECONFIG, Namespace, Object, editable, resting, until
+from cluster_kit.operators import NO_IMAGE, STUCK, Home
 
 from diptych_operator.api.names import (
     KEYS_LABEL,

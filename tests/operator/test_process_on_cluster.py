@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespace_kit import KUBECONFIG, SOON_S, Namespace, resting, until
-from operator_kit import STUCK, Home, Identity, Operator, metric_change, running
+from chaos_kit.namespaces import KUBECONFIG, SOON_S, Namespace, resting, until
+from cluster_kit.operators import STUCK, Home, Identity, Operator, metric_change, running
 
 from diptych_operator.kube.leader import LEASE_S, RETRY_S
 

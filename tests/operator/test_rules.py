@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from crd_kit import (
+from cluster_kit.crds import (
     BROKEN,
     GOOD,
     SCHEMA,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from crd_kit import EXAMPLES, SCHEMA, inference_service, service_of, with_defaults
+from cluster_kit.crds import EXAMPLES, SCHEMA, inference_service, service_of, with_defaults
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from crd_kit import EXAMPLES, without_rules
-from kube_tools import ToolUnavailable, find_tool
-from namespace_kit import KUBECONFIG, Namespace, Object, until
-from operator_kit import NO_IMAGE, Identity, Operator, running
+from chaos_kit.namespaces import KUBECONFIG, Namespace, Object, until
+from cluster_kit.crds import EXAMPLES, without_rules
+from cluster_kit.kube_tools import ToolUnavailable, find_tool
+from cluster_kit.operators import NO_IMAGE, Identity, Operator, running
 from waits import PATIENCE_S
 
 from diptych_operator.api.crd import custom_resource_definition, scaler_definition

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from reconcile_kit import Store, one_pass
+from cluster_kit.reconciling import Store, one_pass
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from engine_kit.wire import request
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_kit import request
 
 from diptych_protocol import (
     EngineCoreRequest,

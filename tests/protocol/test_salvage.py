@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+from engine_kit.wire import request
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_kit import request
 
 from diptych_protocol import UtilityCall
 from diptych_protocol.salvage import call_id_of, request_id_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_core import FakeCore
+from engine_kit.fake_core import FakeCore
 from service_kit import free_port
 
 from diptych_protocol import EngineDescription, RouterConfig

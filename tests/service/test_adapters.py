@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from checkpoint_kit import merged, random_tensors, save_adapter, save_model
-from core_kit import generate as generate_alone
-from core_kit import make_core
+from engine_kit.core import generate as generate_alone
+from engine_kit.core import make_core
+from model_kit.checkpoints import merged, random_tensors, save_adapter, save_model
 from service_kit import engine_config, healthy, make_router, start_engine
 
 from diptych_frontend.core_client.async_llm import AsyncLLM

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 import torch
 import torch.nn.functional as F
-from core_kit import EXACT, make_core
-from pooling_kit import hidden_states, runner_of
+from engine_kit.core import EXACT, make_core
+from engine_kit.pooling import hidden_states, runner_of
 from service_kit import Pair, generate
 from waits import PATIENCE_S
 

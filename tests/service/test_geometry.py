@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-import core_kit
 import pytest
-from control_kit import Owner
-from geometry_kit import Engines, Geometry, totals
-from handoff_kit import save_toy
-from sensitive_model import ANSWER_TOKENS, Question, questions, save_sensitive_model
+from engine_kit import core as core_kit
+from engine_kit.control import Owner
+from engine_kit.geometry import Engines, Geometry, totals
+from engine_kit.handoff import save_toy
+from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions, save_sensitive_model
 from service_kit import cores, engine_config, generate, healthy, routing
 
 from diptych_protocol import KVTransferConfig, TokensPrompt

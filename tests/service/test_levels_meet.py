@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 import pytest
-from questions import DEMO
+from model_kit.questions import DEMO
 
 from diptych_engine import AsyncLLM, EngineArgs
 from diptych_frontend.text.input_processor import InputProcessor

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_core import FakeCore
+from engine_kit.fake_core import FakeCore
+from engine_kit.mq import Process, endpoint, make_client
 from free_ports import free_port
-from mq_kit import Process, endpoint, make_client
 from prometheus_client.parser import text_string_to_metric_families
 from service_kit import make_router
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from core_kit import EXACT
+from engine_kit.core import EXACT
 from free_ports import free_port
 from service_kit import Core, cores, engine_config
 from waits import PATIENCE_S

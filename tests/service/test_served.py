@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 from free_ports import free_port
-from questions import COUNTING, DEMO, WHOLE
+from model_kit.questions import COUNTING, DEMO, WHOLE
 from waits import PATIENCE_S, wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"

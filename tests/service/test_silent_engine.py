@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import worker_extension
+from engine_kit import worker_extension
 from service_kit import (
     Streaming,
     all_usable,
@@ -32,7 +32,7 @@ async def test_a_hanging_engine_gets_no_more_requests_while_there_are_others(
     monkeypatch.setattr(engine_link, "SILENT_S", 1.0)
     names = ("prefill-0", "decode-0", "decode-1")
     configs = [
-        engine_config(name, smollm2, worker_extension="worker_extension:Extension")
+        engine_config(name, smollm2, worker_extension="engine_kit.worker_extension:Extension")
         for name in names
     ]
     with cores(keys_dir, *configs) as (prefill, *decode):

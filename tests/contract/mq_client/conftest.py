@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from fake_core import FakeCore
-from mq_kit import Process, endpoint, make_client
+from engine_kit.fake_core import FakeCore
+from engine_kit.mq import Process, endpoint, make_client
 
 from diptych_engine import MQLLMEngineClient
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from fake_core import SILENCE, FakeCore, said
-from mq_kit import CONFIG, Eventually, Process, endpoint, make_client, read, reading
+from engine_kit.fake_core import SILENCE, FakeCore, said
+from engine_kit.mq import CONFIG, Eventually, Process, endpoint, make_client, read, reading
 
 from diptych_engine import MQLLMEngineClient
 from diptych_frontend.core_client.mq_client import MQClientClosedError

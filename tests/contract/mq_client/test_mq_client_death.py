@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_core import SILENCE, FakeCore, failed, said
-from mq_kit import Eventually, Process, make_client, reading
+from engine_kit.fake_core import SILENCE, FakeCore, failed, said
+from engine_kit.mq import Eventually, Process, make_client, reading
 
 from diptych_engine import MQLLMEngineClient
 from diptych_protocol import (

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from large_requests import english, large_requests
+from chaos_kit.large_requests import english, large_requests
 
 from diptych_frontend.openai import build_app
 from diptych_frontend.openai.request_workers import INLINE_BYTES, MAX_WAITING_BYTES

