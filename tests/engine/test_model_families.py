@@ -17,6 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.model_source import resolve_model
 
 NUM_TOKENS = 70
@@ -40,7 +41,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-FAMILIES: dict[str, PretrainedConfig] = {
+CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama wide heads": LlamaConfig(**SIZES, head_dim=16),
@@ -65,11 +66,11 @@ def published(config: PretrainedConfig, folder: Path, **options: Any) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=str)
+@pytest.fixture(scope="module", params=CONFIGS, ids=str)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(folder, token ids, expected logits) of one family."""
     folder = tmp_path_factory.mktemp("model")
-    model = published(FAMILIES[request.param], folder)
+    model = published(CONFIGS[request.param], folder)
     token_ids = torch.randint(0, SIZES["vocab_size"], (NUM_TOKENS,))
     with torch.inference_mode():
         expected = model(token_ids[None]).logits[0]
@@ -93,8 +94,12 @@ def test_logits_equal_transformers(
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
+def test_every_family_is_compared() -> None:
+    assert {config.model_type for config in CONFIGS.values()} == set(FAMILIES)
+
+
 def test_weights_in_shards(tmp_path: Path, lone_sequence: Callable[..., Any]) -> None:
-    model = published(FAMILIES["qwen3"], tmp_path, max_shard_size="40KB")
+    model = published(CONFIGS["qwen3"], tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with torch.inference_mode():
         expected = model(torch.arange(10)[None]).logits[0]

@@ -15,10 +15,11 @@ from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diptych_engine.execution.runner import ModelRunner
-from diptych_engine.models.loader import GGUF_LAYER_PARTS
+from diptych_engine.models.loader import published_name
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request
 from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.packed_product import is_available
@@ -70,17 +71,9 @@ def state_dict(source: ModelSource) -> dict[str, torch.Tensor]:
         if "attn_q." in name or "attn_k." in name:  # undo the converter's order of rows
             pairs = values.reshape(-1, source.config.head_dim // 2, 2, values.shape[1])
             values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-        state[hf_name(name)] = torch.from_numpy(values)
+        state[published_name(name, FAMILIES["llama"])] = torch.from_numpy(values)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     return state
-
-
-def hf_name(name: str) -> str:
-    if not name.startswith("blk."):
-        names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-        return names[name.split(".")[0]] + ".weight"
-    _, index, part, _ = name.split(".")
-    return f"model.layers.{index}.{GGUF_LAYER_PARTS[part]}.weight"
 
 
 def hf_logits(reference: Any, token_ids: list[int]) -> torch.Tensor:

@@ -25,6 +25,8 @@ from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
+from diptych_frontend.model_files.family_spec import FamilySpec
+from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
 from diptych_protocol import InvalidRequestError
 
@@ -35,27 +37,7 @@ LOADER_THREADS: Final = 2
 DUMMY_SCALE: Final = 0.02
 """Standard deviation of random weights; norms are 1."""
 
-GGUF_TENSORS: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-GGUF_LAYER_PARTS: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GGUF_LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-GGUF_INTERLEAVED: Final = frozenset({"llama", "mistral"})
-"""Architectures whose GGUF files hold query and key rows with rotated pairs side by side."""
+GGUF_NAME: Final = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 def load_weights(
@@ -100,13 +82,14 @@ def _load_gguf(
 ) -> None:
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
-    table = {_published_name(name): tensor for name, tensor in source.tensors().items()}
+    family = family_of(source.config.architecture)
+    table = {published_name(name, family): tensor for name, tensor in source.tensors().items()}
     _require_same_names(slots, table.keys())
     for name, tensor in table.items():
         _require_shape(slots[name], tensor.shape, name)
     total = sum(tensor.nbytes for tensor in table.values())
     file = np.memmap(source.path, dtype=np.uint8, mode="r")
-    reorder = source.config.architecture not in GGUF_INTERLEAVED
+    reorder = not family.gguf_interleaves_pairs
     jobs = _jobs(table, packables)
 
     def load(names: tuple[str, ...]) -> int:
@@ -167,12 +150,14 @@ def _packed(
     return PackedMatrix.of(shares)
 
 
-def _published_name(name: str) -> str:
-    """GGUF's name -> Hugging Face's; an unknown one stays as it is."""
-    layer = GGUF_LAYER_TENSOR.fullmatch(name)
-    if layer and layer[2] in GGUF_LAYER_PARTS:
-        return f"model.layers.{layer[1]}.{GGUF_LAYER_PARTS[layer[2]]}.{layer[3]}"
-    return GGUF_TENSORS.get(name, name)
+def published_name(name: str, family: FamilySpec) -> str:
+    """GGUF's name of a tensor -> Hugging Face's; an unknown one stays as it is."""
+    found = GGUF_NAME.fullmatch(name)
+    if found is None:
+        return name
+    layer, part, kind = found.groups()
+    known = family.gguf_tensors.get(part if layer is None else f"blk.N.{part}")
+    return name if known is None else f"{known.replace('.N.', f'.{layer}.')}.{kind}"
 
 
 def _dequantize(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:

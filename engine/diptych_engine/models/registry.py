@@ -1,4 +1,4 @@
-"""Architecture -> model class. A new family is one file and one line here."""
+"""Which class computes a family's models."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ import torch
 from diptych_engine.models.interface import CausalLM
 from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.shard import WHOLE, Shard
-from diptych_frontend.model_files.model_source import ModelConfig
-from diptych_protocol import InvalidRequestError
+from diptych_frontend.model_files.model_config import ModelConfig, family_of
 
 Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard], CausalLM]
 
-BUILDERS: Final[dict[str, Builder]] = {
-    "llama": LlamaModel,
-    "mistral": LlamaModel,
-    "qwen2": LlamaModel,
-    "qwen3": LlamaModel,
-}
+BUILDERS: Final[dict[str, Builder]] = {"llama": LlamaModel}
+"""By the name that a `FamilySpec` gives its model class."""
 
 
 def build_model(
@@ -34,11 +29,5 @@ def build_model(
 
     Raises `InvalidRequestError` for an architecture that nobody has written.
     """
-    builder = BUILDERS.get(config.architecture)
-    if builder is None:
-        raise InvalidRequestError(
-            f"model not supported: architecture {config.architecture!r}, "
-            f"not one of {', '.join(BUILDERS)}",
-            param="model",
-        )
+    builder = BUILDERS[family_of(config.architecture).model]
     return builder(config, max_positions, dtype, device, shard)

@@ -7,11 +7,12 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from diptych_frontend.model_files.families import FAMILIES
+from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_protocol import InvalidRequestError
 
 T = TypeVar("T")
 
-ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3_ROPE_KEYS: Final = (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 )  # fmt: skip
@@ -23,7 +24,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One decoder-only transformer, under Hugging Face's names."""
 
     architecture: str
-    """One of `ARCHITECTURES`."""
+    """A key of `FAMILIES`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,7 +57,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for field in sizes:
             if not 1 <= getattr(self, field) <= MAX_SIZE:
                 raise _unsupported(f"{field} is {getattr(self, field)}")
-        _known_architecture(self.architecture)
+        family_of(self.architecture)
         if self.num_attention_heads % self.num_key_value_heads:
             raise _unsupported(
                 f"{self.num_attention_heads} heads cannot share "
@@ -146,8 +147,8 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
     `tensor_names` tells what the metadata leaves out: without an output matrix, the embeddings are
     tied; factors for RoPE mean a scaling rule whose parameters the file does not carry.
     """
-    architecture = _known_architecture(metadata.get("general.architecture"))
-    prefix = architecture + "."
+    family = family_of(metadata.get("general.architecture"))
+    prefix = family.architecture + "."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     keys = _convert(own, GGUFKeys)
     vocabulary = _convert(metadata, GGUFVocabularyKeys)
@@ -161,7 +162,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
     ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot) if t is not None)
     return _checked(
         ModelConfig(
-            architecture=architecture,
+            architecture=family.architecture,
             vocab_size=keys.vocab_size or len(vocabulary.tokens),
             hidden_size=keys.hidden_size,
             intermediate_size=keys.intermediate_size,
@@ -173,8 +174,8 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
             rms_norm_eps=keys.rms_norm_eps,
             rope_theta=keys.rope_theta,
             tie_word_embeddings="output.weight" not in tensor_names,
-            attention_bias=architecture == "qwen2",
-            qk_norm=architecture == "qwen3",
+            attention_bias=family.attention_bias,
+            qk_norm=family.qk_norm,
             sliding_window=keys.sliding_window,
             bos_token_id=vocabulary.bos,
             eos_token_ids=tuple(ends),
@@ -215,16 +216,16 @@ class HFGenerationConfig(msgspec.Struct):
 
 def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """From HF's config.json and generation_config.json (empty if the model has none)."""
-    architecture = _known_architecture(raw.get("model_type"))
+    family = family_of(raw.get("model_type"))
     config = _convert(raw, HFConfig)
-    _require_plain(config)
+    _require_plain(config, family)
     ends = _convert(generation, HFGenerationConfig).eos_token_id
     if ends is None:
         ends = config.eos_token_id if config.eos_token_id is not None else []
     rope = config.rope_parameters or config.rope_scaling or {}
     return _checked(
         ModelConfig(
-            architecture=architecture,
+            architecture=family.architecture,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -237,24 +238,24 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
             rope_theta=_number(rope, "rope_theta", config.rope_theta),
             rope_scaling=_rope_scaling(rope),
             tie_word_embeddings=config.tie_word_embeddings,
-            attention_bias=architecture == "qwen2",
-            qk_norm=architecture == "qwen3",
-            sliding_window=config.sliding_window if architecture == "mistral" else None,
+            attention_bias=family.attention_bias,
+            qk_norm=family.qk_norm,
+            sliding_window=config.sliding_window if family.uses_window else None,
             bos_token_id=config.bos_token_id,
             eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
         )
     )
 
 
-def _require_plain(config: HFConfig) -> None:
-    """Refuse variants of a known architecture whose arithmetic differs from what is built."""
+def _require_plain(config: HFConfig, family: FamilySpec) -> None:
+    """Refuse variants of a known family whose arithmetic differs from what is built."""
     if config.hidden_act != "silu":
         raise _unsupported(f"hidden_act {config.hidden_act!r}")
     if config.mlp_bias:
         raise _unsupported("mlp_bias")
-    if config.attention_bias and config.model_type != "qwen2":
+    if config.attention_bias and not family.attention_bias:
         raise _unsupported(f"attention_bias in {config.model_type}")
-    if config.use_sliding_window and config.model_type != "mistral":
+    if config.use_sliding_window and not family.uses_window:
         raise _unsupported(f"use_sliding_window in {config.model_type}")
 
 
@@ -274,10 +275,11 @@ def _number(values: Mapping[str, Any], key: str, default: float | None = None) -
     return value
 
 
-def _known_architecture(name: Any) -> str:
-    if name not in ARCHITECTURES:
-        raise _unsupported(f"architecture {name!r}, not one of {', '.join(ARCHITECTURES)}")
-    return str(name)
+def family_of(architecture: Any) -> FamilySpec:
+    """Raises `InvalidRequestError` for an architecture that no family has."""
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise _unsupported(f"architecture {architecture!r}, not one of {', '.join(FAMILIES)}")
+    return FAMILIES[architecture]
 
 
 def _head_dim(hidden_size: int, num_heads: int) -> int:

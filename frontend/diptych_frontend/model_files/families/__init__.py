@@ -1,0 +1,24 @@
+"""The families of models that can be run, one file each.
+
+A file here that defines `FAMILY` is a family: nothing else lists them. Whoever adds one writes that
+file, a row of `CONFIGS` in `tests/engine/test_model_families.py`, and, if its layers compute what
+no other's do, a model class in `engine/diptych_engine/models/`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Final
+
+from diptych_frontend.model_files.family_spec import FamilySpec
+
+
+def _families() -> dict[str, FamilySpec]:
+    modules = (import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__))
+    specs: list[FamilySpec] = [module.FAMILY for module in modules]
+    return {spec.architecture: spec for spec in sorted(specs, key=lambda spec: spec.architecture)}
+
+
+FAMILIES: Final = _families()
+"""By architecture: `model_type` of config.json, `general.architecture` of a GGUF file."""

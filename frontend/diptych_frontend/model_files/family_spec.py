@@ -1,0 +1,49 @@
+"""What distinguishes one family of decoder models from another. Data only; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+GGUF_TENSORS: Final = MappingProxyType(
+    {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "blk.N.attn_norm": "model.layers.N.input_layernorm",
+        "blk.N.attn_q": "model.layers.N.self_attn.q_proj",
+        "blk.N.attn_k": "model.layers.N.self_attn.k_proj",
+        "blk.N.attn_v": "model.layers.N.self_attn.v_proj",
+        "blk.N.attn_q_norm": "model.layers.N.self_attn.q_norm",
+        "blk.N.attn_k_norm": "model.layers.N.self_attn.k_norm",
+        "blk.N.attn_output": "model.layers.N.self_attn.o_proj",
+        "blk.N.ffn_norm": "model.layers.N.post_attention_layernorm",
+        "blk.N.ffn_gate": "model.layers.N.mlp.gate_proj",
+        "blk.N.ffn_up": "model.layers.N.mlp.up_proj",
+        "blk.N.ffn_down": "model.layers.N.mlp.down_proj",
+    }
+)
+"""A GGUF tensor's name -> Hugging Face's, both without `.weight` or `.bias`; N is the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySpec:
+    """One family: how its files are read, and which of the engine's models computes it."""
+
+    architecture: str
+    """`model_type` of config.json, and `general.architecture` of a GGUF file."""
+    model: str = "llama"
+    """The model class, a key of `BUILDERS` in `engine/diptych_engine/models/registry.py`."""
+    attention_bias: bool = False
+    """The q, k and v projections add a bias."""
+    qk_norm: bool = False
+    """The q and k of every head are RMS-normalised before RoPE."""
+    uses_window: bool = False
+    """`sliding_window` of config.json limits what every layer's attention sees; else it is unused
+    by this family, and `use_sliding_window` is refused."""
+    gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
+    gguf_interleaves_pairs: bool = False
+    """GGUF files hold the rows of query and key with the two members of each rotated pair side by
+    side, and not half a head apart."""
