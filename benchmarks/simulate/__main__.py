@@ -12,7 +12,6 @@ from benchmarks.simulate import calibration, report
 from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, Summary, summarise
-from benchmarks.simulate.routing import POLICIES
 from benchmarks.simulate.workload import (
     Lengths,
     Request,
@@ -22,6 +21,8 @@ from benchmarks.simulate.workload import (
     read_trace,
     write_trace,
 )
+
+from diptych_router.policies import POLICIES
 
 MEASURED = RESULTS / "simulate-costs.json"
 
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--trace", type=Path, help="requests from a file: a JSON object a line")
     run.add_argument("--write-trace", type=Path, help="the requests of the last load")
     run.add_argument("--routers", type=int, default=1)
-    run.add_argument("--policy", choices=sorted(POLICIES), default="product")
+    run.add_argument("--policy", choices=sorted(POLICIES), default="least_loaded")
     run.add_argument("--ttft-ms", type=float, default=1000.0, help="what every request is to get")
     run.add_argument("--tpot-ms", type=float, default=50.0, help="likewise, a token on average")
     run.add_argument("--seed", type=int, default=0)

@@ -11,7 +11,9 @@ from benchmarks.simulate import hardware
 from benchmarks.simulate.costs import StepCost
 from benchmarks.simulate.engine import Limits
 from benchmarks.simulate.plan import Overheads, Plan, Pool
-from benchmarks.simulate.routing import Policy, product
+
+from diptych_router.policies.least_loaded import POLICY
+from diptych_router.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Calibration:
     errors: dict[str, list[float]]
     """By role: fitted over measured, less one, of each kind of step."""
 
-    def plan(self, prefill: int, decode: int, routers: int = 1, policy: Policy = product) -> Plan:
+    def plan(self, prefill: int, decode: int, routers: int = 1, policy: Policy = POLICY) -> Plan:
         return Plan(
             Pool(prefill, self.prefill, self.limits, self.slowdown["prefill"]),
             Pool(decode, self.decode, self.limits, self.slowdown["decode"]),

@@ -19,7 +19,7 @@ from benchmarks.simulate.plan import Job, Plan, Pod
 from benchmarks.simulate.routing import Accounts
 from benchmarks.simulate.workload import Request
 
-from diptych_router.policy import Role
+from diptych_router.policy import Role, choose
 
 
 class Simulation:
@@ -79,8 +79,7 @@ class Simulation:
 
     def _begin(self, job: Job) -> None:
         """Start an attempt with what is known so far; without any engine left, wait for ever."""
-        views = self.routers[job.router].views
-        decision = self.plan.policy(job.request, views["prefill"], views["decode"])
+        decision = choose(self.plan.policy, job.request.view, self.routers[job.router].fleet)
         job.attempts += 1
         if decision is None:
             return
@@ -122,8 +121,8 @@ class Simulation:
         """P has answered: the request goes to D, where the KV is already or is ordered."""
         accounts, lender, taker = self.routers[job.router], job.at, job.taker
         if taker is None or not accounts.usable(taker.key):
-            heir = accounts.heir()
-            taker, job.coming = (self.pods[heir] if heir else None), None
+            successor = accounts.successor()
+            taker, job.coming = (self.pods[successor] if successor else None), None
         job.generated += 1
         job.lender, job.lent = lender, lent
         job.at, job.taker = taker, None

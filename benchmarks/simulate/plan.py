@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulate.costs import StepCost
 from benchmarks.simulate.engine import EngineModel, Limits, Sequence
-from benchmarks.simulate.routing import Policy, product
 from benchmarks.simulate.workload import Request
 
-from diptych_router.policy import Role
+from diptych_router.policies.least_loaded import POLICY
+from diptych_router.policy import Policy, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Plan:
     """All pods share one machine's cores, else each has its own."""
     routers: int = 1
     """Each counts only what it has sent itself."""
-    policy: Policy = product
+    policy: Policy = POLICY
     detection_s: float = 6.0
     """Until a router takes a silent engine for lost."""
 

@@ -1,19 +1,14 @@
-"""The router's part: its accounts, and the product's own choice of engines."""
+"""What a router knows of the engines: its accounts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from benchmarks.simulate.workload import Request
-
-from diptych_router.policy import Decision, EngineView, Role, choose, heir
+from diptych_router.policies.least_loaded import POLICY
+from diptych_router.policy import EngineView, Role, Snapshot, successor
 
 FINGERPRINT = "same"
-OVERLOAD_FACTOR = 2.0
-SPREAD = 0x9E3779B1
-"""Odd, and far from everything: neighbours among prefixes are none among engines."""
 
 
 @dataclass(slots=True)
@@ -55,36 +50,12 @@ class Accounts:
         role, place = self._places[key]
         return self.views[role][place].usable
 
-    def heir(self) -> str | None:
+    @property
+    def fleet(self) -> Snapshot:
+        """Both pools, as this router sees them now."""
+        return Snapshot(self.views["prefill"], self.views["decode"])
+
+    def successor(self) -> str | None:
         """Who takes over when the planned decode engine is lost."""
-        view = heir(self.views["decode"], FINGERPRINT)
+        view = successor(POLICY, self.views["decode"], FINGERPRINT)
         return view.key if view is not None else None
-
-
-Policy = Callable[[Request, Sequence[EngineView], Sequence[EngineView]], Decision | None]
-
-
-def product(
-    _: Request, prefill: Sequence[EngineView], decode: Sequence[EngineView]
-) -> Decision | None:
-    """What the project's router does."""
-    return choose(prefill, decode)
-
-
-def affine(
-    request: Request, prefill: Sequence[EngineView], decode: Sequence[EngineView]
-) -> Decision | None:
-    """What it does not do (yet): prompts with a common prefix go to the same prefill engine, while
-    that has at most twice the average open and the prompt itself; others as ever.
-    """
-    if request.prefix < 0 or not prefill:
-        return choose(prefill, decode)
-    key = f"prefill-{request.prefix * SPREAD % len(prefill)}"
-    home = next(view for view in prefill if view.key == key)
-    average = sum(view.load for view in prefill) / len(prefill)
-    if not home.usable or home.load > OVERLOAD_FACTOR * average + request.prompt:
-        return choose(prefill, decode)
-    return choose([home], decode)
-
-
-POLICIES: dict[str, Policy] = {"product": product, "affine": affine}

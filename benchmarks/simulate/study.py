@@ -23,8 +23,9 @@ from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, summarise
 from benchmarks.simulate.plan import Plan
 from benchmarks.simulate.report import plot_lines
-from benchmarks.simulate.routing import POLICIES
 from benchmarks.simulate.workload import Lengths, Sharing, Traffic, poisson
+
+from diptych_router.policies import POLICIES
 
 SMALL = 20
 """Pods of the sweeps; `scale` shows that a thousand do in proportion."""

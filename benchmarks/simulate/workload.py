@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych_router.policy import RequestView
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -23,6 +25,11 @@ class Request:
     prefix_tokens: int = 0
     waits: bool = False
     """It is sent when another one has ended, but not before its arrival; in order."""
+
+    @property
+    def view(self) -> RequestView:
+        """What a router's policy may know of it."""
+        return RequestView(self.prompt, self.prefix if self.prefix >= 0 else None)
 
 
 @dataclass(frozen=True, slots=True)

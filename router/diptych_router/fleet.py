@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from diptych_protocol import KVTransferParams
-from diptych_router.policy import Decision
+from diptych_router.policy import Decision, RequestView
 
 
 class Engine(Protocol):
@@ -39,10 +39,10 @@ class Fleet(Protocol):
     def may_begin_at(self, key: str) -> bool:
         """This engine may get new requests."""
 
-    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+    def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """The engines for a new attempt, but none of `full`; None: there are none now."""
 
-    def heir(self, fingerprint: str) -> Engine | None:
+    def successor(self, fingerprint: str) -> Engine | None:
         """A decode engine that may take over KV of this fingerprint."""
 
     def num_decoding(self) -> int:

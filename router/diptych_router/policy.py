@@ -1,10 +1,14 @@
-"""Which engines serve a request. Pure: a view of the pools in, a decision and its reason out."""
+"""Which engines serve a request: filter, score, pick. Pure.
+
+`choose` drops the engines that cannot take the request, has a `Policy` score the others, and picks
+the pair with the lowest sum among those that fit together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
@@ -12,7 +16,7 @@ ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What the policy may know of an engine."""
+    """What a policy may know of an engine."""
 
     key: str
     fingerprint: str
@@ -21,6 +25,39 @@ class EngineView:
     """Tokens of work that this router has open there."""
     usable: bool = True
     """It may get new requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What a policy may know of a request."""
+
+    prompt_tokens: int = 0
+    prefix: int | None = None
+    """The number of the prefix that its prompt shares with others; None: not known."""
+    prefill_only: bool = False
+    """It ends with its prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Both pools at one moment."""
+
+    prefill: Sequence[EngineView]
+    decode: Sequence[EngineView]
+
+
+class Policy(Protocol):
+    """How well engines suit a request."""
+
+    @property
+    def reason(self) -> str:
+        """What distinguishes the chosen ones, in words, for logs."""
+
+    def scores(
+        self, request: RequestView, role: Role, engines: Sequence[EngineView]
+    ) -> Sequence[float]:
+        """One number for each engine of a pool, in their order: the lowest is the best. A pair has
+        the sum of its two. Engines that cannot be chosen are among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,79 +72,99 @@ class Decision:
     reason: str
 
 
+Scored = tuple[float, EngineView]
+
+
 def choose(
-    prefill: Sequence[EngineView],
-    decode: Sequence[EngineView],
-    full: Collection[str] = (),
-    *,
-    prefill_only: bool = False,
+    policy: Policy, request: RequestView, fleet: Snapshot, full: Collection[str] = ()
 ) -> Decision | None:
     """The engines for a new attempt; None: there are none now.
 
-    prefill_only: the request ends with its prefill.
     full: keys of engines that have no room. Where prefill has none, decode engines do not compute
         the prompt in its stead: that would make all streams slow.
     """
-    decision = (decide_prefill if prefill_only else decide)(
-        [view for view in prefill if view.key not in full],
-        [view for view in decode if view.key not in full],
-    )
-    prefill_is_full = any(view.key in full for view in prefill)
+    prefill = _scored(policy, request, "prefill", fleet.prefill, full)
+    decode = _scored(policy, request, "decode", fleet.decode, full)
+    if request.prefill_only:
+        decision = _pick_one(policy, prefill, decode)
+    else:
+        decision = _pick_pair(policy, prefill, decode)
+    prefill_is_full = any(view.key in full for view in fleet.prefill)
     if decision is not None and decision.prefill is None and prefill_is_full:
         return None
     return decision
 
 
-def decide(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decision | None:
-    """Choose, among usable engines that fit together, the pair with the least open work.
+def successor(policy: Policy, decode: Sequence[EngineView], fingerprint: str) -> EngineView | None:
+    """The decode engine that should take over KV of this fingerprint; None: no usable one fits."""
+    fitting = _best_of_each(_scored(policy, RequestView(), "decode", decode)).get(fingerprint)
+    return None if fitting is None else fitting[1]
 
-    Fingerprints (the revisions of a rollout) compete by what their freest pair has open, so each
-    gets requests in proportion to what it can carry; one without a partner gets none of them while
-    any pair exists. If there is no pair at all, the freest decode engine computes the prompt
-    itself. None: no decode engine is usable.
+
+def _scored(
+    policy: Policy,
+    request: RequestView,
+    role: Role,
+    engines: Sequence[EngineView],
+    full: Collection[str] = (),
+) -> list[Scored]:
+    """The engines that may take the request, with their scores."""
+    scores = policy.scores(request, role, engines)
+    return [
+        (score, engine)
+        for score, engine in zip(scores, engines, strict=True)
+        if engine.usable and engine.key not in full
+    ]
+
+
+def _pick_pair(
+    policy: Policy, prefill: Sequence[Scored], decode: Sequence[Scored]
+) -> Decision | None:
+    """Of the engines that fit together, the pair with the lowest sum.
+
+    Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
+    proportion to what it can carry; one without a partner gets none of them while any pair exists.
+    Without any pair, the best decode engine computes the prompt itself.
     """
-    best_prefill = _freest_of_each([p for p in prefill if p.usable])
-    best_decode = _freest_of_each([d for d in decode if d.usable])
+    best_prefill, best_decode = _best_of_each(prefill), _best_of_each(decode)
     if not best_decode:
         return None
     pairs = [
-        (best_prefill[fingerprint], chosen)
-        for fingerprint, chosen in best_decode.items()
+        (best_prefill[fingerprint], second)
+        for fingerprint, second in best_decode.items()
         if fingerprint in best_prefill
     ]
     if not pairs:
-        chosen = _freest(best_decode.values())
+        _, alone = min(best_decode.values(), key=_score)
         reason = "no usable prefill engine" if not best_prefill else "no prefill engine fits"
-        return Decision(None, chosen.key, f"{reason}: prompt computed by the decode engine")
-    first, second = min(pairs, key=lambda pair: pair[0].load + pair[1].load)
-    return Decision(first.key, second.key, "least loaded pair")
+        return Decision(None, alone.key, f"{reason}: prompt computed by the decode engine")
+    (_, first), (_, second) = min(pairs, key=lambda pair: _score(pair[0]) + _score(pair[1]))
+    return Decision(first.key, second.key, f"{policy.reason} pair")
 
 
-def decide_prefill(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decision | None:
-    """Choose the engine for a request that is nothing but a prefill: the freest usable one of the
-    prefill pool, or else of the decode pool. None: no engine is usable."""
-    for engines, reason in (
-        (prefill, "least loaded prefill engine"),
-        (decode, "no usable prefill engine: prompt computed by a decode engine"),
-    ):
-        usable = [engine for engine in engines if engine.usable]
-        if usable:
-            key = _freest(usable).key
-            return Decision(key if engines is prefill else None, key, reason)
+def _pick_one(
+    policy: Policy, prefill: Sequence[Scored], decode: Sequence[Scored]
+) -> Decision | None:
+    """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of
+    the decode pool."""
+    if prefill:
+        key = min(prefill, key=_score)[1].key
+        return Decision(key, key, f"{policy.reason} prefill engine")
+    if decode:
+        key = min(decode, key=_score)[1].key
+        return Decision(None, key, "no usable prefill engine: prompt computed by a decode engine")
     return None
 
 
-def heir(decode: Sequence[EngineView], fingerprint: str) -> EngineView | None:
-    """Who can take over KV of this fingerprint: the freest usable decode engine that fits."""
-    return _freest_of_each([d for d in decode if d.usable]).get(fingerprint)
+def _best_of_each(engines: Sequence[Scored]) -> Mapping[str, Scored]:
+    """By fingerprint, in the order of the first engine of each; the first of equals."""
+    best: dict[str, Scored] = {}
+    for scored in engines:
+        known = best.setdefault(scored[1].fingerprint, scored)
+        if scored[0] < known[0]:
+            best[scored[1].fingerprint] = scored
+    return best
 
 
-def _freest_of_each(engines: Sequence[EngineView]) -> dict[str, EngineView]:
-    """By fingerprint, in the order of the first engine of each."""
-    fingerprints = dict.fromkeys(engine.fingerprint for engine in engines)
-    return {f: _freest(e for e in engines if e.fingerprint == f) for f in fingerprints}
-
-
-def _freest(engines: Iterable[EngineView]) -> EngineView:
-    """The engine with the least open work; the first of equals."""
-    return min(engines, key=lambda engine: engine.load)
+def _score(scored: Scored) -> float:
+    return scored[0]

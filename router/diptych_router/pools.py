@@ -27,13 +27,16 @@ from diptych_router.canary_run import run_canary
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys
 from diptych_router.misfit import misfit
+from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import (
     ROLES,
     Decision,
     EngineView,
+    RequestView,
     Role,
+    Snapshot,
     choose,
-    heir,
+    successor,
 )
 from diptych_router.serving import Serving, ServingFile
 
@@ -44,6 +47,7 @@ RESOLVE_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
 NOTIFY_TIMEOUT_S = 5.0
 MAX_CANARY_REPORTS = 64
+ANY_REQUEST = RequestView()
 
 
 class Pools:
@@ -132,24 +136,26 @@ class Pools:
         """This engine may get new requests."""
         return key in self.links and self.usable(self.links[key])
 
-    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+    def choose(
+        self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
+    ) -> Decision | None:
         """As `policy.choose`, for the engines that are usable now; those that may hang are last."""
         lively = [link for link in self.links.values() if not link.silent]
-        decision = self._choose(full, prefill_only, lively)
+        decision = self._choose(request, full, lively)
         if decision is None and len(lively) < len(self.links):
-            return self._choose(full, prefill_only, self.links.values())
+            return self._choose(request, full, self.links.values())
         return decision
 
     def _choose(
-        self, full: Collection[str], prefill_only: bool, links: Iterable[EngineLink]
+        self, request: RequestView, full: Collection[str], links: Iterable[EngineLink]
     ) -> Decision | None:
         up = [link for link in links if link.up]
         prefill, decode = (
             [_view(link, self.usable(link)) for link in up if link.role == role] for role in ROLES
         )
-        return choose(prefill, decode, full, prefill_only=prefill_only)
+        return choose(POLICY, request, Snapshot(prefill, decode), full)
 
-    def heir(self, fingerprint: str) -> EngineLink | None:
+    def successor(self, fingerprint: str) -> EngineLink | None:
         """A decode engine that may take over KV of this fingerprint.
 
         A revision that gets no new requests still keeps its streams, so its engines may inherit.
@@ -158,7 +164,7 @@ class Pools:
             _view(link, link.open_to_work and self._trusted(link) and not link.silent)
             for link in self.of("decode")
         ]
-        chosen = heir(fit, fingerprint)
+        chosen = successor(POLICY, fit, fingerprint)
         return self.links[chosen.key] if chosen is not None else None
 
     def supported_tasks(self) -> tuple[str, ...]:

@@ -215,7 +215,7 @@ class RequestTable:
         for routed in self.held:
             if routed.crowded or routed.prefill_only in stuck:
                 continue
-            if self._fleet.choose(prefill_only=routed.prefill_only) is None:
+            if self._fleet.choose(routed.view) is None:
                 stuck.add(routed.prefill_only)
                 continue
             self.held.release(routed.request_id)
@@ -236,7 +236,7 @@ class RequestTable:
         """Ask engines that leave to hand off what they decode, if somebody can take it over."""
         actions: list[Action] = []
         for engine in self._fleet.draining():
-            if self._fleet.heir(engine.fingerprint) is None:
+            if self._fleet.successor(engine.fingerprint) is None:
                 continue  # they may end here; a loss before that is a new attempt
             for core_id, routed in self._placed.items():
                 if routed.engine == engine.key and not routed.moving:
@@ -278,7 +278,7 @@ class RequestTable:
             if routed.crowded:
                 return self._hold(routed, now, "", "your other requests keep the engines busy")
         if decision is None:
-            decision = self._fleet.choose(routed.full, prefill_only=routed.prefill_only)
+            decision = self._fleet.choose(routed.view, routed.full)
         decode = self._fleet.get(decision.decode) if decision is not None else None
         if decision is None or decode is None:
             return self._hold(routed, now, before)
@@ -376,7 +376,7 @@ class RequestTable:
             planned = None
         if planned is not None and self._fleet.may_begin_at(planned.key):
             return planned
-        return self._fleet.heir(str(fingerprint)) or planned
+        return self._fleet.successor(str(fingerprint)) or planned
 
     def _retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
         """Give a request another chance elsewhere, or end it with an error."""

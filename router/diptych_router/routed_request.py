@@ -26,6 +26,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.wire import OVERLOADED
+from diptych_router.policy import RequestView
 
 MAX_ERRORS = 3
 """So often may engines report that they failed with a request."""
@@ -122,6 +123,11 @@ class RoutedRequest:
     def has_decoded(self) -> bool:
         """An engine has decoded for it, so that one holds the KV of its prompt."""
         return self.stage is Stage.DECODE and self.lease is None and bool(self.generated)
+
+    @property
+    def view(self) -> RequestView:
+        """What a policy may know of it."""
+        return RequestView(self.prompt_tokens, prefill_only=self.prefill_only)
 
     @property
     def prefill_only(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.policy import EngineView, decide, decide_prefill, heir
+from diptych_router.policies.least_loaded import POLICY
+from diptych_router.policy import Decision, EngineView, RequestView, Snapshot, choose, successor
 
 POOL = st.lists(
     st.builds(
@@ -20,6 +22,14 @@ POOL = st.lists(
     ),
     max_size=6,
 )
+
+
+def decide(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decision | None:
+    return choose(POLICY, RequestView(), Snapshot(prefill, decode))
+
+
+def decide_prefill(prefill: Sequence[EngineView], decode: Sequence[EngineView]) -> Decision | None:
+    return choose(POLICY, RequestView(prefill_only=True), Snapshot(prefill, decode))
 
 
 def views(*specs: tuple[str, str, int]) -> list[EngineView]:
@@ -98,9 +108,9 @@ def test_any_pools(prefill: list[EngineView], decode: list[EngineView]) -> None:
 
 
 @given(POOL, st.sampled_from("abc"))
-def test_any_heir(decode: list[EngineView], fingerprint: str) -> None:
+def test_any_successor(decode: list[EngineView], fingerprint: str) -> None:
     fitting = [d for d in decode if d.usable and d.fingerprint == fingerprint]
-    chosen = heir(decode, fingerprint)
+    chosen = successor(POLICY, decode, fingerprint)
     assert (chosen is None) == (not fitting)
     if chosen is not None:
         assert chosen in fitting

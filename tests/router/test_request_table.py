@@ -34,7 +34,8 @@ from diptych_router.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.policy import Decision, EngineView, choose, heir
+from diptych_router.policies.least_loaded import POLICY
+from diptych_router.policy import Decision, EngineView, RequestView, Snapshot, choose, successor
 from diptych_router.request_table import RequestTable
 
 PROMPT = 10
@@ -82,11 +83,11 @@ class ToyFleet:
             if e.key.startswith(role) and e.up
         ]
 
-    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
-        return choose(self.views("p"), self.views("d"), full, prefill_only=prefill_only)
+    def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
+        return choose(POLICY, request, Snapshot(self.views("p"), self.views("d")), full)
 
-    def heir(self, fingerprint: str) -> ToyEngine | None:
-        view = heir(self.views("d"), fingerprint)
+    def successor(self, fingerprint: str) -> ToyEngine | None:
+        view = successor(POLICY, self.views("d"), fingerprint)
         return self.engines[view.key] if view is not None else None
 
     def num_decoding(self) -> int:

@@ -21,7 +21,16 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_router import actions
-from diptych_router.policy import Decision, EngineView, Role, choose, heir
+from diptych_router.policies.least_loaded import POLICY
+from diptych_router.policy import (
+    Decision,
+    EngineView,
+    RequestView,
+    Role,
+    Snapshot,
+    choose,
+    successor,
+)
 from diptych_router.request_table import RequestTable
 
 RECONNECT_S = 0.2
@@ -104,12 +113,12 @@ class Links:
     def may_begin_at(self, key: str) -> bool:
         return key in self.by_name and self.by_name[key].usable
 
-    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+    def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
-        return choose(prefill, decode, full, prefill_only=prefill_only)
+        return choose(POLICY, request, Snapshot(prefill, decode), full)
 
-    def heir(self, fingerprint: str) -> Link | None:
-        chosen = heir([_view(link) for link in self.of("decode")], fingerprint)
+    def successor(self, fingerprint: str) -> Link | None:
+        chosen = successor(POLICY, [_view(link) for link in self.of("decode")], fingerprint)
         return self.by_name[chosen.key] if chosen is not None else None
 
     def num_decoding(self) -> int:

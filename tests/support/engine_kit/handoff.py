@@ -50,7 +50,17 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
-from diptych_router.policy import ROLES, Decision, EngineView, Role, choose, heir
+from diptych_router.policies.least_loaded import POLICY
+from diptych_router.policy import (
+    ROLES,
+    Decision,
+    EngineView,
+    RequestView,
+    Role,
+    Snapshot,
+    choose,
+    successor,
+)
 from diptych_router.request_table import RequestTable
 
 BLOCK = 4
@@ -249,12 +259,12 @@ class LocalFleet:
     def may_begin_at(self, key: str) -> bool:
         return not self.seats[key].withdrawn
 
-    def choose(self, full: Collection[str] = (), *, prefill_only: bool = False) -> Decision | None:
+    def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([seat.view for seat in self.of(role)] for role in ROLES)
-        return choose(prefill, decode, full, prefill_only=prefill_only)
+        return choose(POLICY, request, Snapshot(prefill, decode), full)
 
-    def heir(self, fingerprint: str) -> Seat | None:
-        chosen = heir([seat.view for seat in self.of("decode")], fingerprint)
+    def successor(self, fingerprint: str) -> Seat | None:
+        chosen = successor(POLICY, [seat.view for seat in self.of("decode")], fingerprint)
         return None if chosen is None else self.seats[chosen.key]
 
     def num_decoding(self) -> int:

@@ -1,0 +1,18 @@
+"""The policies, one file each: how well every engine suits a request.
+
+A file here that defines `POLICY` is a policy: nothing else lists them. The router uses
+`least_loaded`; `python -m benchmarks.simulate run --policy NAME` simulates a fleet with any.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Final
+
+from diptych_router.policy import Policy
+
+POLICIES: Final[dict[str, Policy]] = {
+    found.name: import_module(f"{__name__}.{found.name}").POLICY for found in iter_modules(__path__)
+}
+"""By the name of the file."""
