@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Regions:
             raise ValueError("blocks on a device are staged, and that needs to know their layout")
         self._layout = layout
         self._staged: dict[str, tuple[Staging, Shards]] = {}
-        self._outgoing: dict[str, Shards] = {}
+        self._outgoing: dict[Hashable, Shards] = {}
         """Copies of blocks on a device, by the key of the send."""
         self.block_bytes = sum(found)
         """Of one block, all ranks."""
@@ -49,7 +49,7 @@ class Regions:
         """Everything goes through copies on the host."""
         return bool(self._devices)
 
-    def outgoing(self, key: str, runs: Sequence[range]) -> list[Buffer]:
+    def outgoing(self, key: Hashable, runs: Sequence[range]) -> list[Buffer]:
         """The bytes of runs of our blocks, of each run every rank's, until `sent` of this key."""
         if not self._devices:
             return _cut(self._shards, runs)
@@ -66,7 +66,7 @@ class Regions:
             first += len(run)
         return _cut(copies, places)
 
-    def sent(self, key: str) -> None:
+    def sent(self, key: Hashable) -> None:
         """A send has ended: nobody reads what was copied for it."""
         self._outgoing.pop(key, None)
 

@@ -60,6 +60,11 @@ class ClientClosedError(DiptychError):
 class UtilityError(DiptychError):
     """A control call raised inside the engine core."""
 
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        """The field of an argument that was refused; None: it is not at fault."""
+
 
 class UnsupportedFeatureError(DiptychError):
     """The engine does not offer this feature."""

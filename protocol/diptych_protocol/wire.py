@@ -39,9 +39,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_TENANT_LENGTH = 256
 """Characters of the name of an API key."""
 
-OVERLOADED = "overloaded"
-"""An error that begins so is a refusal for want of room: try another engine, or later."""
-
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
 
 
@@ -55,6 +52,15 @@ class FinishReason(enum.IntEnum):
 
     def __str__(self) -> str:
         return FINISH_REASON_STRINGS[self.value]
+
+
+class ErrorKind(enum.IntEnum):
+    """What an error means for whoever decides what to do next."""
+
+    FAULT = 0
+    """This attempt failed."""
+    OVERLOADED = 1
+    """There is no room: try another engine, or later."""
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -278,6 +284,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """A resumable request has answered what it has of its prompt, and waits for the next piece."""
     num_received_tokens: int = 0
     """Tokens whose KV came from another engine; told once."""
+    error_kind: ErrorKind = ErrorKind.FAULT
+    """With FinishReason.ERROR."""
+    error_param: str | None = None
+    """With FinishReason.ERROR: the request's field that was refused; None: it is not at fault."""
 
     @property
     def finished(self) -> bool:
@@ -301,6 +311,9 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     call_id: int
     failure_message: str | None = None
     result: Any = None
+    # ours
+    failure_param: str | None = None
+    """The argument's field that was refused; None: it is not at fault."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -150,7 +150,7 @@ class RequestTable:
             elif output.finish_reason is FinishReason.ERROR:
                 why = output.error or "the engine gave no reason"
                 actions += _offered(output)
-                self._pass_turn(routed, routed.setback_of(why), why)
+                self._pass_turn(routed, routed.setback_of(output.error_kind), why)
             elif is_given_up(output):
                 link = self._fleet.get(engine)
                 setback = Setback.MOVE if link is not None and link.withdrawn else Setback.LOSS

@@ -25,7 +25,7 @@ from diptych_protocol import (
     KVTransferParams,
     SamplingParams,
 )
-from diptych_protocol.wire import OVERLOADED
+from diptych_protocol.wire import ErrorKind
 from diptych_router.policy import RequestView
 
 MAX_ERRORS = 3
@@ -154,9 +154,9 @@ class RoutedRequest:
             self.full.add(self.engine)
         return self.errors < MAX_ERRORS and self.losses < MAX_LOSSES
 
-    def setback_of(self, error: str) -> Setback:
+    def setback_of(self, kind: ErrorKind) -> Setback:
         """What an engine's error means: with a lease unread it is the hand-off that failed."""
-        if error.startswith(OVERLOADED):
+        if kind is ErrorKind.OVERLOADED:
             return Setback.FULL
         handing_off = self.stage is Stage.DECODE and self.lease is not None
         return Setback.LOSS if handing_off else Setback.ERROR

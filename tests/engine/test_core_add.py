@@ -14,7 +14,7 @@ from diptych_kv_transfer.connector import digest_of
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import FinishReason, KVTransferConfig, KVTransferParams
-from diptych_protocol.wire import OVERLOADED
+from diptych_protocol.wire import ErrorKind
 
 PROMPT = [3, 1, 4, 1, 5]
 MAX_LENGTH = 32
@@ -107,7 +107,7 @@ def test_a_tenant_with_many_requests_shuts_nobody_else_out() -> None:
     core.add(core_request("g5", PROMPT, max_tokens=4, tenant="greedy"), CLIENT)
     refused = {output.request_id: output for output in core.take_outputs()[CLIENT]}
     assert refused.keys() == {"g4", "g5"}
-    assert all(str(output.error).startswith(OVERLOADED) for output in refused.values())
+    assert all(output.error_kind is ErrorKind.OVERLOADED for output in refused.values())
     assert "API key" in str(refused["g4"].error)
     assert core.scheduler.requests.keys() == {"g0", "g1", "g2", "g3", "o"}
     core.close()

@@ -4,6 +4,7 @@ them, and faults: D's blocks change only when a lease was held, and then they ho
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,8 +24,10 @@ from diptych_kv_transfer.tables.actions import (
     LeaseEnded,
     LoadEnded,
     ReceiveBlocks,
+    ReceiveKey,
     Send,
     SendBlocks,
+    SendKey,
     Stage,
     Unpack,
 )
@@ -89,7 +92,7 @@ class End:
         self.regions = Regions(devices if on_device else self.memory, layout)
         self.send_room = SendRoom(room // self.regions.block_bytes)
         self.inbox: deque[bytes] = deque()
-        self.transfers: dict[int, tuple[str, list[NDArray[np.uint8]]]] = {}
+        self.transfers: dict[int, tuple[Hashable, list[NDArray[np.uint8]]]] = {}
         """First tag -> key and buffers."""
 
 
@@ -191,14 +194,15 @@ class World:
             self.p.transfers[action.tag] = action.key, regions.outgoing(action.key, action.runs)
         assert len(regions._outgoing) <= 1 or regions.staged_bytes <= self.room
 
-    def sends_of(self, lease_id: str) -> list[str]:
+    def sends_of(self, lease_id: str) -> list[SendKey]:
         waiting = [send.key for send in self.p.send_room._waiting]
-        keys = [key for key, _ in self.p.transfers.values()] + waiting
-        return [key for key in keys if key.endswith(f" {lease_id}")]
+        keys = [*(key for key, _ in self.p.transfers.values()), *waiting]
+        return [key for key in keys if isinstance(key, SendKey) and key.lease_id == lease_id]
 
     def load_ended(self, name: str, *, ok: bool) -> None:
         request = self.requests[name]
-        assert not any(key.endswith(f" {name}") for key, _ in self.d.transfers.values())
+        keys = [key for key, _ in self.d.transfers.values() if isinstance(key, ReceiveKey)]
+        assert name not in [key.request_id for key in keys]
         request.ends.append(ok)
         num_bytes = self.d.regions.drop(name)
         if ok:

@@ -220,7 +220,7 @@ def test_a_fence_ends_every_transfer_before_it_reports_the_loss(ours: Ours, last
     seen = [event for event in ours.events if isinstance(event, TransferEnded)]
     expected = {*(f"r{tag}" for tag in tags), "never sent", "never fetched"}
     assert {event.key for event in seen} == expected
-    assert [event.key for event in seen if event.key.startswith("never") and event.ok] == []
+    assert [event.key for event in seen if str(event.key).startswith("never") and event.ok] == []
     before = ours.memory.copy()
     ours.peer = ours.connect(lasting.port)
     assert ours.ask()

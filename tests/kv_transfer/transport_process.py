@@ -34,7 +34,7 @@ def main() -> None:
 def act(transport: UcxTransport, memory: np.ndarray, event: Event) -> None:
     if isinstance(event, TransferEnded):
         # The key says whom to tell.
-        transport.send(int(event.key.split()[0]), json.dumps({"ended": event.ok}).encode())
+        transport.send(int(str(event.key).split()[0]), json.dumps({"ended": event.ok}).encode())
     if not isinstance(event, Received):
         return
     command = json.loads(event.data)

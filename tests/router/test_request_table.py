@@ -21,6 +21,7 @@ from diptych_protocol import (
     KVTransferParams,
     SamplingParams,
 )
+from diptych_protocol.wire import ErrorKind
 from diptych_router import tenant_places
 from diptych_router.actions import (
     Abort,
@@ -389,8 +390,9 @@ def test_what_ends_a_hand_off_releases_the_lease_and_begins_again(late: str) -> 
         case "given up":
             world.say("d", EngineCoreOutput("r/2", [], finish_reason=FinishReason.ABORT))
         case "full":
-            error = "overloaded: too many wait"
-            full = EngineCoreOutput("r/2", [], finish_reason=FinishReason.ERROR, error=error)
+            full = EngineCoreOutput(
+                "r/2", [], finish_reason=FinishReason.ERROR, error_kind=ErrorKind.OVERLOADED
+            )
             world.say("d", full)
     assert world.released == {"L1"}
     assert world.placements() == [("p", "r/3")]
@@ -443,8 +445,9 @@ def test_a_request_waits_for_an_engine_and_no_longer_than_it_may() -> None:
 def test_full_engines_turn_away_who_has_nothing_yet() -> None:
     world = World("p", "d")
     world.submit("r")
-    error = "overloaded: too many wait"
-    full = EngineCoreOutput("r/1", [], finish_reason=FinishReason.ERROR, error=error)
+    full = EngineCoreOutput(
+        "r/1", [], finish_reason=FinishReason.ERROR, error_kind=ErrorKind.OVERLOADED
+    )
     world.say("p", full)
     failed = [action for action in world.log if isinstance(action, Fail)]
     assert isinstance(failed[0].error, EngineOverloadedError)
@@ -726,8 +729,10 @@ def progress(world: World, random: Random, lease: str, *, faults: bool = False) 
     left = (request.params.max_tokens or 0) - len(world.delivered[core_id.partition("/")[0]])
     fault = random.randrange(8) if faults else 7
     if fault == 0:
-        error = random.choice(["no", "overloaded: no room"])
-        output = EngineCoreOutput(core_id, [], finish_reason=FinishReason.ERROR, error=error)
+        kind = random.choice(list(ErrorKind))
+        output = EngineCoreOutput(
+            core_id, [], finish_reason=FinishReason.ERROR, error="no", error_kind=kind
+        )
         if random.random() < 0.2:
             output.kv_transfer_params = {"lease_id": lease}
     elif fault == 1:

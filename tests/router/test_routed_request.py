@@ -12,6 +12,7 @@ from diptych_protocol import (
     FinishReason,
     SamplingParams,
 )
+from diptych_protocol.wire import ErrorKind
 from diptych_router.routed_request import (
     MAX_ERRORS,
     MAX_LOSSES,
@@ -150,13 +151,13 @@ def test_how_often_a_request_may_be_set_back(setback: Setback, attempts: int | N
 
 def test_an_error_during_a_hand_off_is_blamed_on_the_engines() -> None:
     state = routed()
-    assert state.setback_of("no") is Setback.ERROR
+    assert state.setback_of(ErrorKind.FAULT) is Setback.ERROR
     state.absorb(EngineCoreOutput("r", [1], finish_reason=FinishReason.LENGTH,
                                   kv_transfer_params=dict(LEASE)))  # fmt: skip
     state.place("decode d", Stage.DECODE)
-    assert state.setback_of("no") is Setback.LOSS
+    assert state.setback_of(ErrorKind.FAULT) is Setback.LOSS
     state.absorb(EngineCoreOutput("r", [2]))
-    assert state.setback_of("no") is Setback.ERROR
+    assert state.setback_of(ErrorKind.FAULT) is Setback.ERROR
 
 
 @pytest.mark.parametrize("stage", Stage)
@@ -164,7 +165,7 @@ def test_an_engine_without_room_is_not_asked_again_before_the_request_got_on(sta
     state = routed()
     for engine in ("a", "b"):
         state.place(engine, stage)
-        assert state.set_back(state.setback_of("overloaded: too many requests wait already"))
+        assert state.set_back(state.setback_of(ErrorKind.OVERLOADED))
     assert (state.full, state.errors) == ({"a", "b"}, 0)
     state.place("c", stage)
     state.absorb(EngineCoreOutput("r/3", [1]))

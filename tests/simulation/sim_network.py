@@ -8,7 +8,7 @@ into the other, so that a block that is reused meanwhile really is torn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -73,7 +73,7 @@ class Faults:
 class Transfer:
     """One side of the blocks that travel under one key."""
 
-    key: str
+    key: Hashable
     runs: list[range]
     tag: int
     left: set[int]
@@ -93,7 +93,7 @@ class End:
     connecting_to: Address | None = None
     """Until the host knows of the connection that it wanted."""
     other: End = field(init=False)
-    transfers: dict[str, Transfer] = field(default_factory=dict)
+    transfers: dict[Hashable, Transfer] = field(default_factory=dict)
     sends: dict[int, tuple[Transfer, range]] = field(default_factory=dict)
     """By tag: runs that wait for the other end's receive."""
     receives: dict[int, tuple[Transfer, range]] = field(default_factory=dict)
@@ -279,15 +279,17 @@ class Network:
 
     # --- blocks -------------------------------------------------------------------------------
 
-    def send_blocks(self, peer: Peer, key: str, tag: int, runs: list[range]) -> None:
+    def send_blocks(self, peer: Peer, key: Hashable, tag: int, runs: list[range]) -> None:
         """Ends in `TransferEnded`, once for all runs."""
         self._post(peer, key, tag, runs, sending=True)
 
-    def receive_blocks(self, peer: Peer, key: str, tag: int, runs: list[range]) -> None:
+    def receive_blocks(self, peer: Peer, key: Hashable, tag: int, runs: list[range]) -> None:
         """Ends in `TransferEnded`, once for all runs."""
         self._post(peer, key, tag, runs, sending=False)
 
-    def _post(self, peer: Peer, key: str, tag: int, runs: list[range], *, sending: bool) -> None:
+    def _post(
+        self, peer: Peer, key: Hashable, tag: int, runs: list[range], *, sending: bool
+    ) -> None:
         end = self._ends.get(peer)
         if end is None:
             return  # cannot happen: a peer is forgotten with its PeerLost

@@ -33,18 +33,19 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineDescription,
+    EngineOverloadedError,
     FinishReason,
     InvalidRequestError,
     SchedulerStats,
 )
 from diptych_protocol.admin import DrainReport
-from diptych_protocol.wire import OVERLOADED
+from diptych_protocol.wire import ErrorKind
 
 log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "Server shutting down"
 INTERNAL_ERROR = "internal error; the engine's log has it under the request's id"
-CROWDED_OUT = f"{OVERLOADED}: too many requests wait already, and most are of this API key"
+CROWDED_OUT = "overloaded: too many requests wait already, and most are of this API key"
 LAST_CALLS = frozenset({"reject_kv_transfer"})
 """Answered to the very end: what they free may be somebody else's."""
 Posture = tuple[bool, bool, int]
@@ -137,10 +138,10 @@ class EngineCore:
         except DiptychError as exc:
             log.info("request %s refused: %s", message.request_id, exc)
             unproven = isinstance(exc, UnprovenReferenceError)
-            self._refuse(message, client, str(exc), may_release=not unproven)
+            self._refuse(message, client, exc, may_release=not unproven)
         except Exception:  # a defect of ours costs this request its answer, and nobody else's
             log.exception("request %s cannot be added", message.request_id)
-            self._refuse(message, client, INTERNAL_ERROR)
+            self._refuse(message, client, DiptychError(INTERNAL_ERROR))
 
     def unreadable(self, request_id: str, client: bytes, error: str) -> None:
         """Answer a message of which only the id can be read. If that is a session's, its next piece
@@ -168,7 +169,7 @@ class EngineCore:
             return
         self.weights.require_whole()
         if not self.scheduler.can_add(message.tenant):
-            raise DiptychError(f"{OVERLOADED}: too many requests wait already")
+            raise EngineOverloadedError("overloaded: too many requests wait already")
         if message.request_id in self.scheduler.loading:
             raise DiptychError("the KV of an earlier request of this id is still on its way")
         request, first_tokens = self._admit(message, client)
@@ -189,10 +190,15 @@ class EngineCore:
         surplus = self.scheduler.surplus()
         if surplus is not None:
             self._end(surplus, FinishReason.ERROR)
-            self._fail(surplus.request_id, surplus.client, CROWDED_OUT)
+            self._fail(surplus.request_id, surplus.client, EngineOverloadedError(CROWDED_OUT))
 
     def _refuse(
-        self, message: EngineCoreRequest, client: bytes, error: str, *, may_release: bool = True
+        self,
+        message: EngineCoreRequest,
+        client: bytes,
+        error: DiptychError,
+        *,
+        may_release: bool = True,
     ) -> None:
         """Nothing of the request stays here or, if it may release that, where its prefill waits."""
         begun = self.scheduler.requests.get(message.request_id)
@@ -243,9 +249,17 @@ class EngineCore:
         self.hand_offs.gone(request)
         self.scheduler.finish(request, reason)
 
-    def _fail(self, request_id: str, client: bytes, error: str) -> None:
+    def _fail(self, request_id: str, client: bytes, error: DiptychError | str) -> None:
+        overloaded = isinstance(error, EngineOverloadedError)
         self._outputs[client].append(
-            EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+            EngineCoreOutput(
+                request_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+                error_kind=ErrorKind.OVERLOADED if overloaded else ErrorKind.FAULT,
+                error_param=error.param if isinstance(error, InvalidRequestError) else None,
+            )
         )
 
     # --- a step -------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from diptych_protocol import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
+    InvalidRequestError,
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
@@ -380,4 +381,5 @@ def _failure(call_id: int, method: str, error: BaseException) -> UtilityOutput:
     if not isinstance(error, DiptychError):
         log.error("the utility call %s failed", method, exc_info=error)
     text = str(error) or type(error).__name__
-    return UtilityOutput(call_id, failure_message=f"{method}: {text}")
+    param = error.param if isinstance(error, InvalidRequestError) else None
+    return UtilityOutput(call_id, failure_message=f"{method}: {text}", failure_param=param)

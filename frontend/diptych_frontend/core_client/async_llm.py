@@ -277,10 +277,10 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
                 "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
             )
         except UtilityError as exc:
+            if exc.param != PARAM:
+                raise
             why = str(exc).removeprefix("reject_kv_transfer: ")
-            if why.startswith(f"{PARAM}: "):  # nobody of this service has signed them
-                raise RefusedByEngineError(why, param=PARAM) from exc
-            raise
+            raise RefusedByEngineError(why, param=PARAM) from exc
 
     async def scale_elastic_ep(
         self, new_data_parallel_size: int, drain_timeout: float = 300

@@ -286,7 +286,7 @@ class CoreClient:
                 log.debug("%s: unread failure: %s", self.endpoint, answer.failure_message)
             return
         if answer.failure_message is not None:
-            future.set_exception(UtilityError(answer.failure_message))
+            future.set_exception(UtilityError(answer.failure_message, param=answer.failure_param))
         else:
             future.set_result(answer.result)
 

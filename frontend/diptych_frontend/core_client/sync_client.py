@@ -113,7 +113,7 @@ class SyncCoreClient:
                 raise TimeoutError(f"{method}: no answer within {timeout_s * 1000:.0f} ms")
         answer = self._answers.pop(call_id)
         if answer.failure_message is not None:
-            raise UtilityError(answer.failure_message)
+            raise UtilityError(answer.failure_message, param=answer.failure_param)
         return answer.result
 
     def close(self, timeout_s: float = TERMINATE_GRACE_S) -> None:

@@ -27,7 +27,7 @@ from diptych_protocol import (
     RequestOutputKind,
 )
 from diptych_protocol.kv_transfer_params import PARAM
-from diptych_protocol.wire import OVERLOADED
+from diptych_protocol.wire import ErrorKind
 
 __all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
 
@@ -156,8 +156,7 @@ class OutputProcessor:
                 continue
             self._waiting.pop(output.request_id, None)
             if output.finish_reason is FinishReason.ERROR:
-                reason = output.error or "the engine gave no reason"
-                self.fail(output.request_id, failure_of(reason))
+                self.fail(output.request_id, failure_of(output))
                 continue
             try:
                 ended = answer.advance(output)
@@ -378,11 +377,12 @@ class _Answer:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
 
-def failure_of(reason: str) -> DiptychError:
-    """What an engine core's last word on a request is to who asked."""
-    if reason.startswith(OVERLOADED):
+def failure_of(output: EngineCoreOutput) -> DiptychError:
+    """The error that a caller gets for an engine core's last output with an error."""
+    reason = output.error or "the engine gave no reason"
+    if output.error_kind is ErrorKind.OVERLOADED:
         return EngineOverloadedError(reason)
-    if reason.startswith(f"{PARAM}: "):
+    if output.error_param == PARAM:
         return RefusedByEngineError(reason, param=PARAM)
     return EngineGenerateError(reason)
 

@@ -19,6 +19,22 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class SendKey:
+    """Names a `SendBlocks` among all transfers that are under way."""
+
+    tag: int
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveKey:
+    """Names a `ReceiveBlocks` among all transfers that are under way."""
+
+    tag: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SendBlocks:
     """Send runs of our blocks, run i under tag + i; report the end as `TransferEnded(key)`."""
 
@@ -28,9 +44,8 @@ class SendBlocks:
     runs: list[range]
 
     @property
-    def key(self) -> str:
-        """Names this action among all that are under way."""
-        return f"send {self.tag} {self.lease_id}"
+    def key(self) -> SendKey:
+        return SendKey(self.tag, self.lease_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +60,8 @@ class ReceiveBlocks:
     """The runs are of the request's staging area."""
 
     @property
-    def key(self) -> str:
-        """Names this action among all that are under way."""
-        return f"receive {self.tag} {self.request_id}"
+    def key(self) -> ReceiveKey:
+        return ReceiveKey(self.tag, self.request_id)
 
 
 @dataclass(frozen=True, slots=True)

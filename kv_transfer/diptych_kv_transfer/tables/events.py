@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from diptych_kv_transfer.tables.actions import Address, Peer
@@ -33,7 +34,8 @@ class Received:
 class TransferEnded:
     """A `send_blocks` or `receive_blocks` has ended, and touches its buffers no more."""
 
-    key: str
+    key: Hashable
+    """What the transfer was begun with; a transport does not look into it."""
     ok: bool
 
 

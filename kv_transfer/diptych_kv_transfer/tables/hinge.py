@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from diptych_kv_transfer.tables.actions import Action, Fence, Peer, Send
+from diptych_kv_transfer.tables.actions import Action, Fence, Peer, ReceiveKey, Send, SendKey
 from diptych_kv_transfer.tables.events import (
     Connected,
     ConnectFailed,
@@ -53,11 +53,12 @@ class Hinge:
                 return self.loads.connect_failed(address, reason)
             case Received(peer, data):
                 return self._receive(peer, data, now)
-            case TransferEnded(key, ok):
-                side, tag, name = key.split(" ", 2)
-                if side == "send":
-                    return self.leases.sends_ended(name, int(tag))
-                return self.loads.receives_ended(name, int(tag), ok=ok, now=now)
+            case TransferEnded(SendKey(tag, lease_id)):
+                return self.leases.sends_ended(lease_id, tag)
+            case TransferEnded(ReceiveKey(tag, request_id), ok):
+                return self.loads.receives_ended(request_id, tag, ok=ok, now=now)
+            case TransferEnded(key):
+                raise TypeError(f"{key!r} is the key of no transfer that was asked for")
             case PeerLost(peer):
                 self.greeted.discard(peer)
                 return [*self.leases.peer_lost(peer), *self.loads.peer_lost(peer)]

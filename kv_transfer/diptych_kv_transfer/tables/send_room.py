@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from diptych_kv_transfer.tables.actions import Peer, SendBlocks
@@ -19,7 +20,7 @@ class SendRoom:
     room: int
     """In blocks, of all sends together; a single one may take more."""
     _waiting: deque[SendBlocks] = field(default_factory=deque)
-    _taken: dict[str, int] = field(default_factory=dict)
+    _taken: dict[Hashable, int] = field(default_factory=dict)
     """By the keys of sends that have begun."""
 
     def ask(self, send: SendBlocks) -> list[SendBlocks]:
@@ -27,7 +28,7 @@ class SendRoom:
         self._waiting.append(send)
         return self._next()
 
-    def ended(self, key: str) -> list[SendBlocks]:
+    def ended(self, key: Hashable) -> list[SendBlocks]:
         """What may begin now that a send has ended; nothing changes if it had not begun."""
         self._taken.pop(key, None)
         return self._next()

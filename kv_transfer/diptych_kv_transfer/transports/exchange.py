@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from diptych_kv_transfer.tables.events import TransferEnded
@@ -42,14 +42,14 @@ class Handles:
 
 @dataclass(slots=True)
 class _Outgoing:
-    key: str
+    key: Hashable
     buffers: Sequence[Buffer]
     passage: Passage | None = None
 
 
 @dataclass(slots=True)
 class _Incoming:
-    key: str
+    key: Hashable
     buffers: Sequence[Buffer]
     reading: Reading | None = None
     passage: Passage | None = None
@@ -94,14 +94,14 @@ class Exchange:
 
     # --- what the owner asks ------------------------------------------------------------------
 
-    def send(self, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+    def send(self, key: Hashable, tag: int, buffers: Sequence[Buffer]) -> None:
         """Offer buffers to the other side. Raises `ExchangeError`."""
         if tag in self._outgoing:
             raise ExchangeError("it has two transfers under one tag")
         self._outgoing[tag] = _Outgoing(key, buffers)
         self._say(Offer(tag, [(address_of(buffer), buffer.nbytes) for buffer in buffers]))
 
-    def receive(self, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+    def receive(self, key: Hashable, tag: int, buffers: Sequence[Buffer]) -> None:
         """Have what is or will be offered under a tag moved into buffers.
 
         Raises `ExchangeError`.

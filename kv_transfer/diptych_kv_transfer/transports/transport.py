@@ -5,7 +5,7 @@ One thread owns a transport and calls everything but `wake`. Nothing here waits,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,13 +35,15 @@ class Transport(Protocol):
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a control message; one to a lost peer is dropped."""
 
-    def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+    def send_blocks(self, peer: Peer, key: Hashable, tag: int, buffers: Sequence[Buffer]) -> None:
         """Send buffers under a tag; ends in TransferEnded(key).
 
         They are read until then, though the receiver may have them sooner.
         """
 
-    def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+    def receive_blocks(
+        self, peer: Peer, key: Hashable, tag: int, buffers: Sequence[Buffer]
+    ) -> None:
         """Receive what the peer sends under a tag, buffer for buffer; ends in TransferEnded(key).
 
         It fails if their sizes differ.

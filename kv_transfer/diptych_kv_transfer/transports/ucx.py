@@ -20,7 +20,7 @@ import secrets
 import select
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,7 +226,7 @@ class UcxTransport:
             return
         connection.stream.send(MESSAGE, data)
 
-    def send_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+    def send_blocks(self, peer: Peer, key: Hashable, tag: int, buffers: Sequence[Buffer]) -> None:
         exchange = self._exchange_of(peer)
         if exchange is None:
             self._events.append(TransferEnded(key, ok=False))
@@ -237,7 +237,9 @@ class UcxTransport:
             self._events.append(TransferEnded(key, ok=False))
             self._connections[peer].cut(exc)
 
-    def receive_blocks(self, peer: Peer, key: str, tag: int, buffers: Sequence[Buffer]) -> None:
+    def receive_blocks(
+        self, peer: Peer, key: Hashable, tag: int, buffers: Sequence[Buffer]
+    ) -> None:
         exchange = self._exchange_of(peer)
         if exchange is None:
             self._events.append(TransferEnded(key, ok=False))

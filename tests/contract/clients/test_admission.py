@@ -25,7 +25,7 @@ from diptych_protocol import (
     RequestOutput,
     SamplingParams,
 )
-from diptych_protocol.wire import OVERLOADED
+from diptych_protocol.wire import ErrorKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -126,21 +126,25 @@ async def test_contract_B18_a_core_without_room_says_so_before_it_begins() -> No
     core.add(core_request("second", [1]), CLIENT)
     ((output,),) = core.take_outputs().values()
     assert output.request_id == "second"
-    assert output.error is not None
-    assert output.error.startswith(OVERLOADED)
+    assert output.error_kind is ErrorKind.OVERLOADED
+    assert "too many" in str(output.error)
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
-    [(f"{OVERLOADED}: full", EngineOverloadedError), ("a fault", EngineGenerateError)],
+    ("kind", "error"),
+    [
+        (ErrorKind.OVERLOADED, EngineOverloadedError),
+        (ErrorKind.FAULT, EngineGenerateError),
+    ],
 )
 async def test_contract_B18_a_refusal_by_the_core_is_told_from_a_failure(
-    text: str, error: type[Exception]
+    kind: ErrorKind, error: type[Exception]
 ) -> None:
     outputs, collector = OutputProcessor(None), Collector[RequestOutput](["r"])
     outputs.add(core_request("r", [1, 2, 3]), None, collector)
     assert outputs.num_waiting_tokens == 3
-    outputs.process([EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR, error=text)])
+    failed = EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR, error="x", error_kind=kind)
+    outputs.process([failed])
     with pytest.raises(error):
         await collector.get()
     assert outputs.num_waiting_tokens == 0
