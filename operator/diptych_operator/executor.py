@@ -16,7 +16,7 @@ from diptych_operator.kube.cluster import Cluster
 from diptych_operator.plan import Step
 from diptych_operator.render import Serving, render_revision, render_shared
 from diptych_operator.scalers import scaler_ids
-from diptych_operator.scene import Scene, annotation, label
+from diptych_operator.service_snapshot import ServiceSnapshot, annotation, label
 
 log = logging.getLogger(__name__)
 
@@ -36,70 +36,72 @@ class Executor:
         self._children = children
         self._keys = keys
 
-    async def carry_out(self, scene: Scene, step: Step) -> None:
+    async def carry_out(self, snapshot: ServiceSnapshot, step: Step) -> None:
         """Make the cluster as the step wants it.
 
         Raises `SpecError` and `ApiError` for what does not render or is refused; nothing has been
         changed then that the old revision needs.
         """
-        service = scene.service
+        service = snapshot.service
         if service.spec.suspend:
-            await self._stop(scene)
-        asleep = service.sleeps_when_idle and not step.replicas.get(scene.target, NOTHING)
+            await self._stop(snapshot)
+        asleep = service.sleeps_when_idle and not step.replicas.get(snapshot.target, NOTHING)
         shared = render_shared(
-            service, self._cluster, scene.keys, Serving(step.serving, asleep=asleep)
+            service, self._cluster, snapshot.keys, Serving(step.serving, asleep=asleep)
         )
-        revision = self._revision_objects(scene, step)
+        revision = self._revision_objects(snapshot, step)
         wanted = [*shared, *revision]
         if not service.spec.suspend:
             # The CRD does not know what a podTemplate may hold; the API server does.
             deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
-            await self._children.try_out(service, deployments, scene.children)
-        await self._name_the_idlest(scene, step)
-        await self._children.apply_all(service, wanted, scene.children)
-        await self._scale_older(scene, step)
-        await self._remove(scene, step, shared)
+            await self._children.try_out(service, deployments, snapshot.children)
+        await self._name_the_idlest(snapshot, step)
+        await self._children.apply_all(service, wanted, snapshot.children)
+        await self._scale_older(snapshot, step)
+        await self._remove(snapshot, step, shared)
 
-    async def _stop(self, scene: Scene) -> None:
+    async def _stop(self, snapshot: ServiceSnapshot) -> None:
         """Take all pods away, whatever else the spec asks for and however wrong that may be."""
-        for raw in scene.children.values():
+        for raw in snapshot.children.values():
             running = raw["kind"] == "Deployment" and raw["spec"]["replicas"] > 0
-            if running and belongs_to(raw, scene.service):
+            if running and belongs_to(raw, snapshot.service):
                 await self._children.scale(raw, 0)
 
-    def _revision_objects(self, scene: Scene, step: Step) -> list[Object]:
-        counts = step.replicas.get(scene.target)
-        exists = bool(scene.deployments(scene.target))
-        if counts is None or (not counts and not exists) or scene.routers_lack_keys():
+    def _revision_objects(self, snapshot: ServiceSnapshot, step: Step) -> list[Object]:
+        counts = step.replicas.get(snapshot.target)
+        exists = bool(snapshot.deployments(snapshot.target))
+        if counts is None or (not counts and not exists) or snapshot.routers_lack_keys():
             return []
-        return render_revision(scene.service, self._cluster, scene.target, scene.keys, counts)
+        return render_revision(
+            snapshot.service, self._cluster, snapshot.target, snapshot.keys, counts
+        )
 
-    async def _scale_older(self, scene: Scene, step: Step) -> None:
+    async def _scale_older(self, snapshot: ServiceSnapshot, step: Step) -> None:
         """Revisions that the spec no longer describes change in number only."""
         for name, counts in step.replicas.items():
-            if name == scene.target:
+            if name == snapshot.target:
                 continue
-            for raw in scene.deployments(name):
+            for raw in snapshot.deployments(name):
                 wanted = counts.of(label(raw, ROLE_LABEL))
                 if raw["spec"]["replicas"] != wanted:
                     await self._children.scale(raw, wanted)
 
-    async def _name_the_idlest(self, scene: Scene, step: Step) -> None:
+    async def _name_the_idlest(self, snapshot: ServiceSnapshot, step: Step) -> None:
         """Before a pool shrinks, mark its pods with their open work: the idlest goes first."""
         shrinking = {
             (name, role)
             for name, counts in step.replicas.items()
             for role in POOLS
-            if counts.of(role) < scene.observed.wanted(name).of(role)
+            if counts.of(role) < snapshot.observed.wanted(name).of(role)
         }
         if not shrinking:
             return
         work = {
             engine.engine_id: engine.num_running + engine.num_waiting + engine.leases_held
-            for router in scene.observed.routers
+            for router in snapshot.observed.routers
             for engine in router.engines
         }
-        for pod in scene.pods:
+        for pod in snapshot.pods:
             kind = (label(pod, REVISION_LABEL), label(pod, ROLE_LABEL))
             meta = pod["metadata"]
             cost = str(work.get(meta["name"], 0))
@@ -114,21 +116,23 @@ class Executor:
             if exc.status != 404:
                 log.warning("pod %s: %s", meta["name"], exc)
 
-    async def _remove(self, scene: Scene, step: Step, shared: Iterable[Object]) -> None:
+    async def _remove(
+        self, snapshot: ServiceSnapshot, step: Step, shared: Iterable[Object]
+    ) -> None:
         """Revisions that are over, shared objects that the spec no longer asks for, old keys."""
-        asked_for = {child_id(obj) for obj in shared} | scaler_ids(scene.service)
+        asked_for = {child_id(obj) for obj in shared} | scaler_ids(snapshot.service)
         over = {
             name: raw
-            for name, raw in scene.children.items()
+            for name, raw in snapshot.children.items()
             if label(raw, REVISION_LABEL) in step.removable
         }
         unasked = [
             raw
-            for name, raw in scene.children.items()
+            for name, raw in snapshot.children.items()
             if raw["kind"] in OPTIONAL_KINDS and name not in asked_for
         ]
         # Deployments last: by them a revision is known, should this be cut short.
         leaving = sorted(over.values(), key=lambda raw: raw["kind"] == "Deployment")
-        await self._children.delete(scene.service, [*leaving, *unasked])
-        for keys in sorted(scene.known_keys() - scene.held_keys(without=over)):
-            await self._keys.remove_once(scene.service, keys)
+        await self._children.delete(snapshot.service, [*leaving, *unasked])
+        for keys in sorted(snapshot.known_keys() - snapshot.held_keys(without=over)):
+            await self._keys.remove_once(snapshot.service, keys)

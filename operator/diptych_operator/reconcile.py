@@ -34,7 +34,7 @@ from diptych_operator.render import fixed_counts
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
-from diptych_operator.scene import Scene, key_sets, keys_in_pods
+from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
 from diptych_operator.status.observed import Observed, Problem, observe, pod_view
 from diptych_operator.status.progress import deadline_missed
 from diptych_operator.status.reasons import Reason
@@ -110,25 +110,25 @@ class Reconciler:
 
     async def _pass(self, key: ServiceKey, service: InferenceService) -> float | None:
         try:
-            scene = await self._look(key, service)
+            snapshot = await self._look(key, service)
         except NotOursError as exc:
             return await self._report_blocked(service, Problem("ObjectNotOurs", str(exc)))
         except ApiError as exc:
             if exc.will_last:
                 await self._report_blocked(service, Problem("OperatorProblem", str(exc)))
             raise
-        aim = scene.aim
-        desired = self._desired(key, scene, aim)
-        step = _decide(scene, desired)
-        found, failure = await self._act(scene, step, aim)
-        problems = (*scene.observed.problems, *found)
-        observed = replace(scene.observed, problems=problems)
-        await self._report(service, observed, step, scene.target, desired)
+        aim = snapshot.aim
+        desired = self._desired(key, snapshot, aim)
+        step = _decide(snapshot, desired)
+        found, failure = await self._act(snapshot, step, aim)
+        problems = (*snapshot.observed.problems, *found)
+        observed = replace(snapshot.observed, problems=problems)
+        await self._report(service, observed, step, snapshot.target, desired)
         if failure is not None:
             raise failure  # the queue tries again, with back-off
         return REFUSAL_S if problems else _interval(service, step)
 
-    async def _look(self, key: ServiceKey, service: InferenceService) -> Scene:
+    async def _look(self, key: ServiceKey, service: InferenceService) -> ServiceSnapshot:
         """Everything that is known of the service now."""
         children = {child_id(raw): raw for raw in self._watched.children(key)}
         deployments = [raw for raw in children.values() if raw["kind"] == "Deployment"]
@@ -145,7 +145,7 @@ class Reconciler:
         observed = observe(deployments, pods, polled.reports, polled.unreachable)
         observed = replace(observed, problems=problems)
         lost = frozenset({keys.previous} if older is None else ())
-        return Scene(service, revision(service), keys, children, pods, observed, lost)
+        return ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
 
     async def _current_token(
         self, service: InferenceService, keys: str, *, in_use: bool
@@ -160,7 +160,7 @@ class Reconciler:
             return exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
 
     async def _act(
-        self, scene: Scene, step: Step, aim: Counts
+        self, snapshot: ServiceSnapshot, step: Step, aim: Counts
     ) -> tuple[tuple[Problem, ...], ApiError | None]:
         """Do all that is to be done; one part that fails keeps no other from being done.
 
@@ -168,7 +168,7 @@ class Reconciler:
         """
         found: list[Problem | None] = []
         failure: ApiError | None = None
-        for part in (self._carry_out(scene, step), self._scalers.keep(scene, aim)):
+        for part in (self._carry_out(snapshot, step), self._scalers.keep(snapshot, aim)):
             try:
                 found.append(await part)
             except ApiError as exc:
@@ -177,10 +177,10 @@ class Reconciler:
                     found.append(Problem("OperatorProblem", str(exc)))
         return tuple(filter(None, found)), failure
 
-    async def _carry_out(self, scene: Scene, step: Step) -> Problem | None:
+    async def _carry_out(self, snapshot: ServiceSnapshot, step: Step) -> Problem | None:
         """What the user has to mend comes back, all else is raised."""
         try:
-            await self._executor.carry_out(scene, step)
+            await self._executor.carry_out(snapshot, step)
         except SpecError as exc:
             return Problem("PodTemplateRejected", f"{exc}; correct the spec")
         except NotOursError as exc:
@@ -199,24 +199,24 @@ class Reconciler:
             )
         return None
 
-    def _desired(self, key: ServiceKey, scene: Scene, aim: Counts) -> Counts:
+    def _desired(self, key: ServiceKey, snapshot: ServiceSnapshot, aim: Counts) -> Counts:
         """Pods that each pool should have: what the spec, others or the load ask for."""
-        service = with_sizes_from_outside(scene.service, scene.children, aim)
+        service = with_sizes_from_outside(snapshot.service, snapshot.children, aim)
         prefill, decode = service.spec.prefill, service.spec.decode
         if service.spec.suspend or not (prefill.autoscaling or decode.autoscaling):
             self._scaling.pop(key, None)
             return fixed_counts(service)
-        ready = [scene.observed.ready(name) for name in scene.observed.revisions()]
+        ready = [snapshot.observed.ready(name) for name in snapshot.observed.revisions()]
         scaling = autoscale(
             prefill,
             decode,
             aim,
             sum(ready, NOTHING),
-            scene.observed.routers,
+            snapshot.observed.routers,
             self._scaling.get(key, Memory()),
             time.monotonic(),
             block_size=service.spec.engine.block_size,
-            unreachable_routers=scene.observed.unreachable_routers,
+            unreachable_routers=snapshot.observed.unreachable_routers,
         )
         self._scaling[key] = scaling.memory
         if scaling.desired != aim:
@@ -278,19 +278,19 @@ _READABLE_SPEC = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
 """Stands in for one that is not, so that a status can be written for it."""
 
 
-def _decide(scene: Scene, desired: Counts) -> Step:
-    service, status = scene.service, scene.service.status
-    counted = count(scene.observed, scene.target, status.transfer)
+def _decide(snapshot: ServiceSnapshot, desired: Counts) -> Step:
+    service, status = snapshot.service, snapshot.service.status
+    counted = count(snapshot.observed, snapshot.target, status.transfer)
     return plan(
-        scene.target,
+        snapshot.target,
         desired,
         service.spec.rollout,
-        scene.revision_states(),
+        snapshot.revision_states(),
         verify=service.spec.transfer.verify == "Required",
         failed=deadline_missed(status.rollout, service, counted, _now()),
         routers_serving=[
-            *(tuple(router.serving_revisions) for router in scene.observed.routers),
-            *[None] * scene.observed.unreachable_routers,
+            *(tuple(router.serving_revisions) for router in snapshot.observed.routers),
+            *[None] * snapshot.observed.unreachable_routers,
         ],
         suspend=service.spec.suspend,
     )

@@ -19,7 +19,7 @@ from diptych_operator.counts import Counts
 from diptych_operator.kube.children import ChildId, NotOursError, belongs_to, child_id, with_owner
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.scene import Scene
+from diptych_operator.service_snapshot import ServiceSnapshot
 from diptych_operator.status.conditions import ready_pods
 from diptych_operator.status.observed import Problem
 
@@ -111,12 +111,12 @@ class PoolScalers:
         self._kube = kube
         self._cluster = cluster
 
-    async def keep(self, scene: Scene, aim: Counts) -> Problem | None:
+    async def keep(self, snapshot: ServiceSnapshot, aim: Counts) -> Problem | None:
         """Have one for each pool that is scaled from outside, beginning with the pool's `aim`.
 
         What the user has to mend comes back; other `ApiError`s are raised.
         """
-        roles = scaled_from_outside(scene.service)
+        roles = scaled_from_outside(snapshot.service)
         if not roles:
             return None
         if not self._cluster.has_pool_scalers:
@@ -127,7 +127,7 @@ class PoolScalers:
             )
         try:
             for role in roles:
-                await self._keep_one(scene, role, aim)
+                await self._keep_one(snapshot, role, aim)
         except NotOursError as exc:
             return Problem("ObjectNotOurs", str(exc))
         except ApiError as exc:
@@ -139,13 +139,13 @@ class PoolScalers:
             )
         return None
 
-    async def _keep_one(self, scene: Scene, role: Role, aim: Counts) -> None:
-        service = scene.service
-        here = _own(service, role, scene.children)
+    async def _keep_one(self, snapshot: ServiceSnapshot, role: Role, aim: Counts) -> None:
+        service = snapshot.service
+        here = _own(service, role, snapshot.children)
         if here is None:
             seed = size(service, role, aim.of(role))
             await self._create(with_owner(scaler(service, role, seed), service), service)
-        status = scaler_status(service, role, ready_pods(scene.observed, role))
+        status = scaler_status(service, role, ready_pods(snapshot.observed, role))
         if here is None or here.get("status") != status:
             meta = metadata(service, role, role)
             named = {name: meta[name] for name in ("name", "namespace")}

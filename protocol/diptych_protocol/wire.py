@@ -250,7 +250,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_waiting_for_input: int = 0
     """Requests that wait for the next piece of their prompt; they may hold blocks."""
     dummy_steps: int = 0
-    """Steps for nobody, in company of other cores."""
+    """Steps without requests, taken because other cores of the engine step."""
     cpu_level: str = ""
     """Which of the processor's instructions kernels use; empty: the model runs on a GPU."""
     cpu_kernels_set_aside: int = 0

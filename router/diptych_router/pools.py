@@ -24,9 +24,9 @@ from diptych_protocol import (
 from diptych_protocol.admin import CanaryReport
 from diptych_router.canary import Candidate, Trial, TrialBook
 from diptych_router.canary_run import run_canary
+from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys
-from diptych_router.misfit import misfit
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import (
     ROLES,
@@ -203,7 +203,7 @@ class Pools:
         if not self.had_pair:
             return self._why_no_pair()
         if not any(self.usable(link) for link in self.of("decode")):
-            return self._with_misfit("no decode engine is usable")
+            return self._with_mismatch("no decode engine is usable")
         return ""
 
     def may_hold(self) -> bool:
@@ -219,12 +219,12 @@ class Pools:
         if failed:
             last = failed[-1]
             return f"no usable pair yet; {last.prefill} to {last.decode}: {last.error}"
-        return self._with_misfit("no usable pair yet")
+        return self._with_mismatch("no usable pair yet")
 
-    def _with_misfit(self, reason: str) -> str:
+    def _with_mismatch(self, reason: str) -> str:
         """A reason, and why no two engines that are up fit together, if that is so."""
         prefill, decode = ([x.description for x in self.of(r) if x.description] for r in ROLES)
-        found = misfit(prefill, decode)
+        found = compat_mismatch(prefill, decode)
         return f"{reason}; {found}" if found else reason
 
     # --- discovery ----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from diptych_kv_transfer.transports.same_host import (
     network_transports,
 )
 from diptych_kv_transfer.transports.ucp import UcpError, address_of, libucxx
-from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, Passage
+from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, UcxTransfer
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ class Loop:
         self.endpoint = self.worker.create_endpoint_from_worker_address(self.worker.address, False)
         self.handles = Handles(self.endpoint.handle, self.worker.handle)
 
-    def finish(self, *passages: Passage) -> None:
-        while not all(one.ended for one in passages):
+    def finish(self, *transfers: UcxTransfer) -> None:
+        while not all(one.ended for one in transfers):
             self.worker.progress()
 
 

@@ -32,7 +32,7 @@ from diptych_operator.scalers import (
     size,
     with_sizes_from_outside,
 )
-from diptych_operator.scene import Scene
+from diptych_operator.service_snapshot import ServiceSnapshot
 from diptych_operator.status.observed import Observed
 from diptych_protocol import KVTransferStats, SchedulerStats
 
@@ -54,7 +54,7 @@ def live(owner: InferenceService, **asked: int) -> dict[ChildId, Any]:
 
 
 def aim(owner: InferenceService) -> Counts:
-    return Scene(owner, "rev", KeySets("keys"), {}, [], Observed()).aim
+    return ServiceSnapshot(owner, "rev", KeySets("keys"), {}, [], Observed()).aim
 
 
 def sizes(owner: InferenceService, **asked: int) -> Counts:

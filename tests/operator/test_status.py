@@ -749,7 +749,7 @@ def test_the_reference_is_what_the_code_says() -> None:
 
 
 def test_every_reason_is_given_by_somebody() -> None:
-    sources = (ROOT / "operator/diptych_operator").glob("*.py")
+    sources = (ROOT / "operator/diptych_operator").rglob("*.py")
     code = "".join(path.read_text() for path in sources if path.name != "reasons.py")
     unused = [r for r in Reason if f"Reason.{r.name}" not in code and f'"{r}"' not in code]
     assert unused == []

@@ -46,7 +46,14 @@ def views(*specs: tuple[str, str, int]) -> list[EngineView]:
         ([], [("d1", "x", 3), ("d2", "x", 1)], (None, "d2")),
         ([("p", "x", 0)], [("d", "y", 0)], (None, "d")),
     ],
-    ids=["one pair", "least loaded", "fitting prefill", "fitting decode", "no prefill", "misfit"],
+    ids=[
+        "one pair",
+        "least loaded",
+        "fitting prefill",
+        "fitting decode",
+        "no prefill",
+        "no fit",
+    ],
 )
 def test_the_least_loaded_pair_that_fits_together(prefill, decode, expected) -> None:
     decision = decide(views(*prefill), views(*decode))
@@ -60,11 +67,11 @@ def test_without_a_decode_engine_there_is_no_decision() -> None:
 
 def test_a_decision_says_why_there_is_no_pair() -> None:
     empty = decide([], views(("d", "x", 0)))
-    misfit = decide(views(("p", "y", 0)), views(("d", "x", 0)))
+    unfit = decide(views(("p", "y", 0)), views(("d", "x", 0)))
     assert empty is not None
     assert "no usable prefill engine" in empty.reason
-    assert misfit is not None
-    assert "fits" in misfit.reason
+    assert unfit is not None
+    assert "fits" in unfit.reason
 
 
 @pytest.mark.parametrize(

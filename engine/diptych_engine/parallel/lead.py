@@ -91,7 +91,7 @@ class LeadRunner(ModelRunner):
     @property
     def watched(self) -> dict[int, Callable[[], None]]:
         """Descriptors that say that a worker has ended, and how to raise that."""
-        return {worker.ended_fd: worker.mourn for worker in self._workers}
+        return {worker.ended_fd: worker.raise_if_ended for worker in self._workers}
 
     def kv_memory(self) -> list[Tensor]:
         """As a lone runner's, for every rank: the hinge of this process serves them all."""
@@ -225,11 +225,11 @@ class WorkerProcess:
                     if answer.invalid:
                         raise InvalidRequestError(f"rank {self.rank}: {self._last_words}")
             elif self.ended_fd in ready:
-                self.mourn()
+                self.raise_if_ended()
             elif not ready:
                 raise EngineDeadError(f"tensor-parallel rank {self.rank} does not answer")
 
-    def mourn(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise the end of the process, if it has ended."""
         cause = self.how_it_ended()
         if cause is not None:

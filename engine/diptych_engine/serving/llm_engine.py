@@ -48,7 +48,7 @@ from diptych_protocol import (
 from diptych_protocol.as_sent import check_id, check_whole, ids_of
 
 if TYPE_CHECKING:
-    from diptych_engine.serving.lockstep_peers import Company
+    from diptych_engine.serving.lockstep_peers import LockstepPeers
 
 MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
 """Environment: `1` gives every engine's core a process of its own."""
@@ -124,7 +124,7 @@ class LLMEngine(EngineControls):
         self.log_stats = log_stats
         self.engine_core = _make_core(vllm_config, multiprocess_mode)
         self._finalizer = weakref.finalize(self, self.engine_core.close)
-        self._company = _company_of(self.engine_core, vllm_config)
+        self._lockstep_peers = _lockstep_peers_of(self.engine_core, vllm_config)
         self.description = self.engine_core.description
         self.input_processor.max_model_len = self.description.max_model_len
         self._open: dict[str, _Open] = {}
@@ -251,9 +251,9 @@ class LLMEngine(EngineControls):
 
         An engine that has none steps along with the others.
         """
-        if self._company is None:
+        if self._lockstep_peers is None:
             return has_unfinished
-        return self._company.any_unfinished(has_unfinished)
+        return self._lockstep_peers.any_unfinished(has_unfinished)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Let the core take a step; what came of it, one output a request.
@@ -262,8 +262,8 @@ class LLMEngine(EngineControls):
         the message as its `stop_reason`. Raises `EngineDeadError` when the core has ended.
         """
         if not self._open:
-            if self._company is not None:
-                self._company.keep()
+            if self._lockstep_peers is not None:
+                self._lockstep_peers.keep()
             return []
         made = self.engine_core.get_outputs()
         self.engine_core.abort(self.output_processor.process(made))
@@ -356,7 +356,7 @@ class LLMEngine(EngineControls):
         self._finalizer()
 
 
-def _company_of(core: SyncCore, config: EngineConfig) -> Company | None:
+def _lockstep_peers_of(core: SyncCore, config: EngineConfig) -> LockstepPeers | None:
     """The engines that step together with this one; None for an engine of its own.
 
     Raises `UnsupportedFeatureError` for cores that share requests: an `AsyncLLM` has those.
@@ -368,9 +368,9 @@ def _company_of(core: SyncCore, config: EngineConfig) -> Company | None:
             "an LLMEngine has one core; for data_parallel_size > 1 use AsyncLLM, or "
             "data_parallel_lockstep with an engine in each program"
         )
-    from diptych_engine.serving.lockstep_peers import join_company
+    from diptych_engine.serving.lockstep_peers import join_lockstep_peers
 
-    return join_company(core, config)
+    return join_lockstep_peers(core, config)
 
 
 def _make_core(config: EngineConfig, in_process_of_its_own: bool) -> SyncCore:

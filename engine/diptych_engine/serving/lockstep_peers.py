@@ -9,7 +9,7 @@ from diptych_engine.serving.in_process_core import InProcessCore
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
 
 
-class Company:
+class LockstepPeers:
     """One engine's place among them. All have to ask before each step whether to go on."""
 
     def __init__(self, group: SumGroup, dummy_batch: Callable[[], object]) -> None:
@@ -37,11 +37,11 @@ class Company:
             self._dummy_batch()
 
 
-def join_company(core: object, config: EngineConfig) -> Company:
+def join_lockstep_peers(core: object, config: EngineConfig) -> LockstepPeers:
     """Wait for the other engines. Raises what `join_group` raises."""
     if not isinstance(core, InProcessCore):
         raise InvalidRequestError(
             "an LLMEngine in lock-step has its core in its own process", param="multiprocess_mode"
         )
     runner = core.core.runner
-    return Company(join_group(config), lambda: runner.collective_rpc("execute_dummy_batch"))
+    return LockstepPeers(join_group(config), lambda: runner.collective_rpc("execute_dummy_batch"))

@@ -18,7 +18,7 @@ from diptych_kv_transfer.transports.frames import AnyFrame, Introduction, Moved,
 from diptych_kv_transfer.transports.same_host import OtherProcess, Reading, SameHost
 from diptych_kv_transfer.transports.transport import Buffer
 from diptych_kv_transfer.transports.ucp import UcpError, address_of, transports_of
-from diptych_kv_transfer.transports.ucx_transfer import Passage
+from diptych_kv_transfer.transports.ucx_transfer import UcxTransfer
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Handles:
 class _Outgoing:
     key: Hashable
     buffers: Sequence[Buffer]
-    passage: Passage | None = None
+    transfer: UcxTransfer | None = None
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _Incoming:
     key: Hashable
     buffers: Sequence[Buffer]
     reading: Reading | None = None
-    passage: Passage | None = None
+    transfer: UcxTransfer | None = None
 
 
 class Exchange:
@@ -127,11 +127,11 @@ class Exchange:
         for tag, incoming in list(self._incoming.items()):
             if incoming.reading is not None:
                 self._read_on(tag, incoming.reading)
-            elif incoming.passage is not None and incoming.passage.ended:
-                self._received(tag, ok=incoming.passage.ok)
+            elif incoming.transfer is not None and incoming.transfer.ended:
+                self._received(tag, ok=incoming.transfer.ok)
         for tag, outgoing in list(self._outgoing.items()):
-            if outgoing.passage is not None and outgoing.passage.ended:
-                self._sent(tag, ok=outgoing.passage.ok)
+            if outgoing.transfer is not None and outgoing.transfer.ended:
+                self._sent(tag, ok=outgoing.transfer.ok)
         return self.take_ended()
 
     def take_ended(self) -> list[TransferEnded]:
@@ -139,15 +139,15 @@ class Exchange:
         ended, self._ended = self._ended, []
         return ended
 
-    def abandon(self) -> list[Passage]:
+    def abandon(self) -> list[UcxTransfer]:
         """The connection is gone: every transfer has ended, as `take_ended` will say.
 
         Returns what UCX has not let go of. Our memory is safe when all of it has `ended`.
         """
-        begun = [outgoing.passage for outgoing in self._outgoing.values()]
-        begun += [incoming.passage for incoming in self._incoming.values()]
-        passages = [one for one in begun if one is not None]
-        for one in passages:
+        begun = [outgoing.transfer for outgoing in self._outgoing.values()]
+        begun += [incoming.transfer for incoming in self._incoming.values()]
+        transfers = [one for one in begun if one is not None]
+        for one in transfers:
             one.cancel(self._handles.worker)
         for tag in list(self._outgoing):
             self._sent(tag, ok=False)
@@ -156,7 +156,7 @@ class Exchange:
         if self._source is not None:
             self._source.close()
             self._source = None
-        return passages
+        return transfers
 
     # --- what the other side says -------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Exchange:
                 self._pass(frame)
             case Moved(tag, ok):
                 outgoing = self._outgoing.get(tag)
-                if outgoing is None or outgoing.passage is not None:
+                if outgoing is None or outgoing.transfer is not None:
                     raise ExchangeError("it says that it has read what it was not offered")
                 self.way = "cma"
                 self._sent(tag, ok=ok)
@@ -197,7 +197,7 @@ class Exchange:
     def _begin(self, offer: Offer) -> None:
         """Read what is offered, or have it sent."""
         incoming = self._incoming[offer.tag]
-        if incoming.reading is not None or incoming.passage is not None:
+        if incoming.reading is not None or incoming.transfer is not None:
             raise ExchangeError("it offers twice")
         if [length for _, length in offer.runs] != [buffer.nbytes for buffer in incoming.buffers]:
             log.warning("a peer offers other blocks than those we asked for")
@@ -210,18 +210,18 @@ class Exchange:
 
     def _have_sent(self, tag: int, incoming: _Incoming) -> None:
         first = secrets.randbits(TRANSFER_BITS) << ucx_transfer.TAG_BITS
-        incoming.passage = ucx_transfer.receive(self._handles.worker, incoming.buffers, first)
-        self._check(incoming.passage)
+        incoming.transfer = ucx_transfer.receive(self._handles.worker, incoming.buffers, first)
+        self._check(incoming.transfer)
         self._say(Send(tag, first))
 
     def _pass(self, frame: Send) -> None:
         outgoing = self._outgoing.get(frame.tag)
-        if outgoing is None or outgoing.passage is not None:
+        if outgoing is None or outgoing.transfer is not None:
             raise ExchangeError("it wants to be sent what it was not offered")
-        outgoing.passage = ucx_transfer.send(self._handles.endpoint, outgoing.buffers, frame.first)
-        self._check(outgoing.passage)
+        outgoing.transfer = ucx_transfer.send(self._handles.endpoint, outgoing.buffers, frame.first)
+        self._check(outgoing.transfer)
 
-    def _check(self, begun: Passage) -> None:
+    def _check(self, begun: UcxTransfer) -> None:
         if not begun.ok:
             raise ExchangeError("UCX refuses to move blocks")
 
@@ -254,7 +254,7 @@ class Exchange:
 
     def _sent(self, tag: int, *, ok: bool) -> None:
         outgoing = self._outgoing.pop(tag)
-        if ok and outgoing.passage is not None:
+        if ok and outgoing.transfer is not None:
             self.way = transports_of(self._handles.endpoint)
         self._ended.append(TransferEnded(outgoing.key, ok))
 

@@ -43,7 +43,7 @@ from diptych_kv_transfer.transports.same_host import SameHost, may_read, network
 from diptych_kv_transfer.transports.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transports.transport import Buffer
 from diptych_kv_transfer.transports.ucp import UcpError, drop_unexpected, libucxx, remote_host_of
-from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, Passage
+from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, UcxTransfer
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class UcxTransport:
         self._same_host = open_same_host()
         self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
-        self._not_ended: list[tuple[Stream, list[Passage]]] = []
+        self._not_ended: list[tuple[Stream, list[UcxTransfer]]] = []
         """What UCX has not let go of when it should have: its memory is kept."""
         self._next_peer = 0
         self._events: list[Event] = []
@@ -331,17 +331,17 @@ class UcxTransport:
     def _bury(self, peer: Peer, connection: _Connection) -> None:
         """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
         exchange = connection.exchange
-        passages = [] if exchange is None else exchange.abandon()
+        transfers = [] if exchange is None else exchange.abandon()
         connection.endpoint.close_blocking()
         self._worker.cancel_inflight_requests()
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         stream = connection.stream
-        while (passages := [x for x in passages if not x.ended]) or not stream.ended:
+        while (transfers := [x for x in transfers if not x.ended]) or not stream.ended:
             self._worker.progress_once()
             if time.monotonic() > deadline:
                 # Its endpoint is destroyed, so nothing can be sent for it any more.
                 log.error("UCX did not end a transfer of a connection that was cut")
-                self._not_ended.append((stream, passages))
+                self._not_ended.append((stream, transfers))
                 break
         del self._connections[peer]
         if exchange is not None:

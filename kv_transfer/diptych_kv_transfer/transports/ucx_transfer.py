@@ -20,7 +20,7 @@ TAG_BITS = 24
 """Of a tag, for counting pieces; the rest says which transfer."""
 
 
-class Passage:
+class UcxTransfer:
     """The pieces of one transfer, on one side."""
 
     def __init__(
@@ -63,22 +63,22 @@ class Passage:
             ucp.cancel(worker, request)
 
 
-def send(endpoint: int, buffers: Sequence[Buffer], first_tag: int) -> Passage:
+def send(endpoint: int, buffers: Sequence[Buffer], first_tag: int) -> UcxTransfer:
     """Send buffers to the other side of an endpoint."""
     requests = (
         (ucp.tag_send(endpoint, address, length, tag), None)
         for tag, (address, length) in enumerate(pieces(buffers), first_tag)
     )
-    return Passage(requests, buffers)
+    return UcxTransfer(requests, buffers)
 
 
-def receive(worker: int, buffers: Sequence[Buffer], first_tag: int) -> Passage:
+def receive(worker: int, buffers: Sequence[Buffer], first_tag: int) -> UcxTransfer:
     """Receive into buffers, from whoever knows the tags."""
     requests = (
         (ucp.tag_receive(worker, address, length, tag), length)
         for tag, (address, length) in enumerate(pieces(buffers), first_tag)
     )
-    return Passage(requests, buffers)
+    return UcxTransfer(requests, buffers)
 
 
 def pieces(buffers: Iterable[Buffer]) -> Iterator[Span]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
-from diptych_operator.plan.state import Phase, RevisionState, Scene, Step, both, total
+from diptych_operator.plan.messages import pods
+from diptych_operator.plan.state import Phase, RevisionState, RolloutView, Step, both, total
 from diptych_operator.plan.strategies import alone, blue_green, paired_rolling, recreate
-from diptych_operator.plan.words import pods
 
 __all__ = ["Phase", "RevisionState", "Step", "plan"]
 
@@ -41,7 +41,7 @@ def plan(
     if bool(desired.prefill) != bool(desired.decode):
         raise ValueError(f"both pools have pods or none has: {desired}")
     states = {state.revision: state for state in revisions}
-    scene = Scene(
+    view = RolloutView(
         target=states.pop(target, RevisionState(target)),
         olds=tuple(old for old in states.values() if old.wanted or old.present),
         desired=NOTHING if suspend else desired,
@@ -50,26 +50,26 @@ def plan(
         failed=failed,
         routers=routers_serving,
     )
-    step = _suspended(scene) if suspend else _step(scene)
-    gone = sorted(set(states) - {old.revision for old in scene.olds})
-    replicas = {old.revision: NOTHING for old in scene.olds} | dict(step.replicas)
+    step = _suspended(view) if suspend else _step(view)
+    gone = sorted(set(states) - {old.revision for old in view.olds})
+    replicas = {old.revision: NOTHING for old in view.olds} | dict(step.replicas)
     return replace(step, replicas=dict(sorted(replicas.items())), removable=tuple(gone))
 
 
-def _step(scene: Scene) -> Step:
-    if not both(scene.desired):
-        serving = (scene.target.revision,) if scene.rollout.type == "BlueGreen" else ()
+def _step(view: RolloutView) -> Step:
+    if not both(view.desired):
+        serving = (view.target.revision,) if view.rollout.type == "BlueGreen" else ()
         message = "asleep: no pods until a request comes"
-        return Step({scene.target.revision: NOTHING}, serving, Phase.Idle, message)
-    if scene.rollout.type == "Recreate":
-        return recreate(scene)
-    if not scene.living:
-        return alone(scene)
-    return blue_green(scene) if scene.rollout.type == "BlueGreen" else paired_rolling(scene)
+        return Step({view.target.revision: NOTHING}, serving, Phase.Idle, message)
+    if view.rollout.type == "Recreate":
+        return recreate(view)
+    if not view.living:
+        return alone(view)
+    return blue_green(view) if view.rollout.type == "BlueGreen" else paired_rolling(view)
 
 
-def _suspended(scene: Scene) -> Step:
-    left = total([state.present for state in (scene.target, *scene.olds)])
+def _suspended(view: RolloutView) -> Step:
+    left = total([state.present for state in (view.target, *view.olds)])
     message = f"suspended: {pods(left)} on the way out" if left else "suspended: no pods"
-    serving = (scene.target.revision,) if scene.rollout.type == "BlueGreen" else ()
-    return Step({scene.target.revision: NOTHING}, serving, Phase.Suspended, message)
+    serving = (view.target.revision,) if view.rollout.type == "BlueGreen" else ()
+    return Step({view.target.revision: NOTHING}, serving, Phase.Suspended, message)

@@ -75,7 +75,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class RolloutView:
     """Everything that a strategy looks at."""
 
     target: RevisionState

@@ -1,4 +1,4 @@
-"""One function for each way of replacing a revision; all of them look at a Scene.
+"""One function for each way of replacing a revision; all of them look at a RolloutView.
 
 Here the target wants pods, nothing is suspended, and at least one old revision is alive, except
 where a function says otherwise.
@@ -9,11 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.plan.messages import (
+    falling_back,
+    fencing,
+    leaving,
+    progress,
+    stuck,
+    switching,
+)
 from diptych_operator.plan.roll import Bounds, roll
 from diptych_operator.plan.state import (
     Phase,
     RevisionState,
-    Scene,
+    RolloutView,
     Step,
     at_least,
     both,
@@ -24,136 +32,135 @@ from diptych_operator.plan.state import (
     most,
     total,
 )
-from diptych_operator.plan.words import falling_back, fencing, leaving, progress, stuck, switching
 
 ONE_OF_EACH = Counts(1, 1)
 
 
-def alone(scene: Scene) -> Step:
+def alone(view: RolloutView) -> Step:
     """No old revision is alive: all of the target at once, beside what may still leave."""
-    target = scene.target.revision
-    serving = (target,) if scene.rollout.type == "BlueGreen" else ()
-    replicas = {target: scene.desired}
-    if scene.target_whole:
-        return Step(replicas, serving, Phase.Idle, progress(scene, replicas))
-    if scene.failed:
-        return Step(replicas, serving, Phase.Failed, stuck(scene, replicas))
-    phase = Phase.Verifying if scene.target_ready else Phase.Progressing
-    return Step(replicas, serving, phase, progress(scene, replicas))
+    target = view.target.revision
+    serving = (target,) if view.rollout.type == "BlueGreen" else ()
+    replicas = {target: view.desired}
+    if view.target_whole:
+        return Step(replicas, serving, Phase.Idle, progress(view, replicas))
+    if view.failed:
+        return Step(replicas, serving, Phase.Failed, stuck(view, replicas))
+    phase = Phase.Verifying if view.target_ready else Phase.Progressing
+    return Step(replicas, serving, phase, progress(view, replicas))
 
 
-def paired_rolling(scene: Scene) -> Step:
+def paired_rolling(view: RolloutView) -> Step:
     """The target grows and old revisions give way, both pools in step."""
-    if scene.failed:
-        return _rolling_back(scene)
+    if view.failed:
+        return _rolling_back(view)
     bounds = Bounds(
-        size=scene.desired,
-        floor=less(scene.desired, each(scene.rollout.max_unavailable)),
-        ceiling=scene.desired + each(scene.rollout.max_surge),
+        size=view.desired,
+        floor=less(view.desired, each(view.rollout.max_unavailable)),
+        ceiling=view.desired + each(view.rollout.max_surge),
     )
-    replicas = roll(scene.target, scene.living, bounds, trusted=_trusted(scene))
-    return Step(replicas, (), _phase(scene, replicas), progress(scene, replicas))
+    replicas = roll(view.target, view.living, bounds, trusted=_trusted(view))
+    return Step(replicas, (), _phase(view, replicas), progress(view, replicas))
 
 
-def _rolling_back(scene: Scene) -> Step:
+def _rolling_back(view: RolloutView) -> Step:
     """The failed target gives way to the largest old revision; the other ones stay as they are.
 
     It keeps one pod of each pool to look at, if there is surge to hold them. What the old revision
     has ready counts without a new canary: it has been serving.
     """
-    rollout = scene.rollout
-    *others, keeper = scene.living
+    rollout = view.rollout
+    *others, keeper = view.living
     beside = total([other.serving for other in others])
     bounds = Bounds(
-        size=most(less(scene.desired, beside), ONE_OF_EACH),
-        floor=less(less(scene.desired, each(rollout.max_unavailable)), beside),
+        size=most(less(view.desired, beside), ONE_OF_EACH),
+        floor=less(less(view.desired, each(rollout.max_unavailable)), beside),
         ceiling=less(
-            scene.desired + each(rollout.max_surge), total([other.wanted for other in others])
+            view.desired + each(rollout.max_surge), total([other.wanted for other in others])
         ),
     )
     leave = ONE_OF_EACH if rollout.max_surge else NOTHING
-    failing = scene.target
+    failing = view.target
     if not failing.alive:
         failing = replace(failing, wanted=both_or_none(least(failing.wanted, leave)))
     replicas = roll(keeper, [failing], bounds, trusted={keeper.revision}, leave=leave)
     replicas |= {other.revision: other.wanted for other in others}
-    return Step(replicas, (), Phase.Failed, falling_back(scene, keeper.revision, replicas))
+    return Step(replicas, (), Phase.Failed, falling_back(view, keeper.revision, replicas))
 
 
-def _trusted(scene: Scene) -> set[str]:
+def _trusted(view: RolloutView) -> set[str]:
     return {
         state.revision
-        for state in (scene.target, *scene.olds)
-        if scene.proven(state) and scene.admitted(state.revision)
+        for state in (view.target, *view.olds)
+        if view.proven(state) and view.admitted(state.revision)
     }
 
 
-def _phase(scene: Scene, replicas: dict[str, Counts]) -> Phase:
-    planned = replicas[scene.target.revision]
+def _phase(view: RolloutView, replicas: dict[str, Counts]) -> Phase:
+    planned = replicas[view.target.revision]
     waiting_only_for_proof = (
         both(planned)
-        and planned == scene.target.wanted
-        and at_least(scene.target.ready, planned)
-        and not scene.proven(scene.target)
+        and planned == view.target.wanted
+        and at_least(view.target.ready, planned)
+        and not view.proven(view.target)
     )
     return Phase.Verifying if waiting_only_for_proof else Phase.Progressing
 
 
-def recreate(scene: Scene) -> Step:
+def recreate(view: RolloutView) -> Step:
     """Old revisions go first; once nothing of them is left, the target comes.
 
     Also asked while old revisions are merely leaving.
     """
-    target = scene.target
-    if not any(old.wanted or old.present for old in scene.olds):
-        return alone(scene)
-    stays = both_or_none(least(target.wanted, scene.desired))
-    phase = Phase.Failed if scene.failed else Phase.Progressing
-    return Step({target.revision: stays}, (), phase, leaving(scene))
+    target = view.target
+    if not any(old.wanted or old.present for old in view.olds):
+        return alone(view)
+    stays = both_or_none(least(target.wanted, view.desired))
+    phase = Phase.Failed if view.failed else Phase.Progressing
+    return Step({target.revision: stays}, (), phase, leaving(view))
 
 
-def blue_green(scene: Scene) -> Step:
+def blue_green(view: RolloutView) -> Step:
     """The target comes up whole beside the old, then routers switch, then the old goes.
 
     Old revisions that no router uses any more, as a target that was overtaken by another, go at
     once. Routers must have been told to stay with the old before the first pod of the target
     starts, or some would use it early.
     """
-    target, name = scene.target, scene.target.revision
-    carrying = [old for old in scene.living if _in_use(scene, old.revision)] or scene.living
-    fenced = not _in_use(scene, name)
-    whole = scene.target_whole and at_least(target.usable, scene.desired)
-    switched = bool(scene.routers) and all(serving == (name,) for serving in scene.routers)
-    begun = any(serving == (name,) for serving in scene.routers) and both(target.serving)
-    kept = _at_full_size(scene, carrying) if fenced else {o.revision: o.wanted for o in carrying}
+    target, name = view.target, view.target.revision
+    carrying = [old for old in view.living if _in_use(view, old.revision)] or view.living
+    fenced = not _in_use(view, name)
+    whole = view.target_whole and at_least(target.usable, view.desired)
+    switched = bool(view.routers) and all(serving == (name,) for serving in view.routers)
+    begun = any(serving == (name,) for serving in view.routers) and both(target.serving)
+    kept = _at_full_size(view, carrying) if fenced else {o.revision: o.wanted for o in carrying}
     stay = tuple(sorted(kept))
-    enough = at_least(total([old.serving for old in carrying]), scene.desired)
+    enough = at_least(total([old.serving for old in carrying]), view.desired)
     if target.serving and not fenced and not enough:
         stay = tuple(sorted((*stay, name)))  # It carries a share that the old would lack.
 
     if switched and whole:
-        return Step({name: scene.desired}, (name,), Phase.Switching, switching(scene, kept))
-    if scene.failed:
-        rest = both_or_none(least(target.wanted, ONE_OF_EACH if fenced else scene.desired))
-        kept = _at_full_size(scene, carrying)
-        message = falling_back(scene, carrying[-1].revision, kept | {name: rest})
+        return Step({name: view.desired}, (name,), Phase.Switching, switching(view, kept))
+    if view.failed:
+        rest = both_or_none(least(target.wanted, ONE_OF_EACH if fenced else view.desired))
+        kept = _at_full_size(view, carrying)
+        message = falling_back(view, carrying[-1].revision, kept | {name: rest})
         return Step(kept | {name: rest}, stay, Phase.Failed, message)
-    replicas = kept | {name: scene.desired}
+    replicas = kept | {name: view.desired}
     if begun or whole:
-        return Step(replicas, (name,), Phase.Switching, switching(scene, kept))
+        return Step(replicas, (name,), Phase.Switching, switching(view, kept))
     if not target.wanted and not fenced:
-        return Step(kept | {name: NOTHING}, stay, Phase.Progressing, fencing(scene, stay))
-    return Step(replicas, stay, _phase(scene, replicas), progress(scene, replicas))
+        return Step(kept | {name: NOTHING}, stay, Phase.Progressing, fencing(view, stay))
+    return Step(replicas, stay, _phase(view, replicas), progress(view, replicas))
 
 
-def _in_use(scene: Scene, revision: str) -> bool:
+def _in_use(view: RolloutView, revision: str) -> bool:
     """A router sends requests to it, or may: one that does not answer, or may use every one."""
-    return not scene.routers or any(not used or revision in used for used in scene.routers)
+    return not view.routers or any(not used or revision in used for used in view.routers)
 
 
-def _at_full_size(scene: Scene, carrying: list[RevisionState]) -> dict[str, Counts]:
+def _at_full_size(view: RolloutView, carrying: list[RevisionState]) -> dict[str, Counts]:
     """Old revisions that carry the service alone follow the desired size, the largest for all."""
     *others, keeper = carrying
     beside = total([other.serving for other in others])
-    size = most(less(scene.desired, beside), ONE_OF_EACH)
+    size = most(less(view.desired, beside), ONE_OF_EACH)
     return {other.revision: other.wanted for other in others} | {keeper.revision: size}

@@ -27,7 +27,7 @@ _ROUTER_KEYS = (CURRENT_KEYS_ANNOTATION, PREVIOUS_KEYS_ANNOTATION)
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ServiceSnapshot:
     """Everything that a pass knows of one service."""
 
     service: InferenceService

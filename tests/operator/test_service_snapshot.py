@@ -23,7 +23,7 @@ from diptych_operator.counts import Counts
 from diptych_operator.kube.children import belongs_to, child_id, with_owner
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets
-from diptych_operator.scene import Scene, key_sets, keys_in_pods
+from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
 from diptych_operator.status.observed import PodView, observe, pod_view
 from diptych_protocol.admin import CanaryReport, RouterReport
 
@@ -77,13 +77,13 @@ def _deployment(
     }  # fmt: skip
 
 
-def scene(
+def snapshot(
     keys: KeySets, deployments: list[Raw], *reports: RouterReport, pods: list[Raw] | None = None,
     **status: Any,
-) -> Scene:  # fmt: skip
+) -> ServiceSnapshot:  # fmt: skip
     found = observe(deployments, pods or [], reports)
     children = {child_id(raw): raw for raw in deployments}
-    return Scene(service(**status), "target00", keys, children, pods or [], found)
+    return ServiceSnapshot(service(**status), "target00", keys, children, pods or [], found)
 
 
 # --- which keys routers are to hold -----------------------------------------------------------
@@ -172,19 +172,19 @@ def test_the_answer_is_stable_and_never_the_same_set_twice(
 def test_engines_with_new_keys_wait_until_all_routers_have_them(
     deployments: list[Raw], lack: bool
 ) -> None:
-    assert scene(KeySets(B, A), deployments).routers_lack_keys() is lack
+    assert snapshot(KeySets(B, A), deployments).routers_lack_keys() is lack
 
 
 def test_keys_in_use_are_those_of_engines_that_stay_and_those_wanted() -> None:
     older, newer = engines("r1", A), engines("r2", B)
-    found = scene(KeySets(C, A), [routers(B, A), *older, *newer])
+    found = snapshot(KeySets(C, A), [routers(B, A), *older, *newer])
     assert found.known_keys() == {A, B, C}
     assert found.held_keys() == {A, B, C}
     leaving = {child_id(raw) for raw in older}
     assert found.held_keys(without=leaving) == {B, C}
     # A set that no engine ever held is known of only by the routers.
-    assert scene(KeySets(C, A), [routers(B, A), *older]).held_keys() == {A, C}
-    assert scene(KeySets(C, A), [routers(B, A), *older]).known_keys() == {A, B, C}
+    assert snapshot(KeySets(C, A), [routers(B, A), *older]).held_keys() == {A, C}
+    assert snapshot(KeySets(C, A), [routers(B, A), *older]).known_keys() == {A, B, C}
 
 
 def pod(role: str, revision: str = "", **status: Any) -> PodView:
@@ -212,7 +212,7 @@ def test_keys_in_pods_are_those_that_running_ones_have_read(
 
 
 def test_engines_do_not_wait_for_routers_to_hold_what_is_lost() -> None:
-    found = scene(KeySets(B, A), [routers(A), *engines("r1", A)])
+    found = snapshot(KeySets(B, A), [routers(A), *engines("r1", A)])
     assert found.routers_lack_keys()
     assert not replace(found, lost_keys=frozenset({A})).routers_lack_keys()
 
@@ -236,7 +236,7 @@ def test_revisions_as_the_planner_wants_to_see_them() -> None:
         ready=True, reason="", open_requests=0, held_requests=0, serving_revisions=[], engines=[],
         canaries=[canary("r2"), canary("r1", ok=False)],
     )  # fmt: skip
-    found = scene(
+    found = snapshot(
         KeySets(A), [routers(A), *engines("r1", A, ready=0), *engines("r2", A, wanted=2)], report,
         pods=[leaving],
     ).revision_states()  # fmt: skip
@@ -251,7 +251,7 @@ def test_revisions_as_the_planner_wants_to_see_them() -> None:
     "status", [{"currentRevision": "r1"}, {"transfer": {"verifiedRevision": "r1"}}]
 )
 def test_what_once_worked_is_believed_while_no_router_tells(status: Raw) -> None:
-    (state,) = scene(KeySets(A), engines("r1", A), **status).revision_states()
+    (state,) = snapshot(KeySets(A), engines("r1", A), **status).revision_states()
     assert state.verified
 
 
@@ -260,7 +260,7 @@ def test_a_controller_that_lags_behind_makes_no_living_revision_a_dead_one() -> 
     prefill, decode = engines("r1", A, ready=2, wanted=1)
     for raw in (prefill, decode):
         raw["metadata"]["generation"] = 2
-    (state,) = scene(KeySets(A), [prefill, decode]).revision_states()
+    (state,) = snapshot(KeySets(A), [prefill, decode]).revision_states()
     assert state.alive
 
 

@@ -10,8 +10,8 @@ from engine_kit.fake_core import FakeCore
 from service_kit import free_port
 
 from diptych_protocol import EngineDescription, RouterConfig
+from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target
-from diptych_router.misfit import misfit
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
 
@@ -27,13 +27,13 @@ def engine(name: str, **changes: Any) -> EngineDescription:
 
 def test_pools_that_fit_give_no_reason() -> None:
     wrong = engine("w", dtype="bfloat16")
-    assert misfit([wrong, engine("p")], [engine("d"), wrong]) == ""
-    assert misfit([], [engine("d")]) == ""
-    assert misfit([engine("p")], []) == ""
+    assert compat_mismatch([wrong, engine("p")], [engine("d"), wrong]) == ""
+    assert compat_mismatch([], [engine("d")]) == ""
+    assert compat_mismatch([engine("p")], []) == ""
 
 
 def test_each_differing_field_is_named() -> None:
-    said = misfit([engine("p")], [engine("d", dtype="bfloat16", head_dim=128)])
+    said = compat_mismatch([engine("p")], [engine("d", dtype="bfloat16", head_dim=128)])
     assert said == (
         "p and d cannot exchange KV "
         "(dtype: 'float32' in prefill, 'bfloat16' in decode; "
@@ -45,7 +45,9 @@ def test_each_differing_field_is_named() -> None:
 def test_it_is_the_pair_that_differs_least_that_is_named(*, swapped: bool) -> None:
     far, near = engine("far", dtype="bfloat16", revision="b"), engine("near", revision="b")
     decode = [near, far] if swapped else [far, near]
-    assert misfit([engine("p")], decode).startswith("p and near cannot exchange KV (revision: 'a'")
+    assert compat_mismatch([engine("p")], decode).startswith(
+        "p and near cannot exchange KV (revision: 'a'"
+    )
 
 
 async def test_pools_that_do_not_fit_are_why_a_router_is_not_ready(eventually: Any) -> None:

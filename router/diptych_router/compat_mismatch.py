@@ -8,7 +8,9 @@ from diptych_protocol import EngineDescription
 from diptych_protocol.kv_transfer_params import differences
 
 
-def misfit(prefill: Sequence[EngineDescription], decode: Sequence[EngineDescription]) -> str:
+def compat_mismatch(
+    prefill: Sequence[EngineDescription], decode: Sequence[EngineDescription]
+) -> str:
     """The differences of the pair that differs least; empty if some pair fits, or there is none."""
     closest: list[str] = []
     said = ""

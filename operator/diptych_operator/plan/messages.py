@@ -1,0 +1,100 @@
+"""The sentences of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from diptych_operator.counts import Counts
+from diptych_operator.plan.state import RolloutView, at_least, less, most
+
+
+def pods(counts: Counts) -> str:
+    """Such as `1 prefill and 2 decode pods`."""
+    if counts.prefill and counts.decode:
+        return f"{counts.prefill} prefill and {counts.decode} decode pods"
+    role, number = ("prefill", counts.prefill) if counts.prefill else ("decode", counts.decode)
+    return f"{number} {role} pod{'s' * (number != 1)}" if number else "no pods"
+
+
+def progress(view: RolloutView, replicas: Mapping[str, Counts]) -> str:
+    target = view.target
+    planned = replicas[target.revision]
+    said = f"{target.revision}: {pods(planned)} of {_both(view.desired)} wanted"
+    if planned == view.desired:
+        said = f"{target.revision}: {pods(planned)}"
+    parts = [f"{said}, {_awaited(view, planned)}"]
+    parts += [
+        f"{old.revision}: {pods(replicas[old.revision])} stay"
+        for old in view.living
+        if replicas.get(old.revision)
+    ]
+    return "; ".join(parts + _on_their_way_out(view, replicas))
+
+
+def _awaited(view: RolloutView, planned: Counts) -> str:
+    target = view.target
+    if not planned:
+        return "waiting for a place"
+    if not at_least(target.ready, planned):
+        return f"waiting for {pods(less(planned, target.ready))} to be ready"
+    if not view.proven(target):
+        return "ready, waiting for a canary to cross from prefill to decode"
+    if not view.admitted(target.revision):
+        return "ready, waiting for every router to take it into service"
+    return "ready"
+
+
+def _on_their_way_out(view: RolloutView, replicas: Mapping[str, Counts]) -> list[str]:
+    return [
+        f"{old.revision}: {pods(old.present)} on the way out"
+        for old in view.olds
+        if old.present and not replicas.get(old.revision)
+    ]
+
+
+def stuck(view: RolloutView, replicas: Mapping[str, Counts]) -> str:
+    """The target failed and nothing is there to fall back on."""
+    return (
+        f"no further in {view.rollout.progress_deadline_seconds} s, and no old revision is there "
+        f"to fall back on: {progress(view, replicas)}"
+    )
+
+
+def falling_back(view: RolloutView, keeper: str, replicas: Mapping[str, Counts]) -> str:
+    target = view.target.revision
+    rest = replicas[target]
+    look = f"; {pods(rest)} of {target} stay to be looked at" if rest else ""
+    return (
+        f"{target} got no further in {view.rollout.progress_deadline_seconds} s; {keeper} keeps "
+        f"serving{look}; change the spec again, or back, to go on"
+    )
+
+
+def leaving(view: RolloutView) -> str:
+    left = [f"{old.revision}: {pods(most(old.present, old.wanted))}" for old in view.olds]
+    return f"{view.target.revision} waits until old pods are gone ({', '.join(left)})"
+
+
+def fencing(view: RolloutView, serving: Iterable[str]) -> str:
+    stay = tuple(serving)
+    return (
+        f"{view.target.revision} waits for routers to stay with {', '.join(stay)} "
+        f"({_told(view, stay)} do)"
+    )
+
+
+def switching(view: RolloutView, olds: Iterable[str]) -> str:
+    target = view.target.revision
+    return (
+        f"routers switch to {target} ({_told(view, (target,))} have); "
+        f"{', '.join(olds)} leaves when all have and {target} is wholly ready"
+    )
+
+
+def _told(view: RolloutView, serving: tuple[str, ...]) -> str:
+    told = sum(1 for reported in view.routers if reported == serving)
+    return f"{told} of {len(view.routers)}"
+
+
+def _both(counts: Counts) -> str:
+    return f"{counts.prefill} and {counts.decode}"
