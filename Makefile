@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+JOBS   ?= 3
 RUNS   ?= 200
 # Schedules that `simulate` runs.
 N      ?= 100000

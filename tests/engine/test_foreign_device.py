@@ -104,7 +104,11 @@ def test_a_core_answers_there_as_on_the_cpu(
 
 @pytest.mark.parametrize(
     ("giver", "taker"),
-    [("foreign", "foreign"), ("foreign", "cpu"), ("cpu", "foreign")],
+    [
+        pytest.param("foreign", "foreign", marks=pytest.mark.slow),
+        ("foreign", "cpu"),
+        ("cpu", "foreign"),
+    ],
     ids=lambda place: place,
 )
 def test_kv_crosses_from_and_to_it(

@@ -163,6 +163,7 @@ def test_an_engine_that_does_not_fit_is_refused_field_by_field() -> None:
         pair.close()
 
 
+@pytest.mark.slow
 async def test_a_router_pairs_what_differs_in_geometry_only(tmp_path: Path, keys_dir: Path) -> None:
     """Real processes: prefill on two ranks, decode on one, in blocks of another size."""
     toy = save_toy(tmp_path / "toy")

@@ -203,7 +203,8 @@ async def stream_text(served: Served, started: asyncio.Event | None = None) -> s
     return text
 
 
-@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_killed_engine_breaks_no_stream_and_comes_back(served: Served, role: str) -> None:
     expected = await stream_text(served)
     victim = served.core_of(role)
