@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.simulate.calibrate import GRID, PROBE_OUTPUT, PROBE_TOKENS, Round, Work, conclude
+from benchmarks.simulate.calibrate import GRID, Round, Work, conclude
 from benchmarks.simulate.calibration import Calibration, on_paper
 from benchmarks.simulate.check import SCENARIOS, Comparison, page, predict
 from benchmarks.simulate.costs import StepCost
 from benchmarks.simulate.engine import Limits
-from benchmarks.simulate.service import ServiceTimes
+from benchmarks.simulate.service import PROBE_OUTPUT, PROBE_TOKENS, ServiceTimes
 
 PREFILL = StepCost(((1, 0.01), (64, 0.04), (512, 0.2)), 1e-4, 5e-9, 0.0)
 DECODE = StepCost(((1, 0.02), (8, 0.04), (128, 0.1)), 1e-4, 5e-9, 1e-7)

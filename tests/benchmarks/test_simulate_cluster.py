@@ -49,8 +49,8 @@ def test_every_request_ends_once_and_gives_everything_back(
 ) -> None:
     tight = replace(LIMITS, num_blocks=num_blocks)
     requests = traffic(30, 300)
-    pools = [Pool(pods, COST, tight) for pods in (prefill, decode)]
-    simulation = Simulation(Plan(*pools, Overheads(0.003, 0.002, 1e-6), routers=routers))
+    first, second = (Pool(pods, COST, tight) for pods in (prefill, decode))
+    simulation = Simulation(Plan(first, second, Overheads(0.003, 0.002, 1e-6), routers=routers))
     log = simulation.run(requests)
     assert sorted(id(job.request) for job in log.jobs) == sorted(map(id, requests))
     assert log.stranded == 0

@@ -101,15 +101,15 @@ def by_model(asks: list[Ask], limits: Limits) -> Seen:
             engine.received(loads.pop(name)[1])
         shape = engine.begin()
         for row in engine.loads:
-            loads[row.owner] = step + 1 + asks[row.owner].load_steps, row
+            loads[row.owner] = step + 1 + asks[row.owner].load_steps, row  # type: ignore[index]
         engine.loads = []
         seen.tokens.append(shape.tokens if shape else 0)
         if shape is not None:
             result = engine.end()
             for row in result.sampled:
-                seen.first.setdefault(row.owner, step)
+                seen.first.setdefault(row.owner, step)  # type: ignore[arg-type]
             for row in result.finished:
-                seen.ended[row.owner] = step
+                seen.ended[row.owner] = step  # type: ignore[index]
         if len(seen.ended) == len(asks):
             break
     assert engine.free == limits.num_blocks

@@ -53,7 +53,7 @@ def test_no_answer_hangs_on_how_the_work_is_split(model: str, asked: list[Questi
         {"max_num_batched_tokens": 9, "num_blocks": 512},
         {"max_num_batched_tokens": 64, "num_blocks": 24},
     ):
-        core = make_core(model, max_num_seqs=8, **options)
+        core = make_core(model, max_num_seqs=8, **options)  # type: ignore[arg-type]
         requests = [
             core_request(str(i), q.prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True)
             for i, q in enumerate(asked)

@@ -122,7 +122,7 @@ def test_a_status_that_is_not_up_to_date_is_said_to_be_so(item: Any, words: str)
 # --- why --------------------------------------------------------------------------------------
 
 
-def explain(*warnings: Any, **conditions: tuple[str, str, str]) -> why.Explanation:
+def explain(*warnings: Any, **conditions: Any) -> why.Explanation:
     return why.explain(view.service_view(raw(**conditions)), warnings)
 
 

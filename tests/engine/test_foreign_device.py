@@ -90,7 +90,7 @@ def test_a_core_answers_there_as_on_the_cpu(
     ]
     drawn = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "seed": 5, "max_tokens": 4}
     core = make_core(model, async_scheduling=ahead, max_num_batched_tokens=CHUNK, **OPTIONS)
-    assert core.runner.kv_cache.device == DEVICE
+    assert core.runner.kv_cache.device == DEVICE  # type: ignore[attr-defined]
     try:
         foreign_device.device.waits.clear()
         made = run(core, *greedy, request("drawn", asked[0].prompt, **drawn))

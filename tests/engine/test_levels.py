@@ -60,7 +60,7 @@ def test_engines_of_all_levels_exchange_kv(level: CpuLevel, smollm2: str) -> Non
     """Where nothing is packed, too, keys and values are kept as packed engines keep them."""
     core = make_core(smollm2, weight_packing="auto", max_model_len=64, cpu_level=level.word)
     try:
-        assert core.runner.kv_dtype_name == "bfloat16"
+        assert core.runner.kv_dtype_name == "bfloat16"  # type: ignore[attr-defined]
     finally:
         core.close()
 

@@ -171,7 +171,7 @@ def write_gguf(path: Path, architecture: str, tensors: dict[str, torch.Tensor]) 
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         kind = gguf_type(name)
         writer.add_tensor(
-            names.get_name(name, try_suffixes=(".weight", ".bias")),
+            names.get_name(name, try_suffixes=(".weight", ".bias")),  # type: ignore[arg-type]
             gguf.quants.quantize(values, kind),
             raw_dtype=kind,
         )

@@ -254,7 +254,7 @@ def forward(core: EngineCore, size: int, adapters: Sequence[AdapterRows]) -> Ten
         block_tables=np.arange(size)[:, None], num_decodes=size, block_size=16,
     )  # fmt: skip
     inputs = StepInputs(places, zeros, places, zeros, attention, adapters)
-    return core.runner.forward(inputs, [])
+    return core.runner.forward(inputs, [])  # type: ignore[attr-defined]
 
 
 def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Pa
     hidden = {}
     for name, own in (("packed", core), ("plain", plain)):
         own.call("add_lora", [adapter])
-        loras = own.runner.loras
+        loras = own.runner.loras  # type: ignore[attr-defined]
         rows = torch.tensor([1])
         hidden[name] = [forward(own, 3, adapters) for adapters in ((), (loras.rows(1, rows),))]
     without, tuned = hidden["packed"]
@@ -275,7 +275,7 @@ def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Pa
 
 
 def test_nothing_is_packed_unless_the_configuration_allows_it(model: str) -> None:
-    packables = make_exact_core(model).runner.model.packables
+    packables = make_exact_core(model).runner.model.packables  # type: ignore[attr-defined]
     assert not any(packable.linear.packed for packable in packables)
     with pytest.raises(InvalidRequestError, match="weight_packing"):
         make_core(model, weight_packing="int3")

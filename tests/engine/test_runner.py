@@ -298,7 +298,7 @@ def test_the_cache_has_the_size_that_was_asked_for(block_size: int, dtype: str) 
     ],
 )
 def test_packed_models_keep_keys_and_values_in_bfloat16(
-    model: str, settings: dict[str, str], kv_dtype: str
+    model: str, settings: dict[str, Any], kv_dtype: str
 ) -> None:
     config = EngineConfig(model=model, num_blocks=8, **settings)
     runner = ModelRunner(config, resolve_model(model))

@@ -17,7 +17,7 @@ from diptych_engine.scheduling.request import Request, StepResult
 from diptych_kernels.sampling.reference import NARROW, keep_floor
 from diptych_protocol import SamplingParams
 
-GREEDY = {"temperature": 0.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 
 def request(

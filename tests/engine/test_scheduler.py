@@ -66,7 +66,9 @@ def make_request(name: str, prompt: list[int], max_tokens: int, **kwargs: object
     )
 
 
-def make_scheduler(num_blocks: int, *, seqs: int = 8, budget: int = 8, cache: bool = True):
+def make_scheduler(
+    num_blocks: int, *, seqs: int = 8, budget: int = 8, cache: bool = True
+) -> Scheduler:
     return Scheduler(BlockPool(num_blocks), BLOCK, seqs, budget, 100, cache)
 
 
@@ -385,8 +387,10 @@ def test_queued_prompt_tokens_follow_what_is_remembered_and_forgotten() -> None:
         (SamplingParams(max_tokens=1), 7, 7, (FinishReason.STOP, None)),
     ],
 )
-def test_what_ends_a_request(params, eos, token, ended) -> None:
-    request = make_request("a", [1, 2], params.max_tokens)
+def test_what_ends_a_request(
+    params: SamplingParams, eos: int, token: int, ended: tuple[FinishReason, int | None] | None
+) -> None:
+    request = make_request("a", [1, 2], params.max_tokens or 0)
     request.params, request.eos_token_id = params, eos
     request.token_ids.append(token)
     assert stop_condition(request, token) == ended

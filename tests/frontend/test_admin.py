@@ -57,7 +57,7 @@ async def test_a_token_of_the_secret_opens(
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    headers = {} if authorization is None else {"authorization": authorization.encode()}
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
     for path in ("/admin/wait", "/nowhere"):
         answer = await http.post(path, headers=headers)
         known = path == "/admin/wait"

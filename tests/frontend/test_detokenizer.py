@@ -96,7 +96,7 @@ def words(*, strip_changes_text: bool = False) -> Tokenizer:
     backend = Backend(models.WordLevel(vocabulary, unk_token="?"))
     steps = [decoders.Metaspace()]
     if strip_changes_text:
-        steps = [decoders.Fuse(), decoders.Replace("aXX", "b")]
+        steps = [decoders.Fuse(), decoders.Replace("aXX", "b")]  # type: ignore[list-item]
     backend.decoder = decoders.Sequence(steps)
     return Tokenizer(backend)
 

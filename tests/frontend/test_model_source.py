@@ -79,7 +79,7 @@ def test_the_packaged_model_is_read_from_its_metadata(model_source: ModelSource)
         num_key_value_heads=3,
         head_dim=64,
         max_position_embeddings=8192,
-        rms_norm_eps=pytest.approx(1e-5),
+        rms_norm_eps=pytest.approx(1e-5),  # type: ignore[arg-type]
         rope_theta=100000.0,
         tie_word_embeddings=True,
         bos_token_id=1,

@@ -51,7 +51,7 @@ def request(name: str = "r-1", user_id: str = "r", **params: Any) -> EngineCoreR
     )
 
 
-def opened(processor: OutputProcessor, made: EngineCoreRequest) -> Collector:
+def opened(processor: OutputProcessor, made: EngineCoreRequest) -> Collector[RequestOutput]:
     collector = Collector()
     processor.add(made, "Hello", collector)
     return collector
@@ -59,7 +59,7 @@ def opened(processor: OutputProcessor, made: EngineCoreRequest) -> Collector:
 
 def opened_family(
     processor: OutputProcessor, made: EngineCoreRequest
-) -> tuple[Collector, list[str]]:
+) -> tuple[Collector[RequestOutput], list[str]]:
     """Collector and internal ids of all n children."""
     collector, parent = Collector(), ParentRequest(made)
     children = [parent.child(index) for index in range(made.params.n)]
@@ -72,7 +72,7 @@ def step(name: str, ids: list[int], **fields: Any) -> EngineCoreOutput:
     return EngineCoreOutput(name, ids, **fields)
 
 
-def taken(collector: Collector) -> RequestOutput:
+def taken(collector: Collector[RequestOutput]) -> RequestOutput:
     output = collector.take()
     assert output is not None
     return output

@@ -48,7 +48,7 @@ was trained with all of them apart."""
 def reference(model_source: ModelSource) -> PreTrainedTokenizerFast:
     """transformers' own reading of the same GGUF file."""
     assert model_source.path is not None
-    return AutoTokenizer.from_pretrained(
+    return AutoTokenizer.from_pretrained(  # type: ignore[return-value]
         model_source.path.parent, gguf_file=model_source.path.name, local_files_only=True
     )
 

@@ -163,7 +163,7 @@ class Answer:
         logprobs: dict[int, list[Any]] = {}
         prompt: list[Any] = []
         for output in outputs:
-            prompt = output.prompt_logprobs or prompt
+            prompt = output.prompt_logprobs or prompt  # type: ignore[assignment]
             for part in output.outputs:
                 index = part.index
                 if kind is not RequestOutputKind.DELTA:
@@ -188,7 +188,7 @@ def message_of(case: Case, panels: Panels) -> EngineCoreRequest:
     fields |= CHANGES.get(case["changes"], {})
     fields["min_tokens"] = min(fields.get("min_tokens", 0), case["max_tokens"])
     if case["form"] is not None:
-        fields["structured_outputs"] = StructuredOutputsParams(**FORMS[case["form"]])
+        fields["structured_outputs"] = StructuredOutputsParams(**FORMS[case["form"]])  # type: ignore[arg-type]
     if case["embeds"]:
         values = torch.randn(
             len(prompt), SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)

@@ -83,7 +83,7 @@ def cache(dtype: torch.dtype) -> torch.Tensor:
 def main() -> None:
     triton.runtime.driver.set_active(HopperThatOnlyCompiles())
     JITFunction.__getitem__ = compile_only
-    paged_attention.num_processors = lambda _: PROCESSORS
+    paged_attention.num_processors = lambda _: PROCESSORS  # type: ignore[assignment]
     x = torch.empty(4, HIDDEN, dtype=torch.bfloat16)
     heads = torch.empty(4, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     rotations = torch.empty(4, 1, HEAD_DIM // 2, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,7 +61,7 @@ def test_decodes_are_computed_as_the_reference_does(bits: int, rows: int, column
     wanted = torch.empty(rows, columns)
     reference.packed_product(x, tiles, wanted, num_decodes=rows)
     # At the middle between two levels either may be taken.
-    near = {"rtol": 1e-4, "atol": 1e-3 * (1 << bits)}
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3 * (1 << bits)}
     torch.testing.assert_close(product(x, tiles, rows), wanted, **near)
 
 

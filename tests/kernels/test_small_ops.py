@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -145,10 +147,10 @@ def test_rope_kv_write_adds_the_bias_then_normalises_heads_then_rotates(
     keys_values = expected[:, query_heads:].view(tokens, 2, kv_heads, dim)
     kv_write(keys_values, expected_cache[:, 1], blocks, offsets)
 
-    rope_kv_write(heads, rotations, cache[:, 1], blocks, offsets, **weights, eps=1e-2)
-    tolerance = {"atol": 2 * TOLERANCE[dtype], "rtol": 2 * TOLERANCE[dtype]}
+    rope_kv_write(heads, rotations, cache[:, 1], blocks, offsets, **weights, eps=1e-2)  # type: ignore[arg-type]
+    tolerance: dict[str, Any] = {"atol": 2 * TOLERANCE[dtype], "rtol": 2 * TOLERANCE[dtype]}
     torch.testing.assert_close(
         heads[:, :query_heads].float(), expected[:, :query_heads], **tolerance
     )
-    coarse = {"atol": 2 * TOLERANCE[kv_dtype], "rtol": 2 * TOLERANCE[kv_dtype]}
+    coarse: dict[str, Any] = {"atol": 2 * TOLERANCE[kv_dtype], "rtol": 2 * TOLERANCE[kv_dtype]}
     torch.testing.assert_close(cache, expected_cache, **coarse)

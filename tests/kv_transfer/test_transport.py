@@ -214,7 +214,7 @@ def test_a_fence_ends_every_transfer_before_it_reports_the_loss(ours: Ours, last
     tags = [ours.receive([(i * 8 * MIB, 8 * MIB)]) for i in range(8)]
     ours.transport.receive_blocks(ours.peer, "never sent", 3, ours.buffers([(0, 1)]))
     ours.transport.send_blocks(ours.peer, "never fetched", 4, ours.buffers([(0, 1)]))
-    wait_until(lambda: ours.memory.any(), ours)
+    wait_until(lambda: bool(ours.memory.any()), ours)
     ours.transport.fence(ours.peer)
     ours.expect(PeerLost)
     seen = [event for event in ours.events if isinstance(event, TransferEnded)]
@@ -241,7 +241,7 @@ def test_a_peer_killed_in_mid_transfer_is_lost_and_its_transfers_have_ended(
     try:
         tags = [ours.receive([(i * 8 * MIB, 8 * MIB)]) for i in range(8)]
         ours.transport.receive_blocks(ours.peer, "never sent", 3, ours.buffers([(0, 1)]))
-        wait_until(lambda: ours.memory.any(), ours)
+        wait_until(lambda: bool(ours.memory.any()), ours)
         mortal.kill()
         ours.expect(PeerLost)
         ended = {event.key for event in ours.events if isinstance(event, TransferEnded)}
@@ -256,7 +256,7 @@ def test_a_stopped_peer_holds_up_nobody_and_cannot_write_after_its_fence(
     ours = Ours(mortal)
     try:
         ours.receive([(0, MEMORY_BYTES // 2)])
-        wait_until(lambda: ours.memory.any(), ours)
+        wait_until(lambda: bool(ours.memory.any()), ours)
         os.kill(mortal.process.pid, signal.SIGSTOP)
         ours.transport.receive_blocks(ours.peer, "stuck", 3, ours.buffers([(0, 1)]))
         stopped, ours.peer = ours.peer, ours.connect(lasting.port)

@@ -56,7 +56,7 @@ def test_an_image_that_a_service_names_wins() -> None:
 @pytest.mark.parametrize("part", ["engine", "router"])
 def test_an_empty_image_is_one_that_is_left_out(part: str) -> None:
     """Helm charts and kustomizations of others write such."""
-    assert service(**{part: {"image": ""}}) == service()
+    assert service(**{part: {"image": ""}}) == service()  # type: ignore[arg-type]
 
 
 def test_another_default_for_engines_is_a_new_revision() -> None:

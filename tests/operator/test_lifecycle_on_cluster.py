@@ -161,7 +161,7 @@ def test_a_second_rotation_in_the_midst_of_one_keeps_what_engines_hold(home: Hom
         rotate = {"metadata": {"annotations": {ROTATE_ANNOTATION: value}}}
         before = _router_keys(namespace, "twice")[0]
         namespace.merge("InferenceService", "twice", rotate)
-        until("routers turn", lambda past=before: _router_keys(namespace, "twice")[0] != past)
+        until("routers turn", lambda past=before: _router_keys(namespace, "twice")[0] != past)  # type: ignore[misc]
         assert _router_keys(namespace, "twice")[1] == first
     _served(namespace, "twice")
     last = _router_keys(namespace, "twice")[0]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from diptych_operator.api.names import REVISION_LABEL, ROLE_LABEL
+from diptych_operator.counts import Counts
 from diptych_operator.status.observed import (
-    Counts,
     DeploymentView,
     PodView,
     deployment_view,
@@ -41,7 +41,12 @@ def deployment(
     }  # fmt: skip
 
 
-WHOLE = {"replicas": 2, "updatedReplicas": 2, "readyReplicas": 2, "availableReplicas": 2}
+WHOLE: dict[str, Any] = {
+    "replicas": 2,
+    "updatedReplicas": 2,
+    "readyReplicas": 2,
+    "availableReplicas": 2,
+}
 
 
 def test_a_whole_deployment() -> None:

@@ -58,7 +58,8 @@ class Cluster:
 
     def scaler(self, name: str) -> Object:
         return until(
-            f"there is a PoolScaler {name}", lambda: self.namespace.get("PoolScaler", name)
+            f"there is a PoolScaler {name}",
+            lambda: self.namespace.get("PoolScaler", name),  # type: ignore[arg-type, return-value]
         )
 
     def scale(self, name: str, replicas: int) -> None:

@@ -223,7 +223,7 @@ def test_engines_do_not_wait_for_routers_to_hold_what_is_lost() -> None:
 def canary(revision: str, *, ok: bool = True) -> CanaryReport:
     return CanaryReport(
         prefill="p", decode="d", ok=ok, revision=revision, unix_time=1.0,
-        **({} if ok else {"error": "no way"}),
+        **({} if ok else {"error": "no way"}),  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def pod(role: str, number: int = 0, revision: str = NEW, **rest: Any) -> PodView
     """A ready pod, unless `rest` says otherwise."""
     revision = "" if role == "router" else revision
     name = f"{role[0]}{number}" if revision in ("", NEW) else f"{role[0]}{number}-old"
-    return PodView(name, role, revision, **{"phase": "Running", "ready": True, "terminating": False}
-                   | rest)  # fmt: skip
+    ready: dict[str, Any] = {"phase": "Running", "ready": True, "terminating": False}
+    return PodView(name, role, revision, **ready | rest)
 
 
 def failing(role: str, number: int = 0, revision: str = NEW, words: str = "no model") -> PodView:
@@ -82,7 +82,12 @@ def canary(revision: str = NEW, at: float = 1e9, **rest: Any) -> CanaryReport:
     return CanaryReport(revision=revision, unix_time=at, **fields | rest)
 
 
-BROKEN = {"ok": False, "error": "no route to 10.0.0.7:5558", "blocks": 0, "bytes": 0}
+BROKEN: dict[str, Any] = {
+    "ok": False,
+    "error": "no route to 10.0.0.7:5558",
+    "blocks": 0,
+    "bytes": 0,
+}
 
 
 def router(

@@ -43,10 +43,10 @@ OUTPUTS_FIELDS = """
 """
 
 
-def make_request(**kwargs: object) -> EngineCoreRequest:
+def make_request(**kwargs: Any) -> EngineCoreRequest:
     return EngineCoreRequest(
         "r", [1, 2], None, SamplingParams(max_tokens=3), None, 2, 1.5, None, None, None, **kwargs
-    )  # type: ignore[arg-type]
+    )
 
 
 FIELDS = {

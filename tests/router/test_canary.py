@@ -16,6 +16,7 @@ from diptych_router.canary import (
     complaint,
     prompt_length,
 )
+from diptych_router.policy import Role
 
 FINISHED = FinishReason.LENGTH
 
@@ -102,7 +103,9 @@ def test_the_back_off_grows_to_a_limit() -> None:
     ],
     1,
 )
-def test_whoever_can_be_proven_is_proven_in_the_end_and_nobody_else(specs, duration) -> None:
+def test_whoever_can_be_proven_is_proven_in_the_end_and_nobody_else(
+    specs: list[tuple[Role, str, bool]], duration: int
+) -> None:
     """Engines are sound or broken; a trial takes some ticks, and works if both are sound."""
     engines = [Candidate(str(i), role, kind, 0) for i, (role, kind, _) in enumerate(specs)]
     sound = {str(i) for i, (_, _, ok) in enumerate(specs) if ok}

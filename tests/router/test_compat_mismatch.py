@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine_kit.fake_core import FakeCore
-from service_kit import free_port
+from free_ports import free_port
 
 from diptych_protocol import EngineDescription, RouterConfig
 from diptych_router.compat_mismatch import compat_mismatch

@@ -28,6 +28,7 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
+from diptych_router.policy import Role
 from diptych_router.pool_client import PoolClient
 
 REQUESTS = 20
@@ -42,7 +43,7 @@ async def app(smollm2: str) -> AsyncIterator[Any]:
     renderer = TextRenderer(source)
     limit = source.config.max_position_embeddings
     inputs = InputProcessor(renderer, max_model_len=limit, vocab_size=source.config.vocab_size)
-    ports = {"prefill": free_port(), "decode": free_port()}
+    ports: dict[Role, int] = {"prefill": free_port(), "decode": free_port()}
     with engines("benchmarks.instant_core", list(ports.values())):
         client = PoolClient(
             RouterConfig(model=smollm2, served_name="smollm2", verify="off"),

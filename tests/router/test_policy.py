@@ -32,7 +32,11 @@ def decide_prefill(prefill: Sequence[EngineView], decode: Sequence[EngineView]) 
     return choose(POLICY, RequestView(prefill_only=True), Snapshot(prefill, decode))
 
 
-def views(*specs: tuple[str, str, int]) -> list[EngineView]:
+Spec = tuple[str, str, int]
+"""Key, fingerprint and load."""
+
+
+def views(*specs: Spec) -> list[EngineView]:
     return [EngineView(*spec) for spec in specs]
 
 
@@ -55,7 +59,9 @@ def views(*specs: tuple[str, str, int]) -> list[EngineView]:
         "no fit",
     ],
 )
-def test_the_least_loaded_pair_that_fits_together(prefill, decode, expected) -> None:
+def test_the_least_loaded_pair_that_fits_together(
+    prefill: list[Spec], decode: list[Spec], expected: tuple[str | None, str]
+) -> None:
     decision = decide(views(*prefill), views(*decode))
     assert decision is not None
     assert (decision.prefill, decision.decode) == expected
@@ -83,7 +89,9 @@ def test_a_decision_says_why_there_is_no_pair() -> None:
     ],
     ids=["freest prefill, whatever fits", "no decode needed", "no prefill"],
 )
-def test_what_ends_with_its_prefill_goes_to_one_engine(prefill, decode, expected) -> None:
+def test_what_ends_with_its_prefill_goes_to_one_engine(
+    prefill: list[Spec], decode: list[Spec], expected: tuple[str | None, str]
+) -> None:
     decision = decide_prefill(views(*prefill), views(*decode))
     assert decision is not None
     assert (decision.prefill, decision.decode) == expected

@@ -110,7 +110,7 @@ async def test_a_draining_engine_hands_its_streams_to_its_twin(
         assert after.prompt_tokens_computed == before.prompt_tokens_computed, "KV came over"
         assert after.remote_kv_tokens > before.remote_kv_tokens
         await leaving.refresh_stats()
-        await eventually(lambda: leaving.stats.kv_transfer.leases_held == 0)  # type: ignore
+        await eventually(lambda: leaving.stats.kv_transfer.leases_held == 0)
         assert leaving.stats.num_running == 0
         assert leaving.open_tokens == twin.open_tokens == 0
         output = await generate(client, "Anybody new?")

@@ -23,7 +23,7 @@ from model_kit.questions import COUNTING, DEMO, WHOLE
 from waits import PATIENCE_S, wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
-FRANCE = [{"role": "user", "content": WHOLE.words}]
+FRANCE: Any = [{"role": "user", "content": WHOLE.words}]
 LONG = "Write a long story about a lighthouse keeper and the sea."
 
 

@@ -34,7 +34,17 @@ def test_whoever_listens_elsewhere_has_a_key_and_its_own_commands_know_it(tmp_pa
     file.write_text(SERVICE)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "NO_COLOR": "1"}
     program, port = Path(sys.executable).parent / "diptych", free_port()
-    command = [program, "up", file, "--port", str(port), "--host", "0.0.0.0", "--tls", CERTIFICATE]
+    command: list[str | Path] = [
+        program,
+        "up",
+        file,
+        "--port",
+        str(port),
+        "--host",
+        "0.0.0.0",
+        "--tls",
+        CERTIFICATE,
+    ]
     with output.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 

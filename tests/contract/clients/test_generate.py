@@ -74,7 +74,10 @@ async def client(engine: AsyncLLM) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client, straight into the app."""
     http = httpx.AsyncClient(transport=httpx.ASGITransport(build_app(engine)))
     async with openai.AsyncOpenAI(
-        base_url="http://test/v1", api_key="none", max_retries=0, http_client=http
+        base_url="http://test/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=http,  # type: ignore[arg-type]
     ) as client:
         yield client
 

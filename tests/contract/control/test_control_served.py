@@ -259,7 +259,7 @@ async def test_the_admin_port_resets_profiles_and_rejects(admin: httpx.AsyncClie
     [file] = (await post("stop_profile"))["files"]
     assert json.loads(Path(file).read_text())["traceEvents"]
     Path(file).unlink()
-    lease = {
+    lease: dict[str, Any] = {
         "do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]],
         "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": 20,
         "remote_request_id": "r", "lease_id": "ab" * 16, "epoch": "e", "compat": "c",

@@ -292,6 +292,6 @@ def test_contract_L10_the_synchronous_engine_has_the_same_adapters(
 def test_contract_L11_a_function_sees_the_model(folder: Path) -> None:
     engine = LLMEngine(EngineConfig(str(folder / "base"), num_blocks=64, num_threads=1))
     count = sum(tensor.numel() for tensor in random_tensors(0).values())
-    assert engine.apply_model(lambda model: sum(p.numel() for p in model.parameters())) == [count]
+    assert engine.apply_model(lambda model: sum(p.numel() for p in model.parameters())) == [count]  # type: ignore[attr-defined]
     assert engine.collective_rpc("rank") == [0]
     engine.shutdown()

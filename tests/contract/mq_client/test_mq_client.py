@@ -289,7 +289,7 @@ async def test_contract_Q17_getters_tell_what_the_client_was_made_of(
     assert await client.get_vllm_config() is CONFIG
     assert await client.get_model_config() is client.model_config
     assert await client.get_input_preprocessor() is client.input_processor
-    assert await client.get_decoding_config() is None
+    assert await client.get_decoding_config() is None  # type: ignore[func-returns-value]
     assert await client.is_tracing_enabled() is False
     with pytest.raises(InvalidRequestError, match="token ids"):
         await client.get_tokenizer(LoRARequest("name", 3, "/somewhere"))

@@ -130,12 +130,12 @@ def test_key_value_heads_fewer_than_ranks_are_held_by_several() -> None:
 
 
 def test_contract_C24_a_call_reaches_every_rank_in_order(pair: EngineCore) -> None:
-    pair.runner.worker_methods["local_only"] = os.getpid
+    pair.runner.worker_methods["local_only"] = os.getpid  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequestError, match="no worker method"):
         pair.runner.collective_rpc("nonsense")
     with pytest.raises((InvalidRequestError, UtilityError), match="rank 1: no worker method"):
         pair.runner.collective_rpc("local_only")
-    del pair.runner.worker_methods["local_only"]
+    del pair.runner.worker_methods["local_only"]  # type: ignore[attr-defined]
     assert pair.runner.collective_rpc("rank") == [0, 1]
     assert pair.runner.collective_rpc("execute_dummy_batch") == [None, None]
     assert answers(pair), "the group is still in step"
@@ -176,7 +176,7 @@ def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {victim}\) was killed by sig"):
             core.start_step()
-        [(descriptor, react)] = core.runner.watched.items()
+        [(descriptor, react)] = core.runner.watched.items()  # type: ignore[attr-defined]
         assert select.select([descriptor], [], [], PATIENCE_S)[0], "an idle core notices too"
         with pytest.raises(EngineDeadError, match="rank 1"):
             react()

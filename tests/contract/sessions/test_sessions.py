@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from engine_kit.toy_engine import (
@@ -34,7 +36,7 @@ LIMITS = EngineDescription(
 )  # fmt: skip
 
 
-def message(prompt: list[int] | None, max_tokens: int = 1, **changes: object) -> EngineCoreRequest:
+def message(prompt: list[int] | None, max_tokens: int = 1, **changes: Any) -> EngineCoreRequest:
     made = EngineCoreRequest(
         "session", prompt, None, SamplingParams(max_tokens=max_tokens), None, None, 0.0,
         None, None, None, resumable=prompt is not None,
@@ -42,7 +44,9 @@ def message(prompt: list[int] | None, max_tokens: int = 1, **changes: object) ->
     return msgspec.structs.replace(made, **changes)
 
 
-def open_session(scheduler: Scheduler, prompt: list[int], name: str = "session", n: int = 1):
+def open_session(
+    scheduler: Scheduler, prompt: list[int], name: str = "session", n: int = 1
+) -> Request:
     session = make_request(name, prompt, n, resumable=True)
     scheduler.add(session)
     return session
@@ -186,7 +190,7 @@ def test_contract_B09_the_end_of_a_prompt_that_is_being_answered_ends_with_the_a
     ],
 )
 def test_contract_B09_a_bad_piece_ends_the_session_and_frees_its_blocks(
-    changes: dict[str, object], word: str
+    changes: dict[str, Any], word: str
 ) -> None:
     scheduler, runner = make_scheduler(16), ToyRunner()
     session = open_session(scheduler, [1] * 4)
@@ -217,7 +221,7 @@ def test_contract_B09_a_piece_before_the_answer_to_the_last_ends_the_session() -
         {"sampling_params": SamplingParams(extra_args={"kv_transfer_params": {}})},
     ],
 )
-def test_contract_B09_the_core_refuses_what_no_session_can_do(changes: dict[str, object]) -> None:
+def test_contract_B09_the_core_refuses_what_no_session_can_do(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
         check_piece(message([1], **changes), LIMITS)
 

@@ -43,7 +43,7 @@ EXAMPLES = settings(max_examples=max(15, -(-MANY // (FORMS * BATCH))))
 CONFIG = EngineConfig(
     DUMMY, num_blocks=64, num_threads=1, max_num_seqs=16, max_model_len=16, max_loras=1
 )
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2, 3], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/embeddings": {"input": [1, 2, 3]},

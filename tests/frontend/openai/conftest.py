@@ -74,13 +74,13 @@ class EchoEngine(WithoutControl):
         self.left_early: list[str] = []
         self.rejected: list[tuple[str, dict[str, Any]]] = []
 
-    model_name = "echo"  # type: ignore[assignment]
-    max_model_len = 2048  # type: ignore[assignment]
-    is_running = True  # type: ignore[assignment]
-    errored = False  # type: ignore[assignment]
-    dead_error = RuntimeError("alive")  # type: ignore[assignment]
+    model_name = "echo"
+    max_model_len = 2048
+    is_running = True
+    errored = False
+    dead_error = RuntimeError("alive")
 
-    async def generate(  # type: ignore[override]
+    async def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -110,7 +110,7 @@ class EchoEngine(WithoutControl):
     async def _outputs(
         self, prompt: list[int], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput, None]:
-        sequences = [Sequence(self.renderer, prompt, params, i) for i in range(params.n)]
+        sequences = [Sequence(self.renderer, prompt, params, i) for i in range(params.n)]  # type: ignore[arg-type]
         delta = params.output_kind is RequestOutputKind.DELTA
         steps = 0
         while not all(s.finish_reason for s in sequences):

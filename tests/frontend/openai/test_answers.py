@@ -292,7 +292,7 @@ async def test_access_logs_carry_the_request_id(
 ) -> None:
     caplog.set_level("INFO", logger="diptych.access")
     for style in ("off", "plain", "json"):
-        app = build_app(engine, access_log=style)  # type: ignore[arg-type]
+        app = build_app(engine, access_log=style)
         async with serve(app) as url, httpx.AsyncClient(base_url=url) as client:
             await client.get("/version", headers={"X-Request-Id": style})
     plain, as_json = [r.getMessage() for r in caplog.records if r.name == "diptych.access"]

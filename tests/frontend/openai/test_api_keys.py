@@ -65,7 +65,7 @@ def bearer(key: str, scheme: str = "Bearer") -> dict[str, str]:
 async def test_nobody_gets_in_without_a_key(
     engine: Any, folder: Path, headers: dict[str, str]
 ) -> None:
-    raw = {name: value.encode("latin-1") for name, value in headers.items()}
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     async with client(build_app(engine, api_keys=ApiKeys(folder))) as http:
         answers = [
             await http.get("/v1/models", headers=raw),

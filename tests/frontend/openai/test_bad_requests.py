@@ -220,7 +220,7 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-FIELDS = sorted({name for _, changes in CASES for name in changes})
+FIELDS = sorted({name for _, changes in CASES for name in changes})  # type: ignore[attr-defined]
 
 
 @settings(max_examples=200)

@@ -135,7 +135,9 @@ async def test_a_reader_that_stopped_leaves_no_socket_behind(
     async with serve(build_app(engine)) as url:
         address = httpx.URL(url)
         transport, _ = await asyncio.get_running_loop().create_connection(
-            asyncio.Protocol, address.host, address.port
+            asyncio.Protocol,
+            address.host,
+            address.port,  # type: ignore[arg-type]
         )
         transport.pause_reading()
         body = b'{"model":"echo","prompt":"a","max_tokens":1000000000,"stream":true,"n":100}'

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
-CHAT = [{"role": "user", "content": "Say something about the sea."}]
+CHAT: Any = [{"role": "user", "content": "Say something about the sea."}]
 PROMPT = "Once upon a time there was"
 
 

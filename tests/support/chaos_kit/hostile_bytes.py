@@ -108,7 +108,7 @@ def pester_hinge(address: tuple[str, int], key: HingeKey, rng: random.Random, co
                     _say_something(transport, peer, rng)
                     count -= 1
                 if not _is_answered(transport, peer, f"{rng.getrandbits(128):032x}"):
-                    peer, cuts = None, cuts + 1
+                    peer, cuts = None, cuts + 1  # type: ignore[assignment]
     finally:
         transport.close()
     return cuts

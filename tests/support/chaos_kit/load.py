@@ -160,7 +160,7 @@ class Load:
 
     async def _leave_soon(self, first: object) -> None:
         """Hang up before the first token, or at about that time."""
-        task = asyncio.ensure_future(first)  # type: ignore[call-overload]
+        task = asyncio.ensure_future(first)
         await asyncio.wait((task,), timeout=self._rng.random() * 0.02)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -200,7 +200,7 @@ class Namespace:
 
     def degraded(self, name: str, reason: str, seconds: float = SOON_S) -> str:
         """What Degraded says once its reason is the given one."""
-        return until(
+        return until(  # type: ignore[return-value]
             f"{name} is Degraded with {reason}",
             lambda: (
                 (told := self.condition(name, "Degraded")).get("reason") == reason

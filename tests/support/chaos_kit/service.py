@@ -186,9 +186,9 @@ class Service:
         return [engine for engine in self.engines if engine.role == role]
 
     def open_router(self) -> PoolClient:
-        addresses = (",".join(e.address for e in self.of(role)) for role in ("prefill", "decode"))
+        prefill, decode = (",".join(e.address for e in self.of(r)) for r in ("prefill", "decode"))
         self.router = make_router(
-            self.model, *addresses, lambda: [read_keys(self.folder)], hold_seconds=HOLD_S
+            self.model, prefill, decode, lambda: [read_keys(self.folder)], hold_seconds=HOLD_S
         )
         self.router.start()
         return self.router

@@ -59,13 +59,13 @@ device = Device()
 class ForeignTensor(Tensor):
     """A tensor of that device."""
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
     """Its values."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> ForeignTensor:
         with torch.inference_mode(False):  # a view of a tensor from outside is none of inference
-            made: ForeignTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: ForeignTensor = torch.Tensor._make_wrapper_subclass(
                 cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
                 dtype=inner.dtype, device=DEVICE,
             )  # fmt: skip
@@ -85,11 +85,11 @@ class ForeignTensor(Tensor):
         """For Triton's interpreter, which copies it there and back."""
         return self.inner.untyped_storage()
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ForeignTensor{tuple(self.shape)}"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})

@@ -115,8 +115,10 @@ class Engine:
         scheduler = self.core.scheduler
         scheduler.pool.check_integrity()
         stats = self.hinge
-        held = (scheduler.requests, scheduler.loading, scheduler.leased, stats.leases_held)
-        held = (*held, stats.staging_bytes)
+        held = (
+            scheduler.requests, scheduler.loading, scheduler.leased,
+            stats.leases_held, stats.staging_bytes,
+        )  # fmt: skip
         return scheduler.pool.num_free == scheduler.pool.num_blocks and not any(held)
 
     @property

@@ -26,6 +26,7 @@ def run(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
     outputs: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
+            assert isinstance(output, RequestOutput)
             outputs.setdefault(output.request_id, []).append(output)
     assert engine.get_num_unfinished_requests() == 0
     return outputs

@@ -28,7 +28,7 @@ FAMILIES = {
 }
 
 
-def config(**options: bool | int) -> ModelConfig:
+def config(**options: Any) -> ModelConfig:
     return ModelConfig(
         architecture="llama", vocab_size=50, hidden_size=24, intermediate_size=40,
         num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=12,
@@ -39,7 +39,7 @@ def config(**options: bool | int) -> ModelConfig:
 def make_model(model_config: ModelConfig, device: torch.device, positions: int) -> CausalLM:
     torch.manual_seed(0)
     model = build_model(model_config, positions, torch.float32, device)
-    for tensor in model.parameters():
+    for tensor in dict(model.named_parameters()).values():
         tensor.copy_(torch.randn(tensor.shape) / tensor.shape[0] ** 0.5)
     return model
 
