@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ HANGS_S = 600.0
 async def test_a_hanging_engine_gets_no_more_requests_while_there_are_others(
     smollm2: str, keys_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    support = Path(worker_extension.__file__).parent
-    monkeypatch.setenv("PYTHONPATH", str(support))  # for the engines
+    support = Path(worker_extension.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)  # for the engines
     monkeypatch.setattr(engine_link, "SILENT_S", 1.0)
     names = ("prefill-0", "decode-0", "decode-1")
     configs = [

@@ -14,6 +14,7 @@ from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineDeadError,
     FinishReason,
     InvalidRequestError,
     ReconfigureDistributedRequest,
@@ -126,11 +127,12 @@ class Resizer:
         """Let a core end that has nothing left to do."""
         member.dismissed = True
         try:
-            await member.client.call(
-                "reinitialize_distributed",
-                _reconfigure(size, ReconfigureRankType.SHUTDOWN_CURRENT_RANK),
-                timeout_s=EXIT_TIMEOUT_S,
-            )
+            with contextlib.suppress(EngineDeadError):  # it may be gone before its answer has come
+                await member.client.call(
+                    "reinitialize_distributed",
+                    _reconfigure(size, ReconfigureRankType.SHUTDOWN_CURRENT_RANK),
+                    timeout_s=EXIT_TIMEOUT_S,
+                )
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 await member.process.wait()
         except (DiptychError, TimeoutError) as exc:
