@@ -50,19 +50,18 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md
 	$(BIN)/python tests/simulation/explore.py $(if $(SEED),--seed $(SEED),--count $(N) $(if $(FIRST),--first $(FIRST)))
 
-lint: $(VENV)/.test ## style, types, the arrows between the rooms, links, workflows, scripts and Dockerfiles
+lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, scripts and Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/actionlint .github/workflows/*.yml
 	! [ -x $(BIN)/shellcheck ] || $(BIN)/shellcheck .ci/run .github/*.sh e2e/kind/*.sh
 	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
 	$(MAKE) audit
 
 OSV := https://api.osv.dev/v1
-docs: $(VENV)/.test ## the site, into build/site; a dead link is an error
+docs: $(VENV)/.test ## the site, into build/site; a link or a path that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 audit: $(VENV)/.test ## known weaknesses of the locked dependencies, where OSV's database can be reached

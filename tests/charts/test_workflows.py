@@ -25,10 +25,16 @@ CI_RUN = (ROOT / ".ci" / "run").read_text()
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 OWNER = "SomeBody"
 NEEDS_A_RUNNER = re.compile(
-    r"\b(docker|kind|kubectl) |^helm (registry|push)|e2e/kind/(up|smoke)\.sh", re.M
+    r"\b(docker|kind|kubectl) |^helm (registry|push)|mkdocs gh-deploy|e2e/kind/(up|smoke)\.sh", re.M
 )
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 TIMEOUT_S = 120
+WRITES = {
+    ("release.yml", "image"): {"packages"},
+    ("release.yml", "publish"): {"packages"},
+    ("docs.yml", "site"): {"contents"},
+}
+"""What a job may write to, by workflow and name."""
 
 
 def load(name: str) -> dict[Any, Any]:
@@ -91,9 +97,8 @@ def test_every_job_ends_in_time_and_may_little(workflow: str) -> None:
     loaded = load(workflow)
     assert loaded["permissions"] == {"contents": "read"}
     for name, job in loaded["jobs"].items():
-        publishes = workflow == "release.yml" and name in ("image", "publish")
         writes = {w for w, right in job.get("permissions", {}).items() if right == "write"}
-        assert writes == ({"packages"} if publishes else set())
+        assert writes == WRITES.get((workflow, name), set())
         assert job["timeout-minutes"] <= 90
         assert "latest" not in job["runs-on"]
 
