@@ -16,7 +16,7 @@ class Record:
     """One system, measured once in one case."""
 
     case: str
-    """Such as `128/4`: its parts are the scenario's affair."""
+    """Name of the case, such as `128/4`; what its parts mean is up to the scenario."""
     system: str
     repetition: int
     figures: dict[str, float]
@@ -24,7 +24,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of several values of one figure."""
+    """The median and the range of several values of one figure."""
 
     median: float
     low: float

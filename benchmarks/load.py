@@ -32,9 +32,9 @@ class Load:
     prompt_tokens: int
     output_tokens: int = 64
     shared_tokens: int = 0
-    """So many tokens at the beginning are the same in all prompts."""
+    """Number of tokens at the beginning that are the same in all prompts."""
     requests: int = 0
-    """Of all users together; 0: one of each."""
+    """Number of requests of all users together; 0: one for each user."""
 
     @property
     def num_requests(self) -> int:
@@ -42,7 +42,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts and answers."""
+        """Number of tokens of all prompts and answers."""
         return self.num_requests * (self.prompt_tokens + self.output_tokens)
 
 

@@ -41,7 +41,7 @@ class Figures:
     """From the first service added in this round to the status of the last."""
     rss_mib: float
     cpu_percent_at_rest: float
-    """Of one core."""
+    """CPU time at rest, in percent of one core."""
     requests_per_hour_at_rest: float
     """Without watches: leases and whatever else the operator sends."""
     requests_per_service: float

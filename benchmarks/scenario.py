@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 WARM_UP = (Load(1, 16, 8, requests=2), Load(4, 128, 8))
 PATIENCE_S = 20
-"""A system that took longer in a case is not measured in it again."""
+"""A system that took more than this many seconds for a case is not measured in that case again."""
 LIMIT_S = 120
-"""A case that would take a system longer is left out for it."""
+"""A case that would take a system more than this many seconds is left out for that system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class Panel:
     x: str
     y: str
     cases: str = ""
-    """Only those that begin so."""
+    """Only cases whose names begin with this are plotted."""
     logarithmic: bool = True
-    """Of both axes."""
+    """Whether both axes are logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,10 @@ class Scenario:
     columns: tuple[Column, ...]
     run: Callable[[Options, Reporter], list[Record]]
     versus: tuple[str, ...] = ()
-    """Figures of which the table of ratios tells."""
+    """The figures that the table of ratios shows."""
     first_is_baseline: bool = False
-    """Ratios are the others' over the first system's, not its over theirs."""
+    """Whether ratios are the figures of the others over those of the first system, instead of the
+    reverse."""
     panels: tuple[Panel, ...] = ()
 
 
@@ -101,7 +102,7 @@ class Reporter:
         self._bar = None
 
     def done(self, record: Record, columns: Sequence[str]) -> None:
-        """One of the total."""
+        """Report that one measurement of the total is done."""
         figures = ", ".join(
             f"{name} {record.figures[name]:.4g}" for name in columns if name in record.figures
         )
@@ -117,7 +118,7 @@ class Reporter:
 
 Item = TypeVar("Item")
 Measure = Callable[[Running, Load, int], Coroutine[None, None, dict[str, float]]]
-"""Of a running system, under a load, with a seed."""
+"""Measures a running system under a load, whose prompts a seed decides; returns figures by name."""
 
 
 async def plain(server: Running, load: Load, seed: int) -> dict[str, float]:
@@ -131,7 +132,7 @@ class Contestant:
 
     server: Running
     tokens_per_s: float = 0.0
-    """Of prompts and answers in the case before; 0: there was none."""
+    """Tokens per second, of prompts and answers, in the case measured last; 0: there was none."""
     slow: set[str] = field(default_factory=set)
     """Cases that took longer than `PATIENCE_S`."""
 
@@ -195,7 +196,8 @@ def compare(
 def _able(
     contestants: Sequence[Contestant], case: str, load: Load, reporter: Reporter
 ) -> list[Contestant]:
-    """Those that get through it in time; a note tells of the others."""
+    """The contestants that are expected to get through a case in time; a note tells of the
+    others."""
     able = []
     for contestant in contestants:
         if contestant.expected_s(load) <= LIMIT_S:
@@ -226,7 +228,7 @@ def _start(stack: ExitStack, systems: Sequence[System], reporter: Reporter) -> l
 
 
 def rotated(items: Sequence[Item], by: int) -> list[Item]:
-    """Each begins in its turn."""
+    """The items, rotated by `by` places, so that each of them begins in turn."""
     by %= max(1, len(items))
     return [*items[by:], *items[:by]]
 

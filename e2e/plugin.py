@@ -31,7 +31,8 @@ class Plugin:
         self._namespace = namespace
 
     def ask(self, question: str, *arguments: str) -> Answer:
-        """Of this checkout, whatever `kubectl-diptych` is on PATH. What it cannot do is raised."""
+        """Run the plugin of this checkout, whatever `kubectl-diptych` is on PATH. Raises
+        `AssertionError` if the plugin fails."""
         command = [sys.executable, "-m", "diptych.kubectl.main", question, *arguments]
         done = subprocess.run(
             [*command, "--namespace", self._namespace],

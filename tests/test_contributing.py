@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PATCHES = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels")
-COPIED = (*PACKAGES, "benchmarks", "tests")
+PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels", "operator")
+COPIED = (*PACKAGES, "benchmarks", "tests", "examples", "crds", "docs")
 
 
 @pytest.fixture
@@ -35,7 +35,8 @@ def patch_of(path: str) -> str:
 
 def attempt(copy: Path, patch: str, command: Sequence[str]) -> str:
     """What a command prints in the patched copy."""
-    subprocess.run(["git", "apply", "-"], cwd=copy, input=patch, text=True, check=True)
+    if patch:
+        subprocess.run(["git", "apply", "-"], cwd=copy, input=patch, text=True, check=True)
     path = os.pathsep.join(str(copy / package) for package in (".", *PACKAGES))
     done = subprocess.run(
         [sys.executable, *command], cwd=copy, env={**os.environ, "PYTHONPATH": path},
@@ -46,7 +47,7 @@ def attempt(copy: Path, patch: str, command: Sequence[str]) -> str:
 
 
 def test_every_patch_is_tried() -> None:
-    assert len(PATCHES) == 2
+    assert len(PATCHES) == 3
 
 
 @pytest.mark.slow
@@ -61,3 +62,29 @@ def test_a_routing_policy_is_one_file(copy: Path) -> None:
     command = ["-m", "benchmarks.simulate", "run", *fleet, "--policy"]
     printed = attempt(copy, patch_of("policies/"), [*command, "fullest_first"])
     assert "TTFT" in printed
+
+
+def test_a_setting_of_the_engine_is_one_field(copy: Path) -> None:
+    attempt(copy, patch_of("engine_settings.py"), ["-m", "diptych_operator.api.crd"])
+    crd = (copy / "crds" / "diptych.dev_inferenceservices.yaml").read_text()
+    assert "maxOutputTokens:" in crd
+    assert "| `maxOutputTokens` |" in (copy / "docs" / "reference.md").read_text()
+    use = """
+from argparse import ArgumentParser
+from diptych_frontend.core_client.engine_args import EngineArgs
+from diptych_operator.api.parse import parse
+from diptych_operator.render.config import engine_config
+from diptych_protocol import InvalidRequestError
+
+text = open("examples/full.yaml").read().replace("16777216", "99")
+service = parse(text)
+print(engine_config(service, service.spec.prefill, "r", "m").max_output_tokens)
+parser = EngineArgs.add_cli_args(ArgumentParser())
+args = EngineArgs.from_cli_args(parser.parse_args(["--model", "m", "--max-output-tokens", "0"]))
+try:
+    args.create_engine_config()
+except InvalidRequestError as error:
+    print(error)
+"""
+    printed = attempt(copy, "", ["-c", use])
+    assert printed == "99\nmax_output_tokens must be between 1 and 16777216, not 0\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 KIB = 1 << 10
 MEMORY_BYTES = 384 << 20
-"""Of either process; larger than the caches."""
+"""Size, in bytes, of the memory of either process; larger than the processor's caches."""
 BLOCK_KIB = (64, 256, 720, 1024)
 """720: sixteen tokens of SmolLM2-135M in float32."""
 COUNTS = (1, 16, 256)

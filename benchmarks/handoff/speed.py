@@ -181,5 +181,5 @@ def summarise(shape: Shape, seconds: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Of sorted values."""
+    """The median, the lowest and the highest of sorted values."""
     return {"median": statistics.median(values), "low": values[0], "high": values[-1]}

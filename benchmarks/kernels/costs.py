@@ -94,7 +94,8 @@ def decode_attention(model: Model, contexts: Iterable[int]) -> Cost:
 
 
 def prefill_attention(model: Model, new: int, prefix: int) -> Cost:
-    """Of `new` tokens after `prefix` ones: two products for each pair of query and key it sees."""
+    """Attention of `new` tokens that follow `prefix` ones: two products for each query and each key
+    that it sees."""
     pairs = new * prefix + new * (new + 1) // 2
     moved = (new + prefix) * model.kv + 2 * new * model.query
     return Cost(moved, 4 * pairs * model.heads * model.head_dim)

@@ -34,14 +34,15 @@ class Batches:
         self._process = process
 
     def seconds(self, load: Load, seed: int) -> float:
-        """Of one batch."""
+        """Seconds that one batch takes."""
         task = {"prompts": prompts(load, seed), "output_tokens": load.output_tokens}
         assert self._process.stdin is not None
         print(json.dumps(task), file=self._process.stdin, flush=True)
         return float(json.loads(self.line())["seconds"])
 
     def line(self) -> str:
-        """The next. Raises `RuntimeError` when the process has ended."""
+        """The next line of the process's output. Raises `RuntimeError` when the process has
+        ended."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return line

@@ -45,7 +45,8 @@ def add_requests(
 
 
 def step(core: EngineCore) -> set[str]:
-    """What the core's loop does between two polls of its sockets; whose tokens came of it."""
+    """Do what the core's loop does between two polls of its sockets. Returns the ids of the
+    requests that got tokens."""
     plan, result = core.start_step()
     core.finish_step(plan, result)
     made = core.take_outputs()
@@ -55,7 +56,7 @@ def step(core: EngineCore) -> set[str]:
 
 
 def prefill(core: EngineCore, request_ids: Iterable[str]) -> None:
-    """Step until each has its first token."""
+    """Run steps until each request has its first token."""
     missing = set(request_ids)
     while missing:
         missing -= step(core)
@@ -68,7 +69,8 @@ def abort(core: EngineCore, request_ids: Iterable[str]) -> None:
 
 
 def decode_steps_ms(core: EngineCore, steps: int) -> list[float]:
-    """Of each of the next steps, whose requests have been prefilled."""
+    """Milliseconds of each of the next steps, in which all requests decode, because they have been
+    prefilled."""
     times = []
     for _ in range(steps):
         started = time.perf_counter()

@@ -20,13 +20,14 @@ SHAPED = (
     "dummy://?num_hidden_layers=30&hidden_size=576&intermediate_size=1536"
     "&num_attention_heads=8&num_key_value_heads=2&head_dim=64&vocab_size=49152"
 )
-"""As SmolLM2-135M, with heads that two ranks can share."""
+"""The shape of SmolLM2-135M, but with heads that two ranks can share."""
 CALLERS, TOKENS = 16, 64
 SIZES = (1, 2)
 
 
 def tensor_parallel(model: str) -> Callable[[int], dict[str, float]]:
-    """Of a number of ranks with a thread each: a decode step of 8 requests."""
+    """A function that measures, for a number of ranks with a thread each, a decode step of 8
+    requests."""
 
     def steps(ranks: int) -> dict[str, float]:
         config = EngineConfig(
@@ -43,7 +44,8 @@ def tensor_parallel(model: str) -> Callable[[int], dict[str, float]]:
 
 
 def data_parallel(model: str, tokens: int) -> Callable[[int], dict[str, float]]:
-    """Of a number of cores with a thread each: output tokens/s of 16 callers."""
+    """A function that measures, for a number of cores with a thread each, the output tokens per
+    second of 16 callers."""
 
     def throughput(cores: int) -> dict[str, float]:
         config = EngineConfig(model=model, num_blocks=4096, num_threads=1, data_parallel_size=cores)
@@ -53,7 +55,7 @@ def data_parallel(model: str, tokens: int) -> Callable[[int], dict[str, float]]:
 
 
 async def tokens_per_s(config: EngineConfig, tokens: int) -> float:
-    """All callers at once, after a round that warms up."""
+    """Output tokens per second of all callers at once, after a round of them as a warm-up."""
     engine = await AsyncLLM.start(config)
     params = SamplingParams(
         temperature=0.0, max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -74,13 +76,13 @@ async def tokens_per_s(config: EngineConfig, tokens: int) -> float:
 
 
 def elastic(model: str) -> dict[str, float]:
-    """Seconds that it takes to get a second core, and to do without it, while callers go on."""
+    """Seconds that it takes to add a second core, and to remove it again, while callers go on."""
     config = EngineConfig(model=model, num_blocks=512, num_threads=1)
     return asyncio.run(grow_and_shrink(config))
 
 
 async def grow_and_shrink(config: EngineConfig) -> dict[str, float]:
-    """Raises `RuntimeError` if an answer suffered."""
+    """What `elastic` measures. Raises `RuntimeError` if an answer was cut short."""
     engine = await AsyncLLM.start(config)
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     short: list[str] = []

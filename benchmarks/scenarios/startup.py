@@ -17,7 +17,7 @@ REQUEST = Load(1, 16, 2)
 
 
 async def first_token_s(url: str, model: str) -> float:
-    """Of the first request."""
+    """Seconds from sending a server its first request to the first token of the answer."""
     [prompt] = prompts(REQUEST, seed=0)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         sample = await stream_completion(client, model, prompt, REQUEST.output_tokens)
@@ -25,7 +25,7 @@ async def first_token_s(url: str, model: str) -> float:
 
 
 def measure(system: System) -> dict[str, float]:
-    """Seconds until it says that it is ready, and until a first token has come."""
+    """Seconds until the system says that it is ready, and until a first token has come."""
     started = time.perf_counter()
     with running(system) as server:
         ready_s = time.perf_counter() - started
@@ -34,7 +34,8 @@ def measure(system: System) -> dict[str, float]:
 
 
 def starts(system: System, reporter: Reporter) -> bool:
-    """Start it once, unmeasured: what was never read is in no cache of the kernel."""
+    """Start a system once without measuring, because files that were never read are not in the
+    kernel's cache. Returns whether it started."""
     try:
         with running(system):
             return True

@@ -33,11 +33,11 @@ from diptych.laptop.pods import DECODE_NICENESS
 
 ANSWER_TIMEOUT_S = 120.0
 HEAD_START_S = 0.05
-"""Until a neighbour computes."""
+"""Seconds to wait until a neighbour computes."""
 KV_TOKEN_S = 45 * 1024 / 13e9
 """45 KiB of float32 KV at 13 GB/s, which results/handoff.md has for 16 blocks and more."""
 CHUNKS = ((1, 0), (16, 0), (64, 0), (128, 0), (256, 0), (512, 0), (512, 512))
-"""Shares of a prompt: (tokens, those before them)."""
+"""Chunks of a prompt: (tokens, tokens of the prompt before them)."""
 DECODES = ((1, 64), (1, 768), (2, 256), (4, 256), (8, 256), (16, 64), (16, 512))
 """Decode rows: (rows, context of each)."""
 MIXED = ((1, 256, 128), (8, 256, 56))
@@ -52,7 +52,7 @@ class Work:
     context: int = 0
     chunk: int = 0
     before: int = 0
-    """Tokens of the same prompt whose KV stands already."""
+    """Number of earlier tokens of the same prompt, whose KV is in the cache already."""
 
     @property
     def shape(self) -> StepShape:
@@ -87,7 +87,7 @@ class Bench:
         return self._ask(None)  # type: ignore[no-any-return]
 
     def seconds(self, work: Work) -> float:
-        """Of one such step."""
+        """Seconds that one such step takes."""
         return float(self._ask(work))
 
     @contextmanager

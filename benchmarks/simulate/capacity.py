@@ -13,7 +13,7 @@ from benchmarks.simulate.workload import Traffic, poisson
 ATTAINED = 0.95
 """Part of the requests that must get what is promised."""
 STEPS = 6
-"""Of the search; each halves what is unknown of the rate."""
+"""Number of steps of the search; each about halves the interval in which the rate may lie."""
 WINDOW = 0.4, 0.85
 """Part of the arrivals that count: before, pods fill up; afterwards, they empty."""
 
@@ -26,7 +26,7 @@ class Workload:
     traffic: Traffic
     objectives: Objectives
     seconds: float = 20.0
-    """Of arrivals: several times as long as a request takes."""
+    """Duration, in seconds, of the arrivals: several times as long as a request takes."""
 
 
 def simulate(plan: Plan, workload: Workload, rate: float, seed: int = 0) -> tuple[Summary, Log]:
@@ -63,14 +63,15 @@ def estimate(plan: Plan, workload: Workload) -> float:
 
 
 def _prompt_seconds(pool: Pool, tokens: float) -> float:
-    """Of a prompt, computed in full steps."""
+    """Seconds that a prompt takes, computed in full steps."""
     budget = pool.limits.max_num_batched_tokens
     full = pool.cost.seconds(StepShape(budget, 1)) / budget
     return tokens * full + pool.cost.pair_s * tokens**2 / 2
 
 
 def _row_seconds(pool: Pool, context: float, tpot_s: float) -> float:
-    """Of one row's share of a step, with as many rows as memory and the promise allow."""
+    """One row's share, in seconds, of a step with as many rows as the memory and the promised
+    `tpot_s` allow."""
     limits = pool.limits
     rows = min(limits.max_num_seqs, int(limits.num_blocks * limits.block_size / context))
 

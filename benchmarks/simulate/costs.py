@@ -23,13 +23,14 @@ class StepShape:
     """What a step computes, as far as its time depends on it."""
 
     tokens: int
-    """Of prompts and decode rows together."""
+    """Number of tokens, of prompts and decode rows together."""
     sampled: int
-    """Rows whose next token is sampled."""
+    """Number of rows whose next token is sampled."""
     pairs: float = 0.0
-    """Of a prompt's token and each token up to it."""
+    """Number of pairs of a prompt's token and a token that it attends to: itself, or one before
+    it."""
     kv_tokens: int = 0
-    """Context of all decode rows."""
+    """Number of tokens in the contexts of all decode rows."""
 
 
 @dataclass(frozen=True, slots=True)

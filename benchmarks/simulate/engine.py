@@ -48,14 +48,14 @@ class Sequence:
     owner: object = None
     """Whatever the caller wants to find again."""
     computed: int = 0
-    """Tokens whose KV stands here; of a decode row: when it became one."""
+    """Number of tokens whose KV is here; for a decode row: the number when it became one."""
     generated: int = 0
-    """Likewise."""
+    """Number of tokens generated here; for a decode row: the number when it became one."""
     blocks: int = 0
     early: int = 0
     """Blocks that were reserved before it came."""
     shared: int = 0
-    """Leading ones of `blocks` that belong to the memory of prefixes."""
+    """Number of the leading ones of `blocks` that belong to the memory of prefixes."""
     row_since: int = -1
     """The step in which it became a decode row; -1: it is none."""
     stays: int = 0
@@ -95,14 +95,15 @@ class EngineModel:
     step: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
-    """Of prompts, that need not be computed because they were remembered."""
+    """Number of prompt tokens that need not be computed, because the prefix cache had them."""
     reserved: int = 0
     """Blocks of requests that are only announced."""
     prefixes: PrefixMemory = field(init=False)
     _due: list[int] = field(init=False)
     """Rows that need a block in steps that leave this remainder modulo the block size."""
     _ends: list[tuple[int, int, Sequence, int]] = field(default_factory=list)
-    """(step, order, row, its stay): when rows have all their tokens."""
+    """(step, order, row, the row's `stays`): a heap of the steps in which rows will have all their
+    tokens."""
     _order: count[int] = field(default_factory=count)
     _chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     """Shares of prompts in the step under way."""
@@ -121,7 +122,7 @@ class EngineModel:
         self.waiting.append(sequence)
 
     def received(self, sequence: Sequence) -> None:
-        """What `remote` stands for is here."""
+        """The KV of the `remote` tokens has arrived."""
         self.reserved -= sequence.early
         sequence.early = 0
         sequence.computed, sequence.remote = min(sequence.remote, sequence.known - 1), 0

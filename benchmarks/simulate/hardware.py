@@ -22,7 +22,7 @@ class Device:
     flop_per_s: float
     memory_bytes: float
     link_bytes_per_s: float
-    """Of one pod's network."""
+    """Bandwidth, in bytes per second, of one pod's network."""
     memory_part: float = 0.85
     flop_part: float = 0.60
     link_part: float = 0.80
@@ -44,7 +44,7 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers, without embeddings and output matrix."""
+        """Number of parameters of all layers, without the embeddings and the output matrix."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
@@ -60,7 +60,7 @@ class Model:
 H200 = Device("H200 (4.8 TB/s, 989 TFLOP/s bf16, 400 Gb/s)", 4.8e12, 989e12, 141e9, 50e9)
 LLAMA_8B = Model("8B (Llama 3 shape, bf16)", 32, 4096, 14336, 32, 8, 128, 128256)
 STEP_S = 0.0008
-"""Of a step beside its kernels: planning and launching."""
+"""Seconds that a step takes besides its kernels: to plan and to launch it."""
 KNOTS = (1, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 
 

@@ -30,10 +30,10 @@ class Log:
     gap_counts: list[int] = field(default_factory=list)
     """How many streams had this gap at this moment."""
     stranded: int = 0
-    """Requests that no engine was left for."""
+    """Number of requests for which no engine was left."""
     preemptions: int = 0
     cached_tokens: int = 0
-    """Of prompts, that engines remembered."""
+    """Number of prompt tokens that engines found in their prefix caches."""
     busy_s: dict[str, float] = field(default_factory=dict)
 
     def saw_gaps(self, now: float, seconds: float, streams: int) -> None:
@@ -59,7 +59,7 @@ class Summary:
     attained: float
     """Part of the requests that got what was promised."""
     goodput_per_s: float
-    """Those requests, a second of the window."""
+    """Number of those requests per second of the window."""
     preemptions: int
 
     def to_dict(self) -> dict[str, object]:

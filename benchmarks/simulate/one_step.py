@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 REPEATS = 3
 LONG_S = 0.1
-"""After so many seconds a step is not repeated."""
+"""A step is not repeated any more after this many seconds in all."""
 
 
 class Stepper:
@@ -38,8 +38,8 @@ class Stepper:
         self._names = itertools.count()
 
     def seconds(self, work: Work) -> float:
-        """Of such a step in which decode rows are known from the one before, and a prompt is new;
-        the median of a few."""
+        """Seconds that such a step takes, as the median of a few runs. The decode rows are known
+        from the step before; the prompt, if there is one, is new."""
         blocks = itertools.count()
         rows = [self._request(work.context, 1, blocks) for _ in range(work.rows)]
         decodes = [ScheduledRequest(row, work.context, 1, samples=True) for row in rows]
@@ -62,8 +62,8 @@ class Stepper:
         return statistics.median(times)
 
     def _request(self, prompt: int, generated: int, blocks: Iterator[int]) -> Request:
-        """With all its tokens known, and blocks for them. What is generated is computed with other
-        weights than what is prompt."""
+        """A request with all its tokens known, and blocks for them. Generated tokens are computed
+        with other weights than tokens of a prompt."""
         tokens = prompt + generated
         count = -(-tokens // self._block_size)
         return Request(

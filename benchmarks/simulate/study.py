@@ -30,11 +30,12 @@ from diptych_router.policies import POLICIES
 SMALL = 20
 """Pods of the sweeps; `scale` shows that a thousand do in proportion."""
 PARTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Of the pods, that prefill."""
+"""Fractions of the pods that prefill."""
 BUDGETS = (512, 2048, 8192)
-"""Tokens a step of aggregated pods."""
+"""Token budgets of a step of aggregated pods."""
 RACK = 16
-"""Of four hundred pods: as many as forty of a thousand."""
+"""Number of pods in a rack of a fleet of four hundred pods; as large a part of it as forty of a
+thousand."""
 LONGEST = 32000
 CHAT = Workload(
     "chat", Traffic(Lengths(500, 0.8, LONGEST), Lengths(300, 0.6, 2000)), Objectives(0.5, 0.02)
@@ -60,7 +61,8 @@ AGENTS = Workload(
     Traffic(Lengths(1500, 0.6, LONGEST), Lengths(200, 0.6, 2000), Sharing(1.0, 2000, 6000, 0.8)),
     Objectives(1.0, 0.02),
 )
-"""Six thousand tokens of instructions and tools, one of two thousand such, before each prompt."""
+"""Before each prompt there are six thousand tokens of instructions and tools: one of two thousand
+different beginnings."""
 
 Row = dict[str, Any]
 
@@ -141,7 +143,7 @@ def with_policy(total: int, rate_a_pod: float, policy: str) -> Row:
 
 
 def rack_fails(part: float, rate: float, total: int, kind: str, load: float) -> Row:
-    """A rack is gone after eight seconds."""
+    """What happens when a rack fails after eight seconds."""
     prefill, decode = split(total, part)
     racks = {
         "prefill": [f"prefill-{n}" for n in range(RACK)],

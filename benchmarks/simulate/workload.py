@@ -21,10 +21,11 @@ class Request:
     prompt: int
     output: int
     prefix: int = -1
-    """Which common beginning its prompt has; -1: none."""
+    """Number of the common prefix that its prompt begins with; -1: none."""
     prefix_tokens: int = 0
     waits: bool = False
-    """It is sent when another one has ended, but not before its arrival; in order."""
+    """It is sent when another request has ended, but not before its arrival; such requests are sent
+    in order."""
 
     @property
     def view(self) -> RequestView:
@@ -38,7 +39,7 @@ class Lengths:
 
     mean: float
     sigma: float = 0.0
-    """Of the logarithm; 0: all are equal."""
+    """Standard deviation of the logarithm of the length; 0: all lengths are equal."""
     most: int = 1 << 17
 
     def draw(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
@@ -63,10 +64,10 @@ class Sharing:
     """Some of the prompts begin with one of a few common prefixes, which are put before them."""
 
     part: float = 0.0
-    """Of the requests."""
+    """Fraction of the requests that begin with a common prefix."""
     groups: int = 1
     tokens: int = 0
-    """Of each common prefix."""
+    """Length, in tokens, of each common prefix."""
     skew: float = 1.0
     """The k-th most popular prefix is asked for in proportion to k to the power of minus this."""
 

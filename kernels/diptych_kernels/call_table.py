@@ -17,7 +17,7 @@ from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 
 MAX_NUMBERS: Final = 20
 WIDTH: Final = 1 + MAX_NUMBERS
-"""Of a row: the kernel's address, then its numbers."""
+"""Length of a row, which holds the kernel's address and then its numbers."""
 
 
 def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
@@ -40,5 +40,5 @@ def run_all(table: NDArray[np.int64], threads: int) -> None:
 
 @remembered
 def run_calls() -> Kernel:
-    """Loaded when it is first needed."""
+    """The kernel that runs a table of calls; loaded when it is first needed."""
     return kernel_of("run_calls", WIDTH)

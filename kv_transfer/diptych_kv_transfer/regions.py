@@ -14,8 +14,8 @@ from diptych_kv_transfer.transports.transport import Buffer
 
 
 class Regions:
-    """All the memory of one engine that takes part in transfers. For one thread, but for
-    `staged_bytes`.
+    """All the memory of one engine that takes part in transfers. Only `staged_bytes` may be used
+    from several threads.
 
     UCX reads and writes blocks in host memory where they are. Blocks on a device are copied to the
     host before they are sent, and what comes for them is staged until it is valid.
@@ -25,7 +25,7 @@ class Regions:
         """
         Args:
             memory: by rank; on the host [num_blocks, bytes of its part of a block], contiguous.
-            layout: of these blocks; None: nothing can be repacked into them.
+            layout: the layout of these blocks; None: nothing can be repacked into them.
 
         Raises `ValueError` for a layout of other blocks, and for blocks on a device without one.
         """
@@ -42,7 +42,7 @@ class Regions:
         self._outgoing: dict[Hashable, Shards] = {}
         """Copies of blocks on a device, by the key of the send."""
         self.block_bytes = sum(found)
-        """Of one block, all ranks."""
+        """Size, in bytes, of one block, over all ranks."""
 
     @property
     def on_device(self) -> bool:
@@ -50,7 +50,8 @@ class Regions:
         return bool(self._devices)
 
     def outgoing(self, key: Hashable, runs: Sequence[range]) -> list[Buffer]:
-        """The bytes of runs of our blocks, of each run every rank's, until `sent` of this key."""
+        """Buffers with the bytes of runs of our blocks: for each run, those of every rank. They are
+        kept until `sent` is called with this key."""
         if not self._devices:
             return _cut(self._shards, runs)
         block_ids = [block for run in runs for block in run]
@@ -71,7 +72,8 @@ class Regions:
         self._outgoing.pop(key, None)
 
     def incoming(self, runs: Sequence[range], staged_for: str | None = None) -> list[Buffer]:
-        """Likewise where blocks are to be written: ours, or those of a request's staging area."""
+        """The buffers that runs of blocks are to be written to: in our own memory, or in a
+        request's staging area."""
         return _cut(self._shards if staged_for is None else self._staged[staged_for][1], runs)
 
     def stage(self, request_id: str, staging: Staging) -> None:
@@ -103,7 +105,7 @@ class Regions:
         return incoming + sum(x.nbytes for shards in list(self._outgoing.values()) for x in shards)
 
     def drop(self, request_id: str) -> int:
-        """Give a request's staging area back, if it has one; its bytes."""
+        """Free a request's staging area, if it has one. Returns its size in bytes."""
         staged = self._staged.pop(request_id, None)
         return 0 if staged is None else staged[0].num_bytes
 

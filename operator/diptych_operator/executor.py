@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 Object = dict[str, Any]
 
 OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND)
-"""Of shared objects. Others are never deleted for not being rendered: an engine's Deployment whose
-revision label somebody took off looks just like that."""
+"""The kinds of shared objects that are deleted once they are no longer rendered. Objects of other
+kinds are never deleted for that reason: an engine's Deployment that has lost its revision label
+would look the same."""
 
 
 class Executor:
@@ -87,7 +88,8 @@ class Executor:
                     await self._children.scale(raw, wanted)
 
     async def _name_the_idlest(self, snapshot: ServiceSnapshot, step: Step) -> None:
-        """Before a pool shrinks, mark its pods with their open work: the idlest goes first."""
+        """Before a pool shrinks, mark its pods with their open work, so that the idlest pod goes
+        first."""
         shrinking = {
             (name, role)
             for name, counts in step.replicas.items()
@@ -131,7 +133,7 @@ class Executor:
             for name, raw in snapshot.children.items()
             if raw["kind"] in OPTIONAL_KINDS and name not in asked_for
         ]
-        # Deployments last: by them a revision is known, should this be cut short.
+        # Deployments last: should this be cut short, a revision is still known by them.
         leaving = sorted(over.values(), key=lambda raw: raw["kind"] == "Deployment")
         await self._children.delete(snapshot.service, [*leaving, *unasked])
         for keys in sorted(snapshot.known_keys() - snapshot.held_keys(without=over)):

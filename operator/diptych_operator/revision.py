@@ -31,11 +31,24 @@ def revision(service: InferenceService) -> str:
     )
 
 
+_COUNTED_AT_THEIR_DEFAULTS = frozenset(
+    {
+        "image", "block_size", "kv_cache_memory", "max_num_seqs", "max_num_batched_tokens",
+        "max_num_waiting", "enable_prefix_caching",
+    }
+)  # fmt: skip
+"""Fields that have always been part of the name, with whatever value."""
+
+
 def _decided(engine: Engine) -> dict[str, object]:
-    """What the spec says of engines. A field that leaves the decision to them may be new to this
-    operator: that an upgrade knows of it must not roll out anything."""
-    fields = msgspec.structs.asdict(engine)
-    return {name: value for name, value in fields.items() if value not in ("auto", None)}
+    """What the spec says of engines. A field at its default may be new to this operator: that an
+    upgrade knows of it must not roll out anything."""
+    fields, defaults = msgspec.structs.asdict(engine), msgspec.structs.asdict(Engine())
+    return {
+        name: value
+        for name, value in fields.items()
+        if value != defaults[name] or name in _COUNTED_AT_THEIR_DEFAULTS
+    }
 
 
 def key_set(service: InferenceService) -> str:

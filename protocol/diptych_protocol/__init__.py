@@ -9,7 +9,6 @@ from diptych_protocol.config import (
     EngineConfig,
     KVTransferConfig,
     RouterConfig,
-    SchedulingPolicy,
 )
 from diptych_protocol.engine_client import (
     EmbedsPrompt,
@@ -21,6 +20,7 @@ from diptych_protocol.engine_client import (
     TextPrompt,
     TokensPrompt,
 )
+from diptych_protocol.engine_settings import EngineSettings, SchedulingPolicy
 from diptych_protocol.errors import (
     ClientClosedError,
     DiptychError,
@@ -79,6 +79,7 @@ __all__ = [
     "EngineDescription",
     "EngineGenerateError",
     "EngineOverloadedError",
+    "EngineSettings",
     "FinishReason",
     "InvalidRequestError",
     "KVTransferConfig",

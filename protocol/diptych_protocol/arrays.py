@@ -25,7 +25,8 @@ INLINE_BYTES: Final = 256
 """Smaller arrays are not worth a frame."""
 INLINE_EXTENSION: Final = 3
 MAX_FRAMES: Final = 64
-"""Of one message; arrays beyond them stand inline, however large."""
+"""Limit on the frames of one message, the message itself included; further arrays stand inline,
+however large."""
 MAX_DIMENSIONS: Final = 8
 
 Frame = bytes | bytearray | memoryview

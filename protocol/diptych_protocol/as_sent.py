@@ -24,7 +24,8 @@ from diptych_protocol.sampling import SamplingParams
 from diptych_protocol.wire import EngineCoreRequest, UtilityCall
 
 MAX_REQUEST_BYTES: Final = 8 << 20
-"""Of a request besides its prompt, so that no message of it is near the limit of the wire."""
+"""Limit, in bytes, of a request without its prompt. It keeps every message of the request well
+below the limit of the wire."""
 
 _UNSENDABLE: Final = (
     msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError, AttributeError,

@@ -33,7 +33,7 @@ LEASE_FIELDS = (
     "expires_at",
     "proof",
 )
-"""What names a lease: which one, whose, and the proof of that."""
+"""The fields that identify a lease: which one it is, whose it is, and the proof of both."""
 PARAM = "kv_transfer_params"
 
 
@@ -54,8 +54,8 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Tokens whose KV the blocks hold."""
     tp_size: Count = 1
     lease_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
-    """128 random bits in hex. A router that tells D of the request while P computes draws it and
-    tells both; otherwise P does."""
+    """128 random bits in hexadecimal. A router that announces the request to D while P computes
+    draws them and tells both; otherwise P draws them."""
     lease_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     epoch: Name | None = None
     """P's incarnation; a P restarted at the same address has another one."""
@@ -67,9 +67,10 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Tokens that each of the blocks holds; None: as many as D's."""
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
     """Unix time, in seconds of P's clock, after which no D takes this reference. The lease itself
-    may end sooner or be renewed for longer; that P decides."""
+    may end sooner or be renewed for longer; P decides that."""
     tokens_digest: Name | None = None
-    """Of the tokens whose KV the blocks hold, and of all else that it depends on."""
+    """Digest of the tokens whose KV the blocks hold, and of everything else that the KV depends
+    on."""
     proof: Name | None = None
     """P's signature of all other fields, or, in an announcement, of its name and address."""
 
@@ -91,8 +92,9 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def naming_lease(cls, raw: Any) -> KVTransferParams:
-        """Of a dict from outside, what names a lease: it can be given back whatever is wrong with
-        the rest. Raises `InvalidRequestError` naming the field."""
+        """Read from a dict from outside only the fields that identify a lease, so that the lease
+        can be given back whatever is wrong with the others. Raises `InvalidRequestError` naming the
+        field."""
         params = cls._convert(
             {name: raw.get(name) for name in LEASE_FIELDS} if isinstance(raw, dict) else raw
         )
@@ -136,7 +138,7 @@ def bad_params(what: str) -> InvalidRequestError:
 
 
 def is_ip_literal(host: str) -> bool:
-    """Whether a host is an address as such, which nothing has to be asked for."""
+    """Whether a host is an IP address, so that no name has to be looked up."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
-from diptych_protocol.config import SchedulingPolicy
+from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.pooling import PoolingParams
@@ -183,25 +183,26 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     blocks_received: int = 0
     """This engine's blocks that completed loads have filled."""
     bytes_received: int = 0
-    """As they came, so that they are what prefill engines have sent for these loads, whatever the
-    size of their blocks."""
+    """Bytes in the form in which they arrived: what prefill engines have sent for these loads,
+    whatever the size of their blocks."""
     seconds_receiving: float = 0.0
-    """Sum over completed loads of the time a request waited for it, up to the validated close."""
+    """Sum over completed loads of the time that the request waited for the load, up to the
+    validated close."""
     blocks_sent: int = 0
     bytes_sent: int = 0
     stale_reads_refused: int = 0
     transport: str = ""
     """What UCX uses on the newest connection, for example `tcp` or `cma`."""
     leases_promised: int = 0
-    """Each lease is promised before it is granted, be it in the same moment."""
+    """Every lease is promised before it is granted, even if both happen at the same moment."""
     leases_withdrawn: int = 0
     """Promises that ended before they were granted."""
     leases_promised_now: int = 0
-    """Promises of which neither has happened yet."""
+    """Promises that have been neither granted nor withdrawn yet."""
     leases_draining: int = 0
     """Leases that have ended, but whose blocks are still being sent."""
     leases_rejected: int = 0
-    """Leases that ended because somebody told that they were not needed."""
+    """Leases that ended because another engine said that they were not needed."""
     loads_started: int = 0
     leases_refused_here: int = 0
     """Times that this engine told another that its lease was not needed."""
@@ -214,7 +215,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     hand_off_counts: list[int] = msgspec.field(default_factory=list)
     """Hand-offs by how long a request waited for them; see `HAND_OFF_BOUNDS_S`."""
     loads_waiting_for_room: int = 0
-    """Of those in flight, loads that need a staging area, because they come in another geometry."""
+    """Loads in flight that wait until there is room for the staging area that they need."""
     staging_bytes: int = 0
     """Room that staging areas take now."""
 
@@ -242,7 +243,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     steps: int = 0
     kv_transfer: KVTransferStats | None = None
     draining: bool = False
-    """The engine is about to leave: no new requests, please, and take back those that can move."""
+    """The engine is about to leave: send it no new requests, and take back those that can move."""
     paused: bool = False
     """New requests wait until somebody ends the pause."""
     sleep_level: int = 0

@@ -26,19 +26,21 @@ from diptych_router.engine_link import EngineLink
 from diptych_router.routed_request import RoutedRequest, Stage
 
 CANARY_TIMEOUT_S = 120.0
-"""A canary queues behind users' requests, and engines that were added because there are too many
-of those must be verified too. What does not work ends sooner, by the hinge's own deadlines."""
+"""Time limit of a canary. It is long, because a canary queues behind users' requests, and engines
+that were added because there are too many of those must be verified too. A hand-off that does not
+work ends sooner, by the hinge's own deadlines."""
 
 Release = Callable[[str, dict[str, Any]], None]
-"""Gives a lease back that nobody will read: request id, kv_transfer_params. Does not wait."""
+"""Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
+wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
     outputs: list[EngineCoreOutput]
-    """Of the decode engine."""
+    """The outputs of the decode engine."""
     received: KVTransferStats
-    """What the decode engine received meanwhile, for whomever."""
+    """What the decode engine received meanwhile, for this or any other request."""
 
 
 async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:

@@ -17,8 +17,8 @@ from diptych_protocol import InvalidRequestError
 log = logging.getLogger(__name__)
 
 _resolvers = ThreadPoolExecutor(2, thread_name_prefix="resolve")
-"""Of discovery alone: a resolver that does not answer keeps threads for seconds. One for each pool,
-which look for engines independently of each other."""
+"""Threads for discovery alone, because a resolver that does not answer blocks a thread for seconds.
+There is one for each pool, because the pools look for engines independently of each other."""
 
 Target = tuple[str, int]
 

@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 30.0
 STATS_TIMEOUT_S = 5.0
 STATS_INTERVAL_S = 1.0
-"""An engine says how it fares with what it computes for this router; one that computes nothing for
-it is asked so often."""
+"""An engine sends its statistics along with what it computes for this router. An engine that
+computes nothing for this router is asked for them at this interval."""
 RETRY_S = 0.2
 PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
 
 SILENT_S = 10.0
-"""An engine that has work and makes no step for so long gets no more of it while there are others.
-Its socket may well be alive: other threads than the hanging one hold it."""
+"""An engine that has work but makes no step for this long gets no further work while there are
+other engines. Its socket may well be alive: it belongs to other threads than the one that hangs."""
 
 CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
 """How a utility call fails."""
@@ -74,11 +74,12 @@ class EngineLink:
         self.role: Role = role
         self.endpoint = endpoint
         self.key = f"{role} {endpoint}"
-        """What the router files it under: an address plays one role."""
+        """The key under which the router keeps it; an address plays only one role."""
         self.description: EngineDescription | None = None
         self.fingerprint = ""
         self.epoch = ""
-        """Of the engine that answers here, or answered last."""
+        """The epoch of the engine that answers at this endpoint, or of the one that answered
+        last."""
         self.stats = SchedulerStats()
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
@@ -91,7 +92,7 @@ class EngineLink:
         self._on_lost = on_lost
         self._read_keys = read_keys
         self._key: CurveKeys | None = None
-        """The pair tried last."""
+        """The key pair that was tried last."""
         self._refusals = 0
         """Connections that failed for their key, one after the other."""
         self._own: dict[str, _OwnRequest] = {}
@@ -130,7 +131,8 @@ class EngineLink:
 
     @property
     def lends(self) -> KVTransferParams | None:
-        """What all its leases will say of it; None: it lends nothing, or does not say so now."""
+        """The parameters that all leases of this engine have in common; None: it lends nothing, or
+        nobody answers now."""
         about = self.description
         if about is None or not about.kv_transfer_port:
             return None

@@ -51,7 +51,7 @@ class Policy(Protocol):
 
     @property
     def reason(self) -> str:
-        """What distinguishes the chosen ones, in words, for logs."""
+        """What distinguishes the chosen engines, in words, for logs."""
 
     def scores(
         self, request: RequestView, role: Role, engines: Sequence[EngineView]
@@ -120,7 +120,7 @@ def _scored(
 def _pick_pair(
     policy: Policy, prefill: Sequence[Scored], decode: Sequence[Scored]
 ) -> Decision | None:
-    """Of the engines that fit together, the pair with the lowest sum.
+    """The pair with the lowest sum of scores, among the engines that fit together.
 
     Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
     proportion to what it can carry; one without a partner gets none of them while any pair exists.

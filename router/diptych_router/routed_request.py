@@ -29,9 +29,9 @@ from diptych_protocol.wire import ErrorKind
 from diptych_router.policy import RequestView
 
 MAX_ERRORS = 3
-"""So often may engines report that they failed with a request."""
+"""How often engines may report that they failed with a request."""
 MAX_LOSSES = 8
-"""So often may engines be lost under a request, or hand-offs to them fail.
+"""How often engines may be lost under a request, or hand-offs to them may fail.
 
 More than `MAX_ERRORS`, because it is seldom the request's fault: engines whose pods are deleted
 without warning, one after the other, must not end a stream. But bounded, because a request that
@@ -89,13 +89,14 @@ class RoutedRequest:
     lease: dict[str, Any] | None = None
     """kv_transfer_params of a lease that no decode engine has read yet."""
     announced: Announcement | None = None
-    """Of its next placement, which will have this id if it comes about there."""
+    """The announcement of its next placement. If that placement is at the announced engine, it will
+    have the announced id."""
     moving: bool = False
     """Its engine was asked to hand it off."""
     full: set[str] = field(default_factory=set)
     """Keys of the engines that had no room for it since it last got on."""
     account: Account = field(default_factory=Account)
-    """Of its tenant."""
+    """The account of its tenant."""
     crowded: bool = False
     """It waits because its tenant has many requests at the engines, and others want them, too."""
     hold_until: float | None = None
@@ -108,8 +109,8 @@ class RoutedRequest:
 
     @property
     def core_id(self) -> str:
-        """What engines call it. Each placement has a name of its own, so that whatever an engine
-        still says of an earlier one is told apart, even if it is the same engine."""
+        """The id that engines know it by. Each placement has an id of its own, so that late outputs
+        of an earlier placement are recognised as such, even if they come from the same engine."""
         return self._core_id(self.placements)
 
     def _core_id(self, placement: int) -> str:
@@ -165,7 +166,7 @@ class RoutedRequest:
         """For P: compute the KV, sample one token, keep the KV for a decode engine.
 
         When one token is all that is wanted there is nothing to hand off.
-        lease_id: 32 random hexadecimal digits, as the lease is to be called.
+        lease_id: the id that the lease is to have, 32 random hexadecimal digits.
         """
         if self.tokens_left <= 1:
             return self.aggregated_request()
@@ -200,7 +201,7 @@ class RoutedRequest:
         return msgspec.structs.replace(self._with(params), request_id=coming)
 
     def withdraw_announcement(self) -> Announcement | None:
-        """It will not come: the id that was announced is used up, and returned."""
+        """Give up the announced placement. Returns the announcement; its id is used up."""
         announced, self.announced = self.announced, None
         self.placements += announced is not None
         return announced
@@ -237,8 +238,8 @@ class RoutedRequest:
     def absorb(self, output: EngineCoreOutput) -> bool:
         """Take an output of the engine in charge; True if another engine's turn has come.
 
-        What is only the end of a stage is made to look unfinished to the user, under whose id the
-        output then is.
+        An output that ends only a stage is made to look unfinished to the user. The output gets the
+        id that the user knows.
         """
         self.generated += output.new_token_ids
         self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
@@ -254,14 +255,14 @@ class RoutedRequest:
             self.lease = output.kv_transfer_params
             output.finish_reason = None
         elif self.stage is Stage.DECODE and output.new_token_ids:
-            self.lease = None  # who decodes after it has read it
+            self.lease = None  # the engine that decodes now has read it
         output.kv_transfer_params = None
         output.request_id = self.original.request_id
         return prefill_done or handed_off
 
 
 def is_hand_off(output: EngineCoreOutput) -> bool:
-    """A decode engine let go of a request, and lends its blocks to who takes over."""
+    """A decode engine let go of a request, and lends its blocks to the engine that takes over."""
     return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is not None
 
 

@@ -7,38 +7,40 @@ from collections import defaultdict
 from diptych_frontend.fair_share import Account, FairShare
 
 MAX_PLACED = 256
-"""Requests that one tenant may have at the engines, for each that decodes, while others have some,
-too: a few times what an engine computes at once, and a part of what it lets wait."""
+"""Limit on the requests that one tenant may have at the engines, for each engine that decodes,
+while other tenants have requests too. It is a few times what an engine computes at once, and a
+fraction of what an engine lets wait."""
 CREDIT = 4096
-"""Tokens by which a tenant that comes back may be behind those who wait."""
+"""Number of tokens by which a tenant that comes back may be behind the tenants that wait."""
 
 
 class TenantPlaces:
-    """Of one router."""
+    """Counts the requests of one router that are at the engines, by tenant."""
 
     def __init__(self) -> None:
         self.accounts = FairShare(CREDIT)
         self.num_engines = 1
         """Engines that decode."""
         self._num_placed = defaultdict[str, int](int)
-        """Requests at the engines, of those tenants that have some."""
+        """Number of requests at the engines, by tenant; only tenants that have some are listed."""
 
     def take(self, account: Account) -> None:
         """One more request is at the engines."""
         self._num_placed[account.tenant] += 1
 
     def give_back(self, account: Account) -> None:
-        """One is there no more."""
+        """One of the requests has left the engines."""
         self._num_placed[account.tenant] -= 1
         if not self._num_placed[account.tenant]:
             del self._num_placed[account.tenant]
 
     def is_crowded(self, tenant: str) -> bool:
-        """A tenant has many requests there, and another one has some here, too."""
+        """Whether a tenant has too many requests at the engines while another tenant has requests
+        here."""
         if self._num_placed.get(tenant, 0) < MAX_PLACED * max(1, self.num_engines):
             return False
         return self.accounts.others_than(tenant)
 
     def crowded(self) -> set[str]:
-        """All such tenants."""
+        """All tenants that are crowded: see `is_crowded`."""
         return {tenant for tenant in self._num_placed if self.is_crowded(tenant)}

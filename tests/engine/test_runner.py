@@ -263,7 +263,7 @@ def test_warm_up_leaves_nothing_behind(max_model_len: int | None) -> None:
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(1, "float32"), (64, "bfloat16")])
-def test_the_cache_has_the_size_that_was_asked_for(block_size: int, dtype: str) -> None:
+def test_the_cache_has_the_size_that_was_asked_for(block_size: Any, dtype: Any) -> None:
     source = resolve_model(URI)
     config = EngineConfig(
         model=URI, block_size=block_size, dtype=dtype, kv_cache_bytes=1 << 20, max_num_seqs=2

@@ -43,7 +43,8 @@ async def test_decode_goes_on_with_what_another_level_prefilled(
             engine = AsyncLLM.from_engine_args(
                 EngineArgs(
                     smollm2, max_model_len=128, num_blocks=64, num_threads=1,
-                    cpu_level=level.word, kv_transfer=KVTransferConfig(),
+                    cpu_level=level.word,  # type: ignore[arg-type]
+                    kv_transfer=KVTransferConfig(),
                 )
             )  # fmt: skip
             stack.callback(engine.shutdown)

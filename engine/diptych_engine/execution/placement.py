@@ -10,8 +10,9 @@ from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 ENOUGH_ON_A_CPU = 256
-"""Prompt tokens of a step. Each takes as long from some 64 on; with fewer prompts in a step, more
-steps have only some of the requests' decodes in them, and the weights to read for these."""
+"""Number of prompt tokens that is enough for one step on a CPU. From some 64 tokens on, each takes
+equally long. With fewer prompts in a step, there would be more steps in which only some of the
+requests decode, and for which the weights have to be read."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -29,14 +30,15 @@ def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def enough_prompt_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Of a step: with more, each takes as long."""
+    """Number of prompt tokens that is enough for one step: more at a time would be no faster per
+    token."""
     if config.enough_prompt_tokens is not None:
         return config.enough_prompt_tokens
     return ENOUGH_ON_A_CPU if device.type == "cpu" else config.max_num_batched_tokens
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Of weights and activations."""
+    """The type of weights and activations."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.dtype]

@@ -31,7 +31,7 @@ TENSOR_NAME: Final = re.compile(
 class PeftConfig(msgspec.Struct):
     """The part of adapter_config.json that matters here; other keys are ignored.
 
-    Which modules are adapted, the names of the tensors say.
+    The names of the tensors say which modules are adapted.
     """
 
     peft_type: str
@@ -73,7 +73,7 @@ class PeftAdapter:
     pairs: dict[tuple[int, str], tuple[Tensor, Tensor]]
     """(layer, module) -> A [rank, in] and B [out, rank], as they are in the file."""
     digest: str
-    """Of both files' bytes."""
+    """Digest of the bytes of both files."""
 
 
 def read_peft(

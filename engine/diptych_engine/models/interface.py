@@ -89,7 +89,8 @@ class Projection:
     start: int
     """Its first column in the fused output."""
     slot: WeightSlot
-    """Of the weight of some layer: they are alike."""
+    """The slot of this projection's weight in one of the layers; those of the other layers are
+    alike."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,13 +10,13 @@ from typing import Protocol
 
 @dataclass(slots=True, frozen=True, weakref_slot=True, eq=False)
 class Adapter:
-    """An adapter whose files were found sound. Every request that uses it holds the same one."""
+    """An adapter whose files were found valid. All requests that use it hold the same object."""
 
     lora_int_id: int
     name: str
     path: str
     digest: str
-    """Of the files' content: two engines that have the same adapter agree on it."""
+    """Digest of the files' content, which is the same on all engines that have the same adapter."""
 
 
 class UsesAdapter(Protocol):
@@ -32,8 +32,8 @@ def busy_adapters(requests: Iterable[UsesAdapter]) -> set[int]:
 def cache_identity(cache_salt: str | None, adapter: Adapter | None) -> str | None:
     """Names all that a sequence's KV depends on besides its tokens; None if there is nothing.
 
-    Whoever chooses a salt must not reach the KV of an adapter with it, nor poison it: a salt alone
-    and a salt with an adapter never give the same name.
+    A client that chooses a salt must be able neither to reach the KV of an adapter nor to poison
+    it: a salt alone and a salt with an adapter never give the same name.
     """
     if adapter is not None:
         return "lora:" + json.dumps([cache_salt, adapter.name, adapter.digest])

@@ -6,16 +6,16 @@ from diptych_engine.scheduling.request import Request
 
 
 class IdleSessions:
-    """Each keeps its blocks and its row until somebody lacks them; then its tokens are computed
-    again when its next piece has come."""
+    """Each session keeps its blocks and its row until other requests need them. A session that has
+    lost them has its tokens computed again when the next piece of its prompt has come."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._sessions: dict[str, Request] = {}
-        """The longest idle first."""
+        """The sessions by request id, the longest idle first."""
 
     def add(self, session: Request) -> Request | None:
-        """Returns the session that has waited longest, if they are too many now."""
+        """Add a session. Returns the one that has waited longest if there are too many now."""
         self._sessions[session.request_id] = session
         return next(iter(self._sessions.values())) if len(self) > self._limit else None
 
@@ -23,12 +23,12 @@ class IdleSessions:
         del self._sessions[session.request_id]
 
     def longest_idle(self) -> Request | None:
-        """Of those that still hold blocks."""
+        """The longest idle of the sessions that still hold blocks; None: no session holds any."""
         return next((s for s in self._sessions.values() if s.block_ids), None)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch that they hold."""
+        """Number of batch rows that these sessions hold."""
         return sum([bool(session.block_ids) for session in self._sessions.values()])
 
     def __len__(self) -> int:

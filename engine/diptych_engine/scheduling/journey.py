@@ -19,7 +19,8 @@ from diptych_protocol import RequestJourneyEvent, RequestJourneyEventType
 Station = RequestJourneyEventType
 
 MAX_EVENTS = 10_000
-"""Of one client; when nobody takes them, the oldest are lost first."""
+"""Limit on the events that are kept for one client; when nobody takes them, the oldest are lost
+first."""
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class JourneyLog:
                 self.record(made.request, Station.FIRST_TOKEN, step)
 
     def take(self) -> dict[bytes, list[RequestJourneyEvent]]:
-        """The events since the last call, by client. Whoever has finished departs with this."""
+        """The events since the last call, by client. A request that has finished gets its departure
+        event here."""
         taken, self._events = self._events, defaultdict(_bounded)
         now = self._clock()
         return {client: _with_departures(events, now) for client, events in taken.items()}

@@ -74,20 +74,20 @@ class Request:
     client: bytes
     """Who gets the answer: the ZMQ identity of the client's socket."""
     params: SamplingParams
-    """Of a pooling request: defaults that nobody looks at."""
+    """For a pooling request: default values, which are not used."""
     token_ids: list[int]
     num_prompt_tokens: int
     eos_token_id: int | None
     max_total_tokens: int
     """Length (prompt + output) at which the request ends with LENGTH."""
     seed: int
-    """Of its random stream: the caller's, or one drawn when the request arrived."""
+    """The seed of its random stream: the caller's, or one drawn when the request arrived."""
     arrival_time: float = 0.0
     priority: int = 0
     tenant: str = ""
     """Whose request it is."""
     account: Account = field(default_factory=Account)
-    """Of the tenant; the scheduler gives it with `add`."""
+    """The account of its tenant; the scheduler sets it in `add`."""
     num_charged: int = 0
     """Prompt tokens that its tenant is not to be charged for again."""
     cache_salt: str | None = None
@@ -116,9 +116,11 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hash of every full block of `token_ids`, extended as it grows."""
     expected_hit: int = 0
-    """While it waits: leading blocks that were remembered when somebody last asked."""
+    """While it waits: the number of its leading blocks that the prefix cache held when it was last
+    asked."""
     grammar: LLMatcher | None = None
-    """That of its structured output, at its beginning; to be copied, not changed."""
+    """The matcher of its structured output's grammar, in the initial state; to be copied, not
+    changed."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -170,8 +172,8 @@ class Request:
         return self.kv_transfer is not None and bool(self.kv_transfer.do_remote_prefill)
 
     def take_over(self) -> int:
-        """Its blocks hold what was lent to it; something always remains to be computed. Returns
-        how many tokens that adds."""
+        """Count the KV that was lent to it as computed, because its blocks hold that now; at least
+        one token always remains to be computed. Returns how many tokens that adds."""
         before, remote = self.num_computed_tokens, min(self.num_remote_tokens, self.num_tokens - 1)
         self.num_computed_tokens = remote
         self.num_received_tokens = remote - before
@@ -208,7 +210,7 @@ class StepPlan:
     """Requests that lost their rows since the last plan (finished, aborted or preempted);
     one that comes back does so with a new block table."""
     ahead: bool = False
-    """Its tokens are those that the step before it samples, which only the runner has."""
+    """The tokens to compute are those that the step before it samples; only the runner has them."""
 
     def without_finished(self) -> StepPlan:
         """The plan without requests that have ended since it was made."""
@@ -234,7 +236,7 @@ class StepResult:
     """Request id -> vectors of the pooling requests whose prompts this step completed; None when
     nobody pools."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Reasons why requests, by their ids, cannot go on; their tokens mean nothing."""
+    """Request id -> the reason why the request cannot go on; its tokens mean nothing."""
 
 
 Pending = Callable[[], StepResult]
@@ -242,7 +244,7 @@ Pending = Callable[[], StepResult]
 
 
 def no_result() -> StepResult:
-    """Of a step that samples nothing."""
+    """The result of a step that samples nothing."""
     return StepResult([], None, None)
 
 

@@ -31,7 +31,8 @@ from diptych_engine.scheduling.waiting_queue import service, turn_in_class
 from diptych_protocol import SchedulerStats
 
 SHARED_STEPS = 1000
-"""So long after there were several tenants steps stay short: some minutes."""
+"""Number of steps for which steps stay short after there were several tenants; they take some
+minutes."""
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Scheduler(SchedulerState):
     """Chooses what each step computes, and applies what came of it."""
 
     _order: Callable[[Request], Any] = field(init=False)
-    """Of running requests when there are several tenants."""
+    """Sort key of running requests while there are several tenants."""
 
     def __post_init__(self) -> None:
         SchedulerState.__post_init__(self)
@@ -55,14 +56,14 @@ class Scheduler(SchedulerState):
             self._be_fair()
         block_size = self.block_size
         index = 0
-        for request in self.running:  # only ever loses its last ones meanwhile
+        for request in self.running:  # the loop may remove requests, but only from the end
             if budget == 0:
                 break
             index += 1
             start = request.num_computed_tokens
             known = end = len(request.token_ids)
             if end > start + 1:
-                # Whoever comes after it has a token of the step all the same.
+                # Each request after it still gets at least one token of the step.
                 end = min(end, start + max(1, budget - (len(self.running) - index)))
                 if chunks and not self.reserve(request, end):
                     continue

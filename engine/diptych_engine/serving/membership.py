@@ -14,7 +14,7 @@ from diptych_protocol import (
     ReconfigureDistributedRequest,
     ReconfigureRankType,
 )
-from diptych_protocol.config import MAX_RANKS
+from diptych_protocol.engine_settings import MAX_RANKS
 
 log = logging.getLogger(__name__)
 

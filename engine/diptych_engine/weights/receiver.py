@@ -26,7 +26,7 @@ class WeightReceiver:
         self._group: WeightGroup | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """For the core, not for clients."""
+        """The methods by their names, for the core to call; clients cannot."""
         return {
             "_join_trainer": self.join_trainer,
             "_weight_names": self.names,
@@ -45,7 +45,7 @@ class WeightReceiver:
         self._group = WeightGroup.join(address, address.rank_offset + self._rank)
 
     def names(self, is_checkpoint_format: bool) -> list[str]:
-        """Of all tensors that an update may replace."""
+        """The names of all tensors that an update may replace."""
         return list(self._slots(is_checkpoint_format))
 
     @torch.inference_mode()
@@ -58,7 +58,7 @@ class WeightReceiver:
     ) -> None:
         """Replace some tensors, with arrays or with what the trainer's group carries next.
 
-        What is packed are the file's weights: nothing is from now on.
+        All packed weights are unpacked first, because only weights from the file are ever packed.
 
         Raises `InvalidRequestError` before anything is changed, `DiptychError` perhaps later.
         """

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from types import UnionType
-from typing import Any, Final, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from diptych_protocol import EngineConfig, KVTransferConfig
 
@@ -31,17 +29,13 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     served_model_name: str | None = None
-    """The same as `served_name`."""
     num_gpu_blocks_override: int | None = None
-    """The same as `num_blocks`."""
     kv_cache_memory_bytes: int | None = None
-    """The same as `kv_cache_bytes`."""
     kv_transfer_config: KVTransferConfig | None = None
-    """The same as `kv_transfer`."""
-    disable_log_stats: bool = False
-    """Keep and log no statistics."""
-    enable_log_requests: bool = False
-    """Write a line to the log for each request."""
+    disable_log_stats: Annotated[bool, Meta(description="Keep and log no statistics.")] = False
+    enable_log_requests: Annotated[
+        bool, Meta(description="Write a line to the log for each request.")
+    ] = False
 
     def create_engine_config(self) -> EngineConfig:
         """What the engine gets. Raises `InvalidRequestError` for a value out of range."""
@@ -58,7 +52,7 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """One option for each field, which also answers to vLLM's name; returns the parser."""
         theirs = {ours: name for name, ours in OUR_NAMES.items()}
-        types, meanings = get_type_hints(cls), field_docs(EngineConfig) | field_docs(cls)
+        types, meanings = get_type_hints(cls), descriptions(cls)
         for field in msgspec.structs.fields(cls):
             if field.name in OUR_NAMES:
                 continue
@@ -79,19 +73,18 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
 
 
-def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> the text below it, on one line; fields without one are left out."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0]
-    docs: dict[str, str] = {}
-    previous: ast.stmt | None = None
-    for statement in getattr(body, "body", []):
-        match previous, statement:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
-                docs[name] = " ".join(text.split())
-        previous = statement
-    return docs
+def descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Field -> what its `Meta` says of it; fields that say nothing are left out."""
+    fields = msgspec.json.schema(struct)["$defs"][struct.__name__]["properties"]
+    found = {
+        name: [
+            part["description"]
+            for part in (about, *about.get("anyOf", ()))
+            if "description" in part
+        ]
+        for name, about in fields.items()
+    }
+    return {name: texts[0] for name, texts in found.items() if texts}
 
 
 def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
@@ -104,7 +97,8 @@ def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
     if kind is bool:
         return option | {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
-        return option | {"choices": get_args(kind)}
+        values = get_args(kind)
+        return option | {"choices": values, "type": type(values[0])}
     return option | {"type": _reader(kind), "metavar": field.name.upper()}
 
 

@@ -10,7 +10,8 @@ from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_ARRAYS = MAX_FRAMES - 1
 MAX_BATCH_BYTES = 4 * MAX_MESSAGE_BYTES
-"""Of one message; more would only lie in queues."""
+"""Limit on the total size, in bytes, of the arrays in one message; larger messages would only lie
+in queues."""
 
 
 def split_update(request: WeightTransferUpdateRequest) -> Iterator[WeightTransferUpdateRequest]:

@@ -24,7 +24,7 @@ from diptych_protocol import InvalidRequestError
 __all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
 
 MAX_JSON_BYTES: Final = 16 << 20
-"""Of a configuration file."""
+"""Limit, in bytes, of a configuration file."""
 
 
 @dataclass(frozen=True, slots=True)

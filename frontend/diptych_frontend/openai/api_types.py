@@ -23,9 +23,9 @@ from diptych_protocol import (
 from diptych_protocol.sampling import MAX_LOGPROBS
 
 MAX_MESSAGES = 4096
-"""Of one conversation; a template takes some 10 us for each."""
+"""Limit on the messages of one conversation; a chat template takes some 10 us for each."""
 MAX_SEQUENCES = 1024
-"""Prompts times n that one request may ask for."""
+"""Limit on the sequences that one request may ask for: its number of prompts times `n`."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Wider integers could not travel to the engine."""

@@ -33,8 +33,8 @@ WRITE_TIMEOUT_S = 60.0
 BODY_TIMEOUT_S = 30.0
 """A request's body must arrive within this time."""
 LOOKED_THROUGH = 4
-"""So many times the largest body are read of one that is too large: it may say which blocks wait
-for it elsewhere."""
+"""A body that is too large is still read up to this many times the largest accepted size, because
+it may say which blocks wait for it elsewhere."""
 EXCHANGE_KEY = "diptych.exchange"
 
 AccessLogStyle = Literal["off", "plain", "json"]
@@ -51,7 +51,7 @@ class Exchange:
 
     request_id: str
     deadline: Deadline = field(default_factory=Deadline)
-    """Of what is read from the client, and written to it."""
+    """Limits the time that each read from the client, and each write to it, may take."""
     started_at: float = field(default_factory=time.perf_counter)
     body: bytes = b""
     """As much of it as came, unless that was too large."""
@@ -74,13 +74,15 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 def client_of(scope: Scope) -> str:
-    """Who takes turns with others: the request's key or, without keys, its address."""
+    """The client on whose behalf a request takes turns with others: the name of the request's API
+    key or, without keys, its address."""
     peer = scope.get("client")
     return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first of the request's headers of this name, which is in lower case, as theirs are."""
+    """The value of the request's first header of this name; `name` must be in lower case, as the
+    names in the scope are."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value, "latin-1")

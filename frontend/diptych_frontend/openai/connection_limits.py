@@ -24,9 +24,10 @@ from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 MAX_HEADERS: Final = 128
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Of a request's line and its headers."""
+"""Limit, in bytes, of a request line with its headers."""
 HEAD_TIMEOUT_S: Final = 15.0
-"""From the connection, or the first byte of a later request, to the end of the headers."""
+"""Time limit from the opening of the connection, or from the first byte of a later request, to the
+end of the headers."""
 MAX_PIPELINED: Final = 8
 """Requests that may be sent before the answer to the first."""
 MAX_CONNECTIONS: Final = 8192
@@ -45,14 +46,15 @@ def raise_descriptor_limit() -> int:
 class Door:
     """The connections of this process, by the address that they come from.
 
-    When there are too many, those on which nothing is asked make room: the oldest of the address
-    that has most. One address may have half of all; a load balancer needs no more, either.
+    When there are too many, idle connections are closed to make room: the oldest ones of the
+    address that has the most. One address may have half of all connections; even a load balancer
+    needs no more.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: dict[str, dict[LimitedProtocol, None]] = {}
-        """Connections in the order in which they came."""
+        """The connections of each address, in the order in which they came."""
 
     @classmethod
     def of_this_process(cls) -> Door:
@@ -101,17 +103,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         """A request has begun whose headers are not complete."""
         self._received = 0
-        """Bytes since the request began, if its headers are not complete."""
+        """Bytes received since the request began, counted while its headers are not complete."""
         self._head_bytes = 0
-        """Of the headers that are."""
+        """Bytes of the request's headers that are complete."""
         self._head_since = math.inf
-        """When the headers that are to come began to be waited for."""
+        """When the wait for the next headers began, by the event loop's clock; infinity while none
+        are awaited."""
         self._unanswered: list[RequestResponseCycle] = []
         self._fault: InvalidRequestError | None = None
         """Why the parser was stopped."""
         self._unread = 0
         self._unread_since = 0.0
-        """Since when the client has read nothing of so many bytes that wait for it."""
+        """Time, by the event loop's clock, since which the client has read none of the `_unread`
+        bytes that wait for it."""
 
     @property
     def is_idle(self) -> bool:

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 MAX_PARAMS_BYTES = 256 << 10
-"""The largest `kv_transfer_params` that are looked for: they list a prompt's blocks. Nothing larger
-is decoded, which happens on the event loop."""
+"""Limit, in bytes, of the `kv_transfer_params` that are looked for; they list a prompt's blocks.
+Nothing larger is decoded, because decoding runs on the event loop."""
 MAX_VALUES = 1 << 14
-"""Of what is decoded: the blocks of a prompt of 131,072 tokens, twice."""
+"""Limit on the number of JSON values that are decoded: twice the number of blocks of a prompt of
+131,072 tokens."""
 _KEY = re.compile(rb'"kv_transfer_params"\s{0,16}:\s{0,16}(?=\{)')
 _LONGEST_KEY = 64
 
@@ -20,8 +21,8 @@ _LONGEST_KEY = 64
 def promised_prefill(body: bytes) -> dict[str, Any] | None:
     """The `kv_transfer_params` of a body that announces remotely prefilled blocks, if it does.
 
-    Looks at any JSON object, and in what is none, ends too early or is large, for an object of this
-    name.
+    A body that is a small JSON object is decoded. Any other body, be it large, truncated or no
+    JSON object at all, is searched for an object of this name.
     """
     if b"do_remote_prefill" not in body:
         return None
@@ -38,7 +39,8 @@ def promised_prefill(body: bytes) -> dict[str, Any] | None:
 
 
 class PromiseFinder:
-    """The same for a body that comes in pieces and is too large to be kept."""
+    """Does what `promised_prefill` does for a body that comes in pieces and is too large to be
+    kept."""
 
     def __init__(self) -> None:
         self._kept = b""

@@ -267,7 +267,7 @@ class ModelCard(msgspec.Struct):
     created: int
     max_model_len: int
     parent: str | None = None
-    """Of an adapter: the model that it adapts."""
+    """For an adapter: the name of the model that it adapts; None for the model itself."""
     object: str = "model"
     owned_by: str = "diptych"
 

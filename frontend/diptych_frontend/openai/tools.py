@@ -15,7 +15,8 @@ from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_TOOLS: Final = 128
 MAX_FORCED_CALLS: Final = 16
-"""Of one answer; a small model that must call something might never end otherwise."""
+"""Limit on the forced calls of one answer; without it, a small model that must call something might
+never end."""
 CALL_BEGIN: Final = "<tool_call>"
 CALL_END: Final = "</tool_call>"
 

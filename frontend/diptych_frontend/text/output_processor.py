@@ -41,9 +41,10 @@ class ParentRequest:
         self.request = request
         self.open_children: set[str] = set()
         self.prompt_logprobs: PromptLogprobs | None = None
-        """As the first child learns them."""
+        """Log-probabilities of the prompt, from the first child, which alone asks for them."""
         self.num_cached_tokens: int | None = None
-        """Of the child that spoke first: the others find in the cache what that one computed."""
+        """Number of cached prompt tokens, as reported for the child whose output came first: the
+        other children find in the cache what that one computed."""
         self._unfinished = request.sampling.n
         self._answers: list[CompletionOutput] = []
 
@@ -90,7 +91,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._answers: dict[str, _Answer | PoolingAnswer] = {}
         self._waiting: dict[str, int] = {}
-        """Prompt tokens of those that had no output yet."""
+        """Number of prompt tokens of each request that has had no output yet, by request id."""
         self._by_external_id: dict[str, set[str]] = {}
         self._parents: dict[str, ParentRequest] = {}
 
@@ -280,8 +281,9 @@ class _Answer:
         self._logprobs: list[dict[int, Logprob]] = []
         self.prompt_logprobs: PromptLogprobs | None = None
         self.num_cached_tokens: int | None = None
-        """As the engine that computed the prompt said with the first output. An engine that goes on
-        later has its own prefix cache, which saved nobody any work."""
+        """Number of cached prompt tokens, as reported with the first output by the engine that
+        computed the prompt. An engine that continues the request later has its own prefix cache,
+        which saved no work on the prompt."""
         self._kv_transfer_params: dict[str, Any] | None = None
 
     def advance(self, output: EngineCoreOutput) -> bool:

@@ -16,12 +16,13 @@ from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_FORM_BYTES: Final = 64 << 10
 MAX_LEXER_STATES: Final = 50_000
-"""Of 1 to 2 kB each: what the costliest grammar may hold in memory."""
+"""Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
+the costliest grammar may hold."""
 MAX_REASON_CHARS: Final = 500
 REMEMBERED_VERDICTS: Final = 128
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
-"""Between the tokens of JSON. Every document can be written within this bound; without one, a small
-model may emit blanks until its tokens are used up."""
+"""Pattern of the white space between the tokens of JSON. Every document can be written within this
+bound; without one, a small model may emit blanks until its tokens are used up."""
 ANY_OBJECT: Final = b'{"type":"object"}'
 
 
@@ -44,8 +45,8 @@ def check_structured_outputs(
 
 
 def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs") -> bytes:
-    """The form as bytes, by which equal forms are known. Raises `InvalidRequestError` if it is too
-    large or too deep."""
+    """The form as bytes, used as a key to recognise equal forms. Raises `InvalidRequestError` if
+    the form is too large or too deeply nested."""
     try:
         encoded = msgspec.msgpack.encode(form)
     except RecursionError:

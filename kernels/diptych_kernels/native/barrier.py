@@ -14,7 +14,8 @@ from functools import cache
 import llvmlite.binding as llvm
 
 SPINS = 1000
-"""Of some ten nanoseconds each: what threads that really run wait for each other."""
+"""How often a thread spins, for some ten nanoseconds each, before it yields the processor: as long
+as threads that really run wait for each other."""
 TEXT = """
 declare i32 @omp_get_num_threads()
 declare i32 @sched_yield()

@@ -19,7 +19,8 @@ from diptych_kernels.native.targets import Target, target_of
 log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 600.0
-"""Of all that one process compiles: some half a minute on the machines that we know."""
+"""Time limit, in seconds, for all kernels that one process compiles; they take some half a minute
+on the machines that we know."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 """The size of the digest before an object file's content."""
 
@@ -53,7 +54,8 @@ def _places(names: Sequence[str], level: CpuLevel) -> dict[str, list[Path]]:
 
 
 def _find(places: Sequence[Path]) -> bytes:
-    """Whole, or nothing: LLVM ends the process that gives it a damaged file."""
+    """The compiled kernel from the first place that has it undamaged; empty if none has. LLVM ends
+    a process that gives it a damaged file."""
     for place in places:
         with contextlib.suppress(OSError):
             found = place.read_bytes()
@@ -65,7 +67,8 @@ def _find(places: Sequence[Path]) -> bytes:
 
 
 def _compile(names: Sequence[str], level: CpuLevel) -> dict[str, bytes]:
-    """A process for each target, of which Numba knows one at a time."""
+    """Compile kernels, in one process for each target, because Numba knows only one target at a
+    time."""
     log.info("compiling %s for %s", ", ".join(names), level.word)
     compiled: dict[str, bytes] = {}
     for target in dict.fromkeys(target_of(name, level) for name in names):
@@ -75,7 +78,8 @@ def _compile(names: Sequence[str], level: CpuLevel) -> dict[str, bytes]:
 
 
 def _compile_for(target: Target, names: Sequence[str]) -> dict[str, bytes]:
-    """Together: what they share, Numba above all, is loaded once."""
+    """Compile all of these kernels in one process, so that what they share, Numba above all, is
+    loaded once."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

@@ -30,16 +30,17 @@ from diptych_kernels.native.vectors import (
 QUADS = 8
 """How many quads make a group of 32 values. A tile holds a quad's four values in one place."""
 FLOAT, QUAD, HALF, WORD = 4, 4, 2, 2
-"""Bytes."""
+"""Their sizes, in bytes."""
 GROUP_BYTES, FACTOR_BYTES = QUADS * QUAD * WORD, 2 * FLOAT
 """The sizes of a group of one row's inputs, and of its scale and its scaled sum."""
 ORDER = (0, 2, 1, 3)
-"""In which the four inputs of a quad lie: a word of a tile holds values 0 and 1 of a quad, or 2 and
-3, so a lane's two words, masked or shifted alike, hold values 0 and 2, or 1 and 3."""
+"""The order in which the four inputs of a quad lie: a word of a tile holds values 0 and 1 of a
+quad, or 2 and 3, so a lane's two words, masked or shifted alike, hold values 0 and 2, or 1 and
+3."""
 
 
 def group_bytes(bits):
-    """Of one group of a tile: levels, scales, offsets."""
+    """Size, in bytes, of one group of a tile: its levels, scales and offsets."""
     return LANES * (QUADS * QUAD * bits // 8 + 2 * HALF)
 
 
@@ -81,8 +82,9 @@ def tile_product(num_rows, bits):
 
 
 def _passes(num_rows):
-    """The first columns of the vectors of each pass over a tile: of few rows all columns, since
-    reading the tile takes longest; of many, as many as registers have room for."""
+    """The first columns of the vectors of each pass over a tile. For few rows, one pass takes all
+    columns, since reading the tile takes longest; for many rows, a pass takes as many columns as
+    the registers have room for."""
     lanes = range(0, LANES, WIDTH)
     return [lanes] if num_rows <= FEW_ROWS else [[lane] for lane in lanes]
 
@@ -130,10 +132,10 @@ def _add_group(builder, bits, weights, lane, inputs, factors, sums):
 
 
 def _pairs(builder, weights, lane, bits):
-    """A group's levels as words: where the pair of inputs lies that each vector goes with, and it.
+    """Yield a group's levels as vectors of words, each after the place of its pair of inputs.
 
-    Two quads of 4 bits share their bytes: of a word, the lowest bits are value 0 or 2 of the first
-    quad, the next ones of the second, and the upper byte holds values 1 or 3.
+    Two quads of 4 bits share their bytes: the lowest bits of a word are value 0 or 2 of the first
+    quad, the next ones that of the second, and the upper byte holds values 1 or 3.
     """
     of_byte = 8 // bits
     for index in range(QUADS // of_byte):
@@ -148,7 +150,7 @@ def _pairs(builder, weights, lane, bits):
 
 
 def _word(number):
-    """In every word."""
+    """A number in every word."""
     return ir.Constant(WORDS, [INT16(number)] * WORDS.count)
 
 

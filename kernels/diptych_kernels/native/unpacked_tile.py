@@ -23,10 +23,10 @@ from diptych_kernels.native.vectors import (
 )
 
 VECTOR = 64
-"""Bytes."""
+"""Size, in bytes, of a vector."""
 HALVES = ir.VectorType(ir.HalfType(), LANES)
 GROUP_BYTES = 2 * QUADS * VECTOR
-"""Of a group of 16 columns in bfloat16."""
+"""Size, in bytes, of an unpacked group: 32 values in each of 16 columns, in bfloat16."""
 QUAD_BYTES = GROUP_BYTES // QUADS
 PLACE, BYTE = 8, 8
 """Bits: where in a lane a byte of levels is worked on, and how many it has."""

@@ -80,7 +80,7 @@ def store(builder, value, address, offset=0):
 
 
 def function(builder, name, kind):
-    """One of LLVM's own."""
+    """One of LLVM's own functions."""
     known = builder.module.globals
     return known[name] if name in known else ir.Function(builder.module, kind, name)
 
@@ -95,8 +95,8 @@ def sums_across(builder, vectors):
 
 
 def _half_sums(builder, first, second, span):
-    """Of each block of `2 span` lanes, the sums of lanes that are `span` apart: those of the first
-    vector, then those of the second."""
+    """Add lanes that are `span` apart, within each block of `2 span` lanes. The result has, for
+    each block, the sums of the first vector, then those of the second."""
     blocks = range(0, LANES, 2 * span)
     low = [of + block + lane for block in blocks for of in (0, LANES) for lane in range(span)]
     halves = [
@@ -112,7 +112,7 @@ def _lanes(numbers):
 
 @intrinsic
 def largest_of_64(context, address):
-    """Of float32 numbers; a NaN among them may be passed over."""
+    """The largest of 64 float32 numbers; a NaN among them may be ignored."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(FLOATS, [FLOATS] * 2)
@@ -129,7 +129,7 @@ def largest_of_64(context, address):
 
 @intrinsic
 def copy_16(context, source, target):
-    """16 float32 numbers."""
+    """Copy 16 float32 numbers."""
 
     def generate(context, builder, signature, arguments):
         source, target = arguments
@@ -141,7 +141,7 @@ def copy_16(context, source, target):
 
 @intrinsic
 def widen_16(context, source, target):
-    """16 bfloat16 numbers as float32 ones."""
+    """Convert 16 bfloat16 numbers to float32."""
 
     def generate(context, builder, signature, arguments):
         source, target = arguments
@@ -155,8 +155,8 @@ def widen_16(context, source, target):
 
 @intrinsic
 def round_32(context, source, target):
-    """32 float32 numbers as the nearest bfloat16 ones, the even one between two; NaN stays one.
-    For processors with AVX512-BF16, whose instruction takes numbers below 2^-126 for zero."""
+    """Round 32 float32 numbers to the nearest bfloat16 ones, ties to even; NaN stays NaN. For
+    processors with AVX512-BF16, whose instruction takes numbers below 2^-126 for zero."""
 
     def generate(context, builder, signature, arguments):
         source, target = arguments

@@ -15,19 +15,19 @@ from diptych_kernels.packed_product.tiles import GROUP, TILE_ROWS, group_bytes
 from diptych_kernels.trust import is_trusted
 
 FLOAT, BFLOAT, WORD = 4, 2, 2
-"""Bytes."""
+"""Their sizes, in bytes."""
 ROWS, DECODE_TILES = 2, 4
-"""Which of a decode call's numbers they are."""
+"""Their places among the numbers of a decode call."""
 FIRST, END, CHUNK_TILES = 2, 3, 5
-"""Which of a chunk call's numbers they are."""
+"""Their places among the numbers of a chunk call."""
 CONFIGURATION_BYTES = 64
-"""Of the matrix unit."""
+"""Size, in bytes, of the matrix unit's configuration."""
 BITS_OF = {group_bytes(bits): bits for bits in (4, 8)}
 
 
 @remembered
 def is_available() -> bool:
-    """Whether the level in use has it, and all that it consists of is right."""
+    """Whether the level in use has the packed product, and all of its kernels are trusted."""
     return all(is_trusted("packed_product", bits) for bits in BITS_OF.values())
 
 
@@ -38,7 +38,7 @@ def has_matrix_unit() -> bool:
 
 
 def integer_rows(num_decodes: int, rows: int) -> int:
-    """How many rows are summed up in integers, of which so many are decodes."""
+    """How many of `rows` rows, of which `num_decodes` are decodes, are summed up in integers."""
     return num_decodes if has_matrix_unit() else rows
 
 
@@ -58,14 +58,14 @@ def packed_product(
 
 
 def workspace_bytes(rows: int, columns: int) -> int:
-    """What either call needs for so many rows."""
+    """Size, in bytes, of a workspace that is enough for either call."""
     integers = rows * columns * WORD + rows * (columns // GROUP) * 2 * FLOAT
     unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
     return max(integers, _rounded_bytes(rows, columns) + unpacked)
 
 
 def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
-    """What computes all rows in integers; workspace: [>= workspace_bytes] int8."""
+    """The call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
     numbers = (
@@ -87,7 +87,8 @@ def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add
 def chunk_call(
     x: Tensor, first: int, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool
 ) -> Call:
-    """What computes the rows from `first` on by the matrix unit; workspace: as `decode_call`'s."""
+    """The call that computes the rows from `first` on with the matrix unit; workspace: as for
+    `decode_call`."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
     numbers = (
@@ -108,17 +109,17 @@ def chunk_call(
 
 
 def _rounded_bytes(rows: int, columns: int) -> int:
-    """Of inputs in bfloat16, in blocks of 16 rows."""
+    """Size, in bytes, of inputs rounded to bfloat16, in blocks of 16 rows."""
     return -(-rows // TILE_ROWS) * TILE_ROWS * columns * BFLOAT
 
 
 @remembered
 def decode_kernel(bits: int) -> Kernel:
-    """For levels of so many bits; loaded when it is first needed."""
+    """The kernel of decode calls, for levels of so many bits; loaded when it is first needed."""
     return kernel_of("packed_product", bits)
 
 
 @remembered
 def chunk_kernel(bits: int) -> Kernel:
-    """As `decode_kernel`."""
+    """The kernel of chunk calls; otherwise as `decode_kernel`."""
     return kernel_of("amx_product", bits)

@@ -18,12 +18,12 @@ GROUP: Final = 32
 QUAD: Final = 4
 QUADS: Final = GROUP // QUAD
 FACTOR_BYTES: Final = 2 * TILE_ROWS * 2
-"""Of a group's scales and offsets."""
+"""Size, in bytes, of the scales and offsets of one group of a tile."""
 MAX_HALF: Final = torch.finfo(torch.float16).max
 
 
 def group_bytes(bits: int) -> int:
-    """Of one group of a tile."""
+    """Size, in bytes, of one group of a tile whose levels have `bits` bits."""
     return TILE_ROWS * GROUP * bits // 8 + FACTOR_BYTES
 
 

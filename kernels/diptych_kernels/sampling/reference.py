@@ -1,5 +1,5 @@
-"""Filter by the largest few hundred logits where they tell, else by all in order; then invert the
-cumulative distribution."""
+"""Filters by the few hundred largest logits where these suffice, or else by all logits in order;
+then inverts the cumulative distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ NARROW: Final = 256
 
 
 class Filters(NamedTuple):
-    """Of each row; min-p comes first, then top-k, then top-p, each of what the others leave."""
+    """The filters of each row. Min-p applies first, then top-k, then top-p, each to the tokens that
+    the ones before it leave."""
 
     top_k: Tensor
     """[rows] int64: how many tokens, 0 for all."""

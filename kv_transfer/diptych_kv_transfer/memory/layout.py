@@ -10,26 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diptych_protocol.config import MAX_RANKS
+from diptych_protocol.engine_settings import MAX_RANKS
 
 GEOMETRY: Final = ("block_size", "tensor_parallel_size")
-"""What engines that exchange KV may have different."""
+"""The fields in which engines that exchange KV may differ."""
 MAX_BLOCK_SIZE: Final = 4096
-"""Blocks of more tokens are nobody's: what a peer says of itself must not make us reserve more."""
+"""Limit on the tokens of a block. No engine uses larger blocks, and what a peer says of itself must
+not make us reserve more memory."""
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Of one engine's KV memory."""
+    """The layout of one engine's KV memory."""
 
     num_layers: int
     kv_heads: int
-    """Of the model."""
+    """Number of KV heads of the model."""
     row_bytes: int
-    """One token's key (or value) of one head."""
+    """Size, in bytes, of one token's key (or value) in one head."""
     block_size: int
-    """Tokens a block."""
+    """Number of tokens per block."""
     num_ranks: int
 
     @classmethod
@@ -55,11 +56,12 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """Of one rank's part of a block."""
+        """Size, in bytes, of one rank's part of a block."""
         return self.num_layers * 2 * self.block_size * self.local_heads * self.row_bytes
 
     def heads_of(self, rank: int) -> range:
-        """The heads that a rank has; a head that there are too many ranks for is with several."""
+        """The heads that a rank has; if there are more ranks than heads, several ranks have the
+        same head."""
         first = rank * self.kv_heads // self.num_ranks
         return range(first, first + self.local_heads)
 
@@ -68,6 +70,6 @@ class Layout:
 
 
 def _positive(values: Mapping[str, str | int], name: str) -> int:
-    """0 if it is not there or makes no sense."""
+    """The value of a field; 0 if it is missing or makes no sense."""
     value = values.get(name)
     return value if isinstance(value, int) and value > 0 else 0

@@ -16,13 +16,13 @@ class Staging:
     """What one load receives in its peer's geometry, and where it belongs in ours."""
 
     layout: Layout
-    """Of the blocks as they come."""
+    """The layout of the blocks in the form in which they arrive."""
     first: int
     """The block of the lease that lands first; it holds token `start`."""
     num_blocks: int
     start: int
     end: int
-    """The tokens that are wanted."""
+    """The wanted tokens are those from `start` up to, but not including, `end`."""
     local_block_ids: list[int]
     """Where they go; the first one begins with token `start`."""
 
@@ -39,8 +39,8 @@ class Staging:
 def plan_staging(theirs: Layout, ours: Layout, wanted: dict[int, int], num_tokens: int) -> Staging:
     """How to fetch the last tokens of a lease of `num_tokens` from blocks of any geometry.
 
-    wanted: the blocks that are missing here, all up to the last: index among ours -> block. Of
-    theirs, all that cover any of these tokens are fetched.
+    wanted: our blocks that are missing, as index -> block id; they reach up to the last block. All
+    of the peer's blocks that cover any of these tokens are fetched.
     """
     start = min(wanted) * ours.block_size
     first = start // theirs.block_size

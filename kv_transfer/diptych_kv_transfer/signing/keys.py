@@ -1,7 +1,8 @@
 """The hinge's key, which all engines of a service have, and nobody else.
 
-It is derived from the service's CURVE secret, so that it is where that is, and changes when that
-does. A use of it has a label, so that what is signed for one use proves nothing in another.
+It is derived from the service's CURVE secret, so it is available wherever that is, and changes when
+that does. Each use has a label of its own, so that a signature for one use proves nothing in
+another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MAC_BYTES = 16
 
 
 class HingeKey:
-    """A secret that macs are made with, and other secrets."""
+    """A secret from which message authentication codes (MACs) and other secrets are made."""
 
     __slots__ = ("_secret",)
 
@@ -31,21 +32,21 @@ class HingeKey:
         )
 
     def mac(self, label: bytes, content: bytes) -> bytes:
-        """What only holders of the key can make of a content: `MAC_BYTES`. A label has at most 16
-        bytes."""
+        """The MAC of some content, `MAC_BYTES` long, which only holders of the key can compute. A
+        label has at most 16 bytes."""
         return hashlib.blake2b(
             content, key=self._secret, person=label, digest_size=MAC_BYTES
         ).digest()
 
     def derive(self, label: bytes, content: bytes) -> HingeKey:
-        """Another key, which tells nothing of this one."""
+        """Derive another key, which reveals nothing about this one."""
         return HingeKey(
             hashlib.blake2b(content, key=self._secret, person=label, digest_size=32).digest()
         )
 
 
 PUBLIC_KEY = HingeKey(b"diptych: this key is no secret. ")
-"""Of engines that have no keys, and listen on loopback only."""
+"""The key of engines that have no keys of their own; they listen on loopback only."""
 
 equal = hmac.compare_digest
 """Compares macs in constant time."""

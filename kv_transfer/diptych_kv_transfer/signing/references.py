@@ -1,9 +1,9 @@
-"""What P signs of what it lends, and what D makes sure of before it believes any of it.
+"""How P signs a reference to what it lends, and what D checks before it trusts a reference.
 
-A signature has two parts: of what names the lease, which is enough to give it back, and of every
-field, which is what it takes to read it. An announcement comes before there is a lease: it has P's
-signature of its name and address alone, and brings nothing but an early load, which no request gets
-without a whole reference. Pure, but for the clock.
+A signature has two parts. One covers the fields that identify the lease, which is enough to give it
+back; the other covers every field, which is needed to read it. An announcement comes before there
+is a lease: P signs only its own name and address, and nothing comes of it but an early load, which
+no request gets without a complete reference. Pure, except for the clock.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ ALL_FIELDS = tuple(name for name in KVTransferParams.__struct_fields__ if name !
 ENGINE, LEASE, REFERENCE = b"diptych engine", b"diptych lease", b"diptych refer"
 
 MAX_SKEW_S = 60.0
-"""How much later than P's the clock of D may be. Whether a lease lives is for P's clock to say."""
+"""How far, in seconds, D's clock may be ahead of P's. Whether a lease is alive is decided by P's
+clock."""
 MAX_TAKEN = 1 << 16
-"""Beyond, the oldest is forgotten: P refuses a lease that has ended."""
+"""Limit on the proofs that are remembered. Beyond it the oldest is forgotten, which does no harm: P
+refuses a lease that has ended."""
 
 
 class UnprovenReferenceError(InvalidRequestError):
@@ -41,13 +43,15 @@ class UnprovenReferenceError(InvalidRequestError):
 
 @dataclass(slots=True)
 class References:
-    """Of one engine: what it signs, and what it has taken of others."""
+    """Signs the references of one engine, and checks and remembers those that it takes from
+    others."""
 
     key: HingeKey
     clock: Callable[[], float] = time.time
     """Unix time in seconds."""
     _taken: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """Proofs of references that a request came with, and when they are worth nothing any more."""
+    """The proof of each reference that a request came with -> Unix time after which it is worth
+    nothing."""
 
     # --- P ------------------------------------------------------------------------------------
 
@@ -56,7 +60,7 @@ class References:
         return self._mac(ENGINE, params, ENGINE_FIELDS)
 
     def sign(self, params: KVTransferParams, seconds: float) -> KVTransferParams:
-        """The same, good for so long, and with a proof of it all."""
+        """The same parameters, valid for `seconds` from now, with a proof of all of them."""
         params = msgspec.structs.replace(params, expires_at=math.ceil(self.clock() + seconds))
         proof = self._mac(LEASE, params, LEASE_FIELDS) + self._mac(REFERENCE, params, ALL_FIELDS)
         return msgspec.structs.replace(params, proof=proof)
@@ -64,7 +68,8 @@ class References:
     # --- D ------------------------------------------------------------------------------------
 
     def check_engine(self, params: KVTransferParams) -> None:
-        """Raises `UnprovenReferenceError` unless an engine of the service said that it is there."""
+        """Raises `UnprovenReferenceError` unless an engine of this service signed this
+        announcement."""
         self._check(params.proof or "", self._mac(ENGINE, params, ENGINE_FIELDS))
 
     def check_lease(self, params: KVTransferParams) -> None:
@@ -78,9 +83,10 @@ class References:
         self._check((params.proof or "")[2 * MAC_BYTES :], self._mac(REFERENCE, params, ALL_FIELDS))
 
     def check_use(self, params: KVTransferParams, digest: str) -> None:
-        """Likewise, and if it is not for tokens with this digest, or too late, or was taken.
+        """Raises as `check` does, and if the reference is for tokens of another digest, has expired
+        or was taken before.
 
-        Before that, nothing of it is believed: neither is its address connected to.
+        Before this check nothing in a reference is trusted; not even its address is connected to.
         """
         self.check(params)
         if not equal((params.tokens_digest or "").encode(), digest.encode()):
@@ -93,7 +99,8 @@ class References:
             raise UnprovenReferenceError("the reference was used here before; prefill again")
 
     def take(self, params: KVTransferParams) -> None:
-        """A request has come with it: it serves no other."""
+        """Record that a request has come with this reference, so that no other request may use
+        it."""
         now = self.clock()
         self._taken[params.proof or ""] = (params.expires_at or 0) + MAX_SKEW_S
         while len(self._taken) > MAX_TAKEN or next(iter(self._taken.values())) < now:
@@ -102,7 +109,7 @@ class References:
                 return
 
     def is_taken(self, params: KVTransferParams) -> bool:
-        """A request has come with it here."""
+        """Whether a request has come with this reference to this engine."""
         return params.proof in self._taken
 
     def _mac(self, label: bytes, params: KVTransferParams, names: tuple[str, ...]) -> str:

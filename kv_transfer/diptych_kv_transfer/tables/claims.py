@@ -10,13 +10,14 @@ from diptych_kv_transfer.tables.messages import Open, Run
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Runs that travel together, under tags from `first` on, one up each."""
+    """Runs that travel together: the first under the tag `first`, each further one under the next
+    higher tag."""
 
     first: int
     runs: list[Run]
-    """In blocks of the lease."""
+    """The runs, in blocks of the lease."""
     blocks: list[range]
-    """The same in P's memory."""
+    """The same runs, in blocks of P's memory."""
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Claim:
     asked: Open
     next_tag: int = field(init=False)
     pending: list[Run] = field(init=False)
-    """Not sent yet, in any order."""
+    """Runs that have not been sent yet, in any order."""
 
     def __post_init__(self) -> None:
         self.next_tag = self.asked.tag
@@ -38,14 +39,15 @@ class Claim:
         return self.asked.tag
 
     def repeats(self, peer: Peer, message: Open) -> bool:
-        """The message is the one that made this claim, come again."""
+        """Whether the message is a repetition of the one that made this claim."""
         mine = self.asked
         return (peer, message.tag, message.digest, message.runs) == (
             self.peer, mine.tag, mine.digest, mine.runs
         )  # fmt: skip
 
     def take_ready(self, block_ids: list[int]) -> Batch | None:
-        """Of what is pending, the part among the first blocks of the lease; None: nothing."""
+        """Take out of `pending` the runs, or parts of runs, whose blocks are ready, as a batch to
+        send; None: there are none. `block_ids`: the first blocks of the lease, which are ready."""
         ready = len(block_ids)
         due = [(first, min(count, ready - first)) for first, count in self.pending if first < ready]
         if not due:
@@ -64,7 +66,8 @@ class Claim:
 
 
 def _append(batch: Batch, index: int, block: int, *, joins: bool) -> None:
-    """Add a block, to the last run if that goes on with it in both memories."""
+    """Add a block to a batch: to its last run, if the block follows that in both memories, or else
+    as a new run."""
     if joins and batch.blocks[-1].stop == block:
         first, count = batch.runs[-1]
         batch.runs[-1] = first, count + 1

@@ -38,7 +38,8 @@ from diptych_kv_transfer.tables.messages import (
 )
 
 MAX_REMEMBERED = 4096
-"""Ended leases whose late messages still get the right answer."""
+"""Limit on the ended leases that are remembered, so that late messages about them get the right
+answer."""
 NEVER = float("inf")
 AT_ONCE = float("-inf")
 
@@ -77,11 +78,11 @@ class Lease:
     num_blocks: int
     """How many there will be in all."""
     block_ids: list[int] = field(default_factory=list)
-    """Those that hold their KV already: a prefix of all."""
+    """The blocks that hold their KV already: a prefix of all its blocks."""
     expires_at: float = NEVER
     state: LeaseState = LeaseState.PROMISED
     claim: Claim | None = None
-    """Of the one who reads it now; a promised lease may have one, too."""
+    """The claim of the reader that reads it now; a promised lease may have one, too."""
     sending: dict[int, Peer] = field(default_factory=dict)
     """First tag -> receiver, of the sends in flight."""
     fence_at: float = NEVER
@@ -96,7 +97,7 @@ class Lease:
 
     @property
     def deadline(self) -> float:
-        """When there is something to do about it; infinity: never."""
+        """When something has to be done about this lease; infinity: never."""
         return self.expires_at if self.state in LIVE else self.fence_at
 
 
@@ -111,7 +112,7 @@ class LeaseTable:
     """How many leases were promised, granted, first read, and ended in each way."""
     stale_reads_refused: int = 0
     rejections: int = 0
-    """Leases that somebody else than this engine ended."""
+    """Leases that were ended by somebody other than this engine."""
     _early: EarlyOpens = field(init=False)
     _ended: OrderedDict[str, tuple[LeaseState, Claim | None]] = field(default_factory=OrderedDict)
     """How leases ended, and the claim by which one was released."""
@@ -188,7 +189,7 @@ class LeaseTable:
             case Reject():
                 lease = self.leases.get(message.lease_id)
                 if lease is not None and lease.claim is not None and lease.claim.peer != peer:
-                    return []  # who has a copy of a reference does not disturb its reader
+                    return []  # a peer with a copy of the reference must not disturb the reader
                 ends = self.revoke(message.lease_id)
                 self.rejections += bool(ends)
                 return ends

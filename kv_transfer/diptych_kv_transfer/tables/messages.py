@@ -12,9 +12,9 @@
            ◀──────────────────────── Closed    held=True: what you read was valid throughout
     Renew, Reject ──────────────────────▶      keep these leases / end this one, no answer
 
-A claim is named by its lease and its tag, so that whatever is still said of an earlier one is told
-apart. Every message may be repeated without harm. P says Closed without being asked when a claim
-is lost. Fields are only ever added at the end, with a default.
+A claim is identified by its lease and its tag, so that late messages about an earlier claim are
+recognised. Every message may be repeated without harm. When a claim is lost, P sends Closed without
+being asked. Fields are only ever added at the end, with a default.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Hello(Message, frozen=True):
 class Open(Message, frozen=True):
     lease_id: LeaseId
     digest: Name
-    """Of the tokens whose KV the reader expects; another prompt's lease is refused."""
+    """Digest of the tokens whose KV the reader expects; a lease for another prompt is refused."""
     tag: Tag
     """Names the claim. Blocks travel under tags from here on, one up each run."""
     runs: list[Run]
@@ -93,9 +93,9 @@ class Refused(Message, frozen=True):
 class Sending(Message, frozen=True):
     lease_id: LeaseId
     tag: Tag
-    """Of the claim."""
+    """The tag of the claim."""
     first: Tag
-    """The first run travels under this tag, the others follow, one up each."""
+    """The first run travels under this tag; each further run travels under the next higher tag."""
     runs: Annotated[list[Run], msgspec.Meta(min_length=1)]
     """Parts of those that were asked for, each contiguous on both sides."""
 

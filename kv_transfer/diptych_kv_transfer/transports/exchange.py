@@ -23,9 +23,11 @@ from diptych_kv_transfer.transports.ucx_transfer import UcxTransfer
 log = logging.getLogger(__name__)
 
 MAX_UNCLAIMED_OFFERS, MAX_UNCLAIMED_RUNS = 4096, 1 << 20
-"""More come only from a peer that means harm."""
+"""Limits on the offers that nobody has asked for yet, and on their runs; only a malicious peer
+makes more."""
 TRANSFER_BITS = 38
-"""Of a UCX tag: which transfer, so that no other peer can send to it."""
+"""Number of bits of a UCX tag that say which transfer; they are random, so that no other peer can
+send to it."""
 
 
 class ExchangeError(Exception):
@@ -66,12 +68,12 @@ class Exchange:
         *,
         accepted: bool,
     ) -> None:
-        """Introduce ourselves to who connected to us.
+        """Introduce ourselves if the other side connected to us.
 
         Args:
             same_host: how processes of this host read each other; None: they may not.
             say: sends a frame to the other side, in order.
-            accepted: they connected to us.
+            accepted: the other side connected to us.
         """
         self._handles = handles
         self._same_host = same_host
@@ -79,11 +81,11 @@ class Exchange:
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._offers: dict[int, Offer] = {}
-        """Not asked for yet."""
+        """Offers by tag, of blocks that we have not asked for yet."""
         self._offered_runs = 0
-        """Of all of them."""
+        """Number of runs in all of these offers."""
         self._introduced = accepted
-        """The other side has said who it is, or is not to."""
+        """The other side has introduced itself, or must not."""
         self._source: OtherProcess | None = None
         """The other side, if we may read its memory."""
         self._ended: list[TransferEnded] = []
@@ -120,7 +122,7 @@ class Exchange:
         return any(incoming.reading is not None for incoming in self._incoming.values())
 
     def advance(self) -> list[TransferEnded]:
-        """Go on with what is under way; what has ended since the last call.
+        """Go on with what is under way. Returns what has ended since the last call.
 
         Raises `ExchangeError`.
         """
@@ -142,7 +144,7 @@ class Exchange:
     def abandon(self) -> list[UcxTransfer]:
         """The connection is gone: every transfer has ended, as `take_ended` will say.
 
-        Returns what UCX has not let go of. Our memory is safe when all of it has `ended`.
+        Returns the transfers that UCX may still work on. Our memory is safe when all have `ended`.
         """
         begun = [outgoing.transfer for outgoing in self._outgoing.values()]
         begun += [incoming.transfer for incoming in self._incoming.values()]
@@ -179,7 +181,7 @@ class Exchange:
                 self._sent(tag, ok=ok)
 
     def _keep(self, offer: Offer) -> None:
-        """Until its blocks are asked for."""
+        """Keep an offer until its blocks are asked for."""
         if offer.tag in self._offers:
             raise ExchangeError("it offers twice")
         self._offered_runs += len(offer.runs)

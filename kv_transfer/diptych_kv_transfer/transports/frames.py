@@ -8,8 +8,9 @@
                  ◀─────────── Send      elsewhere: send them, under these tags; I wait for them
                                         (or Moved, not ok: they are not what I asked for)
 
-After Send nobody says Moved: the bytes themselves tell. Only who was connected to introduces
-itself, as it is who prefills; its word is heeded on its own host only.
+After Send nobody says Moved, because the arrival of the bytes tells as much. Only the side that was
+connected to introduces itself, because it is the side that prefills. Its introduction counts on its
+own host only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 MAX_FRAME_BYTES = 8 << 20
-"""Runs of a million tokens in scattered blocks of 16 fit in."""
+"""Limit, in bytes, of a frame: the runs of a million tokens in scattered blocks of 16 fit in."""
 
 Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Address = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
@@ -37,12 +38,13 @@ class Introduction(Frame, frozen=True):
     host: str
     """Boot and PID namespace; a process elsewhere cannot know it."""
     address: Packed
-    """Of the UCX worker that others read our memory by."""
+    """Address of the UCX worker through which others read our memory."""
     key: Packed
     """UCX's remote key of our memory."""
     probe_address: Address
     probe: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """What is found there, so that a reader knows that it can read, and reads the right process."""
+    """The bytes at `probe_address`, from which a reader knows that it can read, and that it reads
+    the right process."""
 
 
 class Offer(Frame, frozen=True):

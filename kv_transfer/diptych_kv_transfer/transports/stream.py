@@ -27,7 +27,7 @@ MAX_BYTES = {
 
 
 class StreamError(Exception):
-    """The stream has ended, or what comes is none of ours."""
+    """The stream has ended, or something arrives that is no message of ours."""
 
 
 class Stream:
@@ -37,10 +37,11 @@ class Stream:
         """`endpoint` is UCXX's; a receive is posted on it from now on."""
         self._endpoint = endpoint
         self._sends: list[tuple[Any, Buffer]] = []
-        """What is in flight, with its bytes kept alive."""
+        """The sends in flight, each with its bytes, which are kept alive."""
         self._pending = b""
         self._kind: int | None = None
-        """Of the message that is being received; None: its length and kind are."""
+        """The kind of the message whose content is being received; None while a header, with the
+        length and the kind, is being received."""
         self.session: Session | None = None
         """None: the other side has not proven itself."""
         self._receive(HEADER_BYTES)
@@ -65,7 +66,8 @@ class Stream:
         return bool(self._pending)
 
     def flush(self) -> None:
-        """Send what there is, at once: each send wakes the other side, and it takes our core."""
+        """Send everything that is pending in one send, because each send wakes the other side,
+        which then takes our core."""
         self._sends = [pair for pair in self._sends if not pair[0].completed]
         if self._pending:
             buffer = np.frombuffer(self._pending, np.uint8)
@@ -75,7 +77,7 @@ class Stream:
     def next_message(self) -> tuple[int, bytes] | None:
         """The kind and content of a message that has arrived; None: there is none.
 
-        Raises `StreamError`, and `AuthenticationError` for what the other side did not say.
+        Raises `StreamError`, and `AuthenticationError` for what the other side did not send.
         """
         while self._receiving.ended:
             data = self._receiving.result()
@@ -95,7 +97,8 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """UCX writes to none of our buffers any more, as is so soon after the endpoint's end."""
+        """Whether UCX no longer writes to any of our buffers; this is so soon after the endpoint
+        has ended."""
         return self._receiving.ended
 
     def _max_bytes(self, kind: int) -> int:

@@ -154,7 +154,7 @@ def tag_send(endpoint: int, address: int, length: int, tag: int) -> int:
 
 
 def tag_receive(worker: int, address: int, length: int, tag: int) -> int:
-    """Begin to receive the message of a tag into our memory; returns the request."""
+    """Begin to receive the message with this tag into our memory; returns the request."""
     return _request(_ucp.ucp_tag_recv_nbx(worker, address, length, tag, ALL_BITS, _PARAM))
 
 
@@ -164,18 +164,19 @@ def get(endpoint: int, address: int, length: int, remote_address: int, key: int)
 
 
 def _request(request: int | None) -> int:
-    """NO_IMM_CMPL: there always is one; an error comes instead of a pointer."""
+    """Check what UCX returned. Because of NO_IMM_CMPL there is always a request; instead of its
+    address there may be an error, for which this raises `UcpError`."""
     if request is None or LAST_ERROR <= ctypes.c_int64(request).value < 0:
         raise UcpError(f"UCX status {request and ctypes.c_int64(request).value}")
     return request
 
 
 def drop_unexpected(worker: int) -> int:
-    """Let go of tag messages that have come without anybody's waiting for them; how many.
+    """Drop tag messages that have arrived although no receive waits for them; returns how many.
 
-    UCX keeps each, without a bound and beyond the end of its connection, for whoever may still ask.
-    Here receives are posted before a sender hears of their tag: what is not waited for is late, or
-    from somebody who means harm.
+    UCX keeps all of them, even beyond the end of their connection, for a receive that may still be
+    posted. Here receives are posted before a sender learns of their tag, so a message that no
+    receive waits for is late, or malicious.
     """
     info, dropped = _TagInfo(), 0
     while (message := _ucp.ucp_tag_probe_nb(worker, 0, 0, 1, byref(info))) is not None:
@@ -193,14 +194,14 @@ def status_of(request: int) -> int:
 
 
 def received_bytes(request: int) -> int:
-    """How long the message was that has been received."""
+    """The length, in bytes, of the message that a request has received."""
     info = _TagInfo()
     _ucp.ucp_tag_recv_request_test(request, byref(info))
     return int(info.length)
 
 
 def cancel(worker: int, request: int) -> None:
-    """Have a request end soon, whatever comes or does not."""
+    """Cancel a request: it ends soon, whether its message comes or not."""
     _ucp.ucp_request_cancel(worker, request)
 
 
@@ -237,7 +238,7 @@ class StreamReceive:
         return self._request is None
 
     def result(self) -> bytes | None:
-        """Of one that has ended, what has come; None: the stream is over."""
+        """The bytes that were received, once this has ended; None: the stream is over."""
         return self._bytes.tobytes() if self._status == OK else None
 
 

@@ -1,9 +1,9 @@
 """Blocks through a connection, as tag messages of UCX.
 
-Runs are cut into pieces that UCX sends whole, without asking the receiver first: of many small runs
-a round trip each would take most of the time. A whole piece either is in its place or will never
-be, so that a receive can be called off at any moment. That is also why nothing larger is sent: of
-what has arrived in part UCX cannot let go.
+Runs are cut into pieces that UCX sends whole, without asking the receiver first: for many small
+runs, a round trip each would take most of the time. A whole piece either is in its place or will
+never be, so that a receive can be cancelled at any moment. That is also why nothing larger is sent:
+UCX cannot let go of a message that has arrived in part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from diptych_kv_transfer.transports.transport import Buffer
 
 PIECE_BYTES = 1 << 20
 TAG_BITS = 24
-"""Of a tag, for counting pieces; the rest says which transfer."""
+"""Number of low bits of a tag that count the pieces of a transfer; the other bits say which
+transfer."""
 
 
 class UcxTransfer:
@@ -44,7 +45,7 @@ class UcxTransfer:
 
     @property
     def ended(self) -> bool:
-        """UCX touches our memory no more."""
+        """Whether UCX no longer touches our memory."""
         while self._requests:
             request, wanted = self._requests[0]
             status = ucp.status_of(request)

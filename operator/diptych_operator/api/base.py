@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-"""Of a Kubernetes object."""
+"""Pattern of the name of a Kubernetes object."""
 
 
 class SpecPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     """Common to all parts a user writes: camelCase outside, and no unknown fields."""
+
+
+def spec_part(
+    name: str, settings: type[msgspec.Struct], **own: tuple[Any, Any]
+) -> type[msgspec.Struct]:
+    """A part of the spec with the fields of a configuration, in camelCase, and some of its own.
+
+    own: a field's type and default, by its name.
+    """
+    hints = get_type_hints(settings, include_extras=True)
+    shared = [
+        (field.name, hints[field.name], msgspec.field(default_factory=field.default_factory))
+        if field.default_factory is not msgspec.NODEFAULT
+        else (field.name, hints[field.name], field.default)
+        for field in msgspec.structs.fields(settings)
+    ]
+    fields = [(key, *about) for key, about in own.items()]
+    return msgspec.defstruct(
+        name, [*fields, *shared], bases=(SpecPart,), frozen=True, kw_only=True, rename="camel"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ class ModelCache(SpecPart, frozen=True):
 
 _WORD = r"[A-Za-z0-9_.-]+"
 _SEGMENT = r"(\.{0,2}[^\s/.?#\\][^\s/?#\\]*|\.{3}[^\s/?#\\]*)"
-"""Of a path: anything but `.` and `..`, in a form that has one way to match."""
+"""Pattern of one segment of a path: anything but `.` and `..`, written so that there is only one
+way to match it."""
 _PATH = rf"{_SEGMENT}(/{_SEGMENT})*"
 _GGUF = rf"({_SEGMENT}/)*[^\s/?#\\]*\.gguf"
 URI_PATTERNS: dict[Scheme, str] = {

@@ -30,7 +30,7 @@ CONFIG_HASH_ANNOTATION = "diptych.dev/config-hash"
 HTTP_PORT, API_PORT, ADMIN_PORT, CORE_PORT, KV_PORT = 8000, 8001, 8081, 5557, 5558
 ENGINE_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT, "core": CORE_PORT, "kv": KV_PORT}
 ENGINE_API_PORTS = {"api": API_PORT}
-"""Of engines that have an OpenAI API of their own."""
+"""The further ports, by name, of engines that have an OpenAI API of their own."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
 
 PORT_VARIABLES = {

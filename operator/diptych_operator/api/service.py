@@ -6,15 +6,16 @@ carries only what may differ.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from diptych_operator.api.base import Rule, SpecPart, validations
+from diptych_operator.api.base import Rule, SpecPart, spec_part, validations
 from diptych_operator.api.model import MODEL_RULES, Model
 from diptych_operator.api.pools import ONE_SCALE, DecodePool, PrefillPool, Router
 from diptych_operator.api.status import Status
+from diptych_protocol import EngineSettings
 
 GROUP = "diptych.dev"
 VERSION = "v1alpha1"
@@ -26,108 +27,45 @@ MAX_NAME_LENGTH = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 
-class Engine(SpecPart, frozen=True):
-    """Defaults are those of the engine itself, written out so that `kubectl explain` shows them."""
+if TYPE_CHECKING:
 
-    image: Annotated[
-        str,
-        Meta(
-            pattern=r"^\S*$",
-            max_length=512,
-            title="an image reference",
-            description="Container image of the engine pods; left out, the one that the operator "
-            "was installed with. The status says which it is.",
+    class Engine(EngineSettings, SpecPart, frozen=True):
+        """`EngineSettings` as a part of the spec, with what only pods have."""
+
+        image: str = ""
+        kv_cache_memory: str = "1Gi"
+
+else:
+    Engine = spec_part(
+        "Engine",
+        EngineSettings,
+        image=(
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^\S*$",
+                    max_length=512,
+                    title="an image reference",
+                    description="Container image of the engine pods; left out, the one that the "
+                    "operator was installed with. The status says which it is.",
+                ),
+            ],
+            "",
         ),
-    ] = ""
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Meta(description="Where the model runs; auto takes a CUDA device if there is one."),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Meta(description="Type of weights and activations; auto is float32 on CPU, else bfloat16."),
-    ] = "auto"
-    weight_packing: Annotated[
-        Literal["auto", "none"],
-        Meta(
-            description="auto: on a CPU, the 4- and 8-bit weights of a GGUF file are multiplied as "
-            "they are, which is several times faster; none: everything in dtype."
+        kv_cache_memory=(
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^(auto|[1-9][0-9]{0,5}(Mi|Gi|Ti))$",
+                    description="Memory for KV blocks in each engine process, such as 512Mi or "
+                    "24Gi. auto takes what gpuMemoryUtilization leaves of a GPU, and 1Gi on a CPU.",
+                    examples=["24Gi", "auto"],
+                ),
+            ],
+            "1Gi",
         ),
-    ] = "auto"
-    cpu_level: Annotated[
-        Literal["auto", "none", "avx2", "vnni", "amx"],
-        Meta(
-            description="Which of a CPU's instructions kernels use, at most those that it has; "
-            "auto: the highest level of each node, or what DIPTYCH_CPU_LEVEL in its environment "
-            "says. none: no compiled kernel at all."
-        ),
-    ] = "auto"
-    kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Meta(
-            description="Type of keys and values in the KV cache; auto is dtype, or bfloat16 for "
-            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs."
-        ),
-    ] = "auto"
-    block_size: Annotated[
-        Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
-        Meta(description="Tokens in one KV block."),
-    ] = 16
-    kv_cache_memory: Annotated[
-        str,
-        Meta(
-            pattern=r"^(auto|[1-9][0-9]{0,5}(Mi|Gi|Ti))$",
-            description="Memory for KV blocks in each engine pod, such as 512Mi or 24Gi. auto "
-            "takes what gpuMemoryUtilization leaves of a GPU, and 1Gi on a CPU.",
-            examples=["24Gi", "auto"],
-        ),
-    ] = "1Gi"
-    gpu_memory_utilization: (
-        Annotated[
-            float,
-            Meta(
-                ge=0.05,
-                le=1,
-                description="How much of a GPU's memory an engine may fill where kvCacheMemory is "
-                "auto, weights included; left out, 0.9.",
-            ),
-        ]
-        | None
-    ) = None
-    max_model_len: (
-        Annotated[
-            int,
-            Meta(
-                ge=2,
-                le=1 << 24,
-                description="Longest prompt plus output, in tokens; left out, the model's limit.",
-            ),
-        ]
-        | None
-    ) = None
-    max_num_seqs: Annotated[
-        int, Meta(ge=1, le=4096, description="Most requests computed in one step.")
-    ] = 64
-    max_num_batched_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1 << 20,
-            description="Token budget of one step; longer prompts are prefilled in chunks. At "
-            "least maxNumSeqs.",
-        ),
-    ] = 512
-    max_num_waiting: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1 << 20,
-            description="An engine refuses requests as overload beyond this many in its queue.",
-        ),
-    ] = 1024
-    enable_prefix_caching: Annotated[
-        bool, Meta(description="Keep the KV of finished prompts to reuse for equal prefixes.")
-    ] = True
+    )
+    """Defaults are those of the engine, written out so that `kubectl explain` shows them."""
 
 
 class Transfer(SpecPart, frozen=True):

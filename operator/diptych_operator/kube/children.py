@@ -46,7 +46,8 @@ class _Applied:
     rendering: str
     uid: str
     version: str
-    """Of the live object after our apply; see `_version`."""
+    """The version of the live object after our apply: its generation or resourceVersion, see
+    `_version`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Children:
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
     ) -> None:
-        """Let the API server read what was never applied, and change nothing.
+        """Have the API server check, in a dry run, the objects that were never applied in this form.
 
         Raises `ApiError` for the first that is refused, `NotOursError`.
         """
@@ -88,7 +89,7 @@ class Children:
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
     ) -> None:
-        """Make the objects so.
+        """Apply those objects that are not in the cluster as they were rendered.
 
         Raises `ApiError` for the first that is refused, `NotOursError`.
         """
@@ -127,7 +128,8 @@ class Children:
     async def _check_free(
         self, owned: Raw, service: InferenceService, live: Mapping[ChildId, Raw]
     ) -> None:
-        """Make sure that no other's object bears the name: only what has our label is watched."""
+        """Make sure that no object of somebody else has this name; only objects with our label are
+        watched."""
         now, known = live.get(child_id(owned)), self._applied.get(child_id(owned))
         if now is not None:
             made_by_us = known is not None and known.uid == now["metadata"]["uid"]
@@ -211,18 +213,19 @@ def child_id(obj: Raw) -> ChildId:
 
 
 def _left(owned: Raw, live: Raw) -> _Applied:
-    """What is to be remembered of an apply that left this behind."""
+    """What to remember of an apply after which the live object is this one."""
     return _Applied(_digest(owned), live["metadata"]["uid"], _version(live))
 
 
 def _version(obj: Raw) -> str:
-    """Changes when somebody changes what we set; status alone does not count where it can."""
+    """A version that changes when somebody changes what we set. For kinds with a generation, a
+    change of the status alone does not count."""
     meta = obj["metadata"]
     return str(meta.get("generation") or meta["resourceVersion"])
 
 
 def _lacks(live: Raw, owned: Raw) -> bool:
-    """Whether a label, an annotation or the owner that we gave it is missing or another."""
+    """Whether a label, an annotation or the owner that we gave an object is missing or differs."""
     found, given = live["metadata"], owned["metadata"]
     owners = {(o.get("uid"), o.get("controller")) for o in found.get("ownerReferences") or []}
     return any((o["uid"], o["controller"]) not in owners for o in given["ownerReferences"]) or any(

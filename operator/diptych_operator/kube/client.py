@@ -55,7 +55,8 @@ class ApiError(DiptychError):
         self.reason = reason
         """Kubernetes' own word for it, such as Conflict, Invalid, Forbidden."""
         self.kind = ""
-        """Of the object that was to be applied, where that is what was refused."""
+        """The kind of the object that was to be applied; empty if the request was no apply of a
+        child."""
         self.component = ""
         """The part of the service that the object belongs to: `prefill`, `decode` or `router`."""
 
@@ -78,11 +79,11 @@ class Kube:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self.requests = 0
-        """Made since the start; watches are not among them."""
+        """Number of requests made since the start, watches not included."""
 
     @classmethod
     async def connect(cls) -> Self:
-        """From the pod's service account, or else from the kubeconfig.
+        """Connect with the pod's service account, or else with the kubeconfig.
 
         Raises `ApiError` if there is neither.
         """
@@ -118,7 +119,7 @@ class Kube:
         return await self.request("PATCH", path, query, obj, "application/apply-patch+yaml")
 
     async def apply_status(self, obj: Raw) -> None:
-        """Nothing if the object is no longer there."""
+        """Apply the status; do nothing if the object is no longer there."""
         meta = obj["metadata"]
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
@@ -136,7 +137,8 @@ class Kube:
         return await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, obj)
 
     async def replace(self, obj: Raw) -> Raw:
-        """Only if nobody changed the object since its resourceVersion: status 409 otherwise."""
+        """Replace an object if nobody has changed it since its resourceVersion; otherwise the API
+        server answers with status 409."""
         meta = obj["metadata"]
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
         return await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, obj)

@@ -64,7 +64,7 @@ def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
 
 
 def _child_indices() -> tuple[str, ...]:
-    """Of the most capable cluster."""
+    """Names of the indices of children, as the most capable cluster has them."""
     return tuple(_child_kinds(Cluster()))
 
 

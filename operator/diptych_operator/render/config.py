@@ -8,7 +8,6 @@ from decimal import Decimal
 from typing import Any, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from diptych_operator.api.names import (
     ENGINE_FILE,
@@ -21,6 +20,7 @@ from diptych_operator.api.pools import Pool
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import (
     EngineConfig,
+    EngineSettings,
     KVTransferConfig,
     RouterConfig,
 )
@@ -45,34 +45,23 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
     """
     engine = service.spec.engine
     kv_bytes = None if engine.kv_cache_memory == "auto" else int(_amount(engine.kv_cache_memory))
-    config = EngineConfig(
+    settings = {name: getattr(engine, name) for name in EngineSettings.__struct_fields__}
+    return EngineConfig(
         model=model,
         served_name=service.served_name,
-        device=engine.device,
-        dtype=engine.dtype,
-        weight_packing=engine.weight_packing,
-        cpu_level=engine.cpu_level,
-        kv_cache_dtype=engine.kv_cache_dtype,
-        block_size=engine.block_size,
         kv_cache_bytes=kv_bytes,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_waiting=engine.max_num_waiting,
-        enable_prefix_caching=engine.enable_prefix_caching,
-        num_threads=cpu_threads(pool),
+        num_threads=cpu_threads(pool, engine.tensor_parallel_size),
         kv_transfer=KVTransferConfig(lease_seconds=service.spec.transfer.lease_seconds),
         revision=revision,
         drain_seconds=service.spec.availability.drain_seconds,
+        **settings,
     )
-    share = engine.gpu_memory_utilization
-    return config if share is None else replace(config, gpu_memory_utilization=share)
 
 
-def cpu_threads(pool: Pool) -> int | None:
-    """What the pod's limit allows; None without a limit: the engine looks for itself then."""
+def cpu_threads(pool: Pool, ranks: int) -> int | None:
+    """What the pod's limit allows each rank; None without a limit: the engine looks for itself."""
     limit = pool.resources.limits.get("cpu")
-    return None if limit is None else model_threads(float(_amount(limit)))
+    return None if limit is None else model_threads(float(_amount(limit)), ranks)
 
 
 def router_config(service: InferenceService, model: str) -> RouterConfig:
@@ -83,6 +72,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         verify=_VERIFY[service.spec.transfer.verify],
         hold_seconds=service.spec.router.hold_seconds,
         drain_seconds=service.spec.availability.drain_seconds,
+        lora_modules=service.spec.engine.lora_modules,
     )
 
 
@@ -150,7 +140,7 @@ def _given(config: msgspec.Struct) -> dict[str, Any]:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
-    """Of lists and mappings there is a fresh one each time."""
+    """The default of a field; a default that is a list or a mapping is made anew each time."""
     if field.default_factory is msgspec.NODEFAULT:
         return field.default
     return field.default_factory()

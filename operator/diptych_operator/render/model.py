@@ -22,7 +22,7 @@ MODEL_DIR = "/var/lib/diptych/model"
 CREDENTIALS_DIR = "/etc/diptych/credentials"
 
 _DIVISIBLE = ("cpu", "memory", "ephemeral-storage")
-"""What a container can have that only copies files; devices are not among it."""
+"""The resources that a container which only copies files can have; devices are not among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ModelMount:
     init_containers: list[dict[str, Any]] = field(default_factory=list)
     volumes: list[dict[str, Any]] = field(default_factory=list)
     volume_mounts: list[dict[str, Any]] = field(default_factory=list)
-    """Of the engine's or router's own container."""
+    """The volume mounts of the container in which the engine or the router runs."""
 
 
 def model_mount(
@@ -138,7 +138,8 @@ def _read_only(cache: ModelCache) -> bool:
 
 
 def _resources(resources: Resources) -> dict[str, Any]:
-    """The pod's own, so that quotas and the QoS class stay as they are; no devices."""
+    """The resources of the pod's main container, so that quotas and the QoS class stay as they are,
+    but without devices."""
     given = {
         kind: {name: str(amount) for name, amount in amounts.items() if name in _DIVISIBLE}
         for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))

@@ -269,7 +269,8 @@ def _failure(seen: Situation) -> str:
 
 
 def _transfer(seen: Situation) -> Verdict:
-    """Of the newest revision that could be tried; what is known is kept while nobody can try."""
+    """The verdict on the newest revision whose KV transfer could be tried. While none can be tried,
+    an earlier success is kept."""
     if seen.service.spec.transfer.verify == "Off":
         return Verdict("Unknown", Reason.VERIFICATION_OFF, "transfer.verify is Off.")
     if good := newest(seen.observed, seen.target):

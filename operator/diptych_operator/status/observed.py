@@ -49,17 +49,17 @@ class PodView:
     unschedulable: str = ""
     """The scheduler's message while no node fits."""
     waiting_reason: str = ""
-    """Of a container that waits, such as ImagePullBackOff, CrashLoopBackOff."""
+    """Why a container waits, in Kubernetes' word, such as ImagePullBackOff or CrashLoopBackOff."""
     waiting_message: str = ""
     waiting_container: str = ""
     image: str = ""
-    """Of the container that waits, or of the first."""
+    """The image of the container that waits or, if none does, of the first container."""
     ended_container: str = ""
     """The container that ended badly, now or last."""
     last_exit: str = ""
     """The last words of a container that ended: its termination message."""
     last_exit_reason: str = ""
-    """Such as Error or OOMKilled."""
+    """Why `ended_container` ended, in Kubernetes' word, such as Error or OOMKilled."""
 
     @property
     def gone(self) -> bool:
@@ -156,7 +156,7 @@ def deployment_view(raw: Raw) -> DeploymentView:
         role=labels.get(ROLE_LABEL, ""),
         revision=labels.get(REVISION_LABEL, ""),
         wanted=wanted,
-        # Of any generation: pods do not cease to serve because the controller lags behind.
+        # Ready pods of any generation: they keep serving while the controller lags behind.
         ready=status.get("readyReplicas", 0),
         updated=updated,
         settled=observed and updated == wanted and status.get("replicas", 0) == wanted,

@@ -307,10 +307,13 @@ def _at(service: dict[str, Any], path: tuple[str, ...]) -> tuple[Any, dict[str, 
     return value, schema
 
 
+ENVIRONMENT = celpy.Environment()
+"""Made before any test runs: it raises Python's recursion limit, which Hypothesis must not see."""
+
+
 @cache
 def _program(rule: str) -> celpy.Runner:
-    environment = celpy.Environment()
-    return environment.program(environment.compile(rule))
+    return ENVIRONMENT.program(ENVIRONMENT.compile(rule))
 
 
 def _as_cel(value: Any, schema: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""One file from a source to the disk: in parts, several at a time, and where it was left off.
+"""Downloads one file to the disk, in parts, several at a time; continues an earlier attempt.
 
 Parts are written in their order, so the length of an unfinished file says all about it, and a
 process may be killed at any moment.
@@ -38,10 +38,11 @@ FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 HASH_CHUNK_BYTES: Final = 4 << 20
 MAX_HEADER_BYTES: Final = 256 << 20
-"""Of a GGUF file: a vocabulary of a million entries takes less."""
+"""Limit, in bytes, of the header of a GGUF file; a vocabulary of a million entries takes less."""
 
 Advance = Callable[[int], None]
-"""Told of each number of bytes that has come to the disk."""
+"""Called with the number of bytes by which the file on the disk has grown; negative if it was
+thrown away."""
 
 
 def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> None:

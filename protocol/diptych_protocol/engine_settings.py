@@ -1,0 +1,196 @@
+"""What an engine computes with: each setting once, with its type, its range and its meaning.
+
+The engine's configuration (`config.py`), its checks and its command line, the custom resource with
+its CRD, and the reference page follow from the fields of `EngineSettings`. A new one is a field
+here, and the code that obeys it. Names in backticks are fields; where the custom resource shows a
+description they are written as there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_RANKS = 64
+"""Limit of either kind of parallelism."""
+BlockSize = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All engines of a service have the same; `None` and `auto` leave the choice to the engine."""
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="Where the model runs; auto takes a CUDA device if there is one."),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="Type of weights and activations; auto is float32 on CPU, else bfloat16."),
+    ] = "auto"
+    weight_packing: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="auto: on a CPU, the 4- and 8-bit weights of a GGUF file are multiplied as "
+            "they are, which is several times faster; none: everything in `dtype`."
+        ),
+    ] = "auto"
+    cpu_level: Annotated[
+        Literal["auto", "none", "avx2", "vnni", "amx"],
+        Meta(
+            description="Which of a CPU's instructions kernels use, at most those that it has; "
+            "auto: the highest level of each machine, or what DIPTYCH_CPU_LEVEL in its environment "
+            "says. none: no compiled kernel at all. It is one for a whole process."
+        ),
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Meta(
+            description="Type of keys and values in the KV cache; auto is `dtype`, or bfloat16 for "
+            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs."
+        ),
+    ] = "auto"
+    block_size: Annotated[BlockSize, Meta(description="Tokens in one KV block.")] = 16
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            ge=0.05,
+            le=1,
+            description="How much of a GPU's memory an engine may fill where the KV cache takes "
+            "what is free: weights, KV and a step's tensors together.",
+        ),
+    ] = 0.9
+    max_model_len: (
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                le=1 << 24,
+                description="Longest prompt plus output, in tokens; left out, the model's limit.",
+            ),
+        ]
+        | None
+    ) = None
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=4096, description="Most requests computed in one step.")
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="Token budget of one step; longer prompts are prefilled in chunks. At "
+            "least `max_num_seqs`.",
+        ),
+    ] = 512
+    enough_prompt_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=1 << 20,
+                description="A step that holds so many prompt tokens begins no further prompt, "
+                "which would only make those in it wait. Left out: 256 on a CPU, no limit on a "
+                "GPU.",
+            ),
+        ]
+        | None
+    ) = None
+    async_scheduling: (
+        Annotated[
+            bool,
+            Meta(
+                description="Launch decodes before the results of the step before are known. Left "
+                "out: on a GPU, unless several ranks compute a step together."
+            ),
+        ]
+        | None
+    ) = None
+    max_num_waiting: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="An engine refuses requests as overload beyond this many in its queue.",
+        ),
+    ] = 1024
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        Meta(
+            description="fcfs: first come, first served. priority: requests with a lower priority "
+            "go first, and are the last to lose their blocks; fcfs refuses a request that has one."
+        ),
+    ] = "fcfs"
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Keep the KV of finished prompts to reuse for equal prefixes.")
+    ] = True
+    max_idle_sessions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="Requests that may wait for the next piece of their prompt; one more ends "
+            "the one that has waited longest.",
+        ),
+    ] = 64
+    pooling: Annotated[
+        Literal["last", "mean"],
+        Meta(
+            description="How an embedding is made of a prompt's hidden states: last takes that of "
+            "the last token, mean the mean of all."
+        ),
+    ] = "last"
+    seed: Annotated[
+        int, Meta(description="Seeds dummy weights and requests that bring no seed.")
+    ] = 0
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="LoRA adapters loaded at a time; more may be used in turn. 0: requests may "
+            "bring none.",
+        ),
+    ] = 8
+    max_lora_rank: Annotated[
+        int, Meta(ge=1, le=4096, description="Adapters of a higher rank are refused.")
+    ] = 64
+    lora_modules: Annotated[
+        dict[str, Annotated[str, Meta(max_length=4096, description="Where it is.")]],
+        Meta(
+            max_length=1024,
+            description="Adapters that are there from the start: name -> directory in the engine. "
+            "Clients ask for them as models.",
+        ),
+    ] = {}
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_RANKS,
+            description="Processes that share every layer's work; each has its own threads and "
+            "its own memory for KV.",
+        ),
+    ] = 1
+    otlp_traces_endpoint: (
+        Annotated[
+            str,
+            Meta(
+                pattern="^https?://",
+                max_length=2048,
+                title="an http(s) URL",
+                description="Where a span of each request goes, by OTLP over HTTP, such as "
+                "http://HOST:4318/v1/traces. Needs the extra tracing.",
+            ),
+        ]
+        | None
+    ) = None
+    profile_dir: Annotated[
+        str,
+        Meta(
+            max_length=4096,
+            description="Directory that profiles are written to; left out, none may be started.",
+        ),
+    ] = ""
