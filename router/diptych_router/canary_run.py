@@ -26,9 +26,9 @@ from diptych_router.engine_link import EngineLink
 from diptych_router.routed_request import RoutedRequest, Stage
 
 CANARY_TIMEOUT_S = 120.0
-"""Time limit of a canary. It is long, because a canary queues behind users' requests, and engines
-that were added because there are too many of those must be verified too. A hand-off that does not
-work ends sooner, by the hinge's own deadlines."""
+"""Time limit, in seconds, of a canary. It is long, because a canary queues behind users' requests,
+and engines that were added because there are too many of those must be verified too. A hand-off
+that does not work ends sooner, by the hinge's own deadlines."""
 
 Release = Callable[[str, dict[str, Any]], None]
 """Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not

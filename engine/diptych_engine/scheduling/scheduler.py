@@ -31,8 +31,7 @@ from diptych_engine.scheduling.waiting_queue import service, turn_in_class
 from diptych_protocol import SchedulerStats
 
 SHARED_STEPS = 1000
-"""Number of steps for which steps stay short after there were several tenants; they take some
-minutes."""
+"""How many further steps stay short after there were several tenants; these take some minutes."""
 
 
 @dataclass(slots=True)

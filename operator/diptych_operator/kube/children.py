@@ -72,7 +72,7 @@ class Children:
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
     ) -> None:
-        """Have the API server check, in a dry run, the objects that were never applied in this form.
+        """Have the API server check, in a dry run, objects that were never applied in this form.
 
         Raises `ApiError` for the first that is refused, `NotOursError`.
         """
