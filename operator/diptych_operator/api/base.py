@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -37,10 +38,12 @@ def spec_part(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What several fields must satisfy together: CEL here, Python in `api/rules.py`."""
+    """What several fields must satisfy together, for API servers and for where there is none."""
 
     cel: str
     """True for a good object; `self` is the object at which the rule stands, with its defaults."""
+    kept: Callable[[Any], bool]
+    """The same in Python."""
     message: str
     """What is wanted instead, said of the field; API servers say it, and so does `parse`."""
     at: str = ""
@@ -52,12 +55,18 @@ class Rule:
         return f"{self.at} {self.message}".lstrip(". ")
 
 
-def validations(*rules: Rule) -> dict[str, Any]:
-    """The part of a schema with which an API server enforces the rules."""
+def ruled(*rules: Rule, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The arguments of a `Meta` whose field keeps the rules. API servers enforce them by its
+    schema, `api/rules.py` by their Python.
+
+    schema: what the field's schema has besides.
+    """
+    validations = [
+        # A rule can name the field itself (`fieldPath`) only since Kubernetes 1.28.
+        {"rule": rule.cel, "message": rule.told_at_its_object}
+        for rule in rules
+    ]
     return {
-        "x-kubernetes-validations": [
-            # A rule can name the field itself (`fieldPath`) only since Kubernetes 1.28.
-            {"rule": rule.cel, "message": rule.told_at_its_object}
-            for rule in rules
-        ]
+        "extra_json_schema": {**(schema or {}), "x-kubernetes-validations": validations},
+        "extra": {"rules": rules},
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Annotated
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, validations
+from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
 from diptych_protocol.model_uri import FORMS, Scheme
 
 
@@ -41,6 +43,7 @@ class PersistentVolume(SpecPart, frozen=True):
 
 ONE_CACHE = Rule(
     "(has(self.pvc) ? 1 : 0) + (has(self.hostPath) ? 1 : 0) + (has(self.ephemeral) ? 1 : 0) <= 1",
+    lambda cache: (cache.pvc, cache.host_path, cache.ephemeral).count(None) >= 2,
     "give at most one of pvc, hostPath and ephemeral",
 )
 
@@ -74,10 +77,17 @@ URI_PATTERNS: dict[Scheme, str] = {
     "package": rf"^package://[A-Za-z_][A-Za-z0-9_]*/{_PATH}$",
     "file": rf"^file://(localhost)?/{_PATH}$",
 }
+
+
+def _is_well_formed(scheme: Scheme, pattern: str, uri: str) -> bool:
+    return not uri.startswith(f"{scheme}://") or re.search(pattern, uri) is not None
+
+
 URI_RULES = {
     # One rule for each scheme, because one pattern for all would be what people get to read.
     scheme: Rule(
         f"!self.startsWith('{scheme}://') || self.matches(r'{pattern}')",
+        partial(_is_well_formed, scheme, pattern),
         f"must be {FORMS[scheme]}",
     )
     for scheme, pattern in URI_PATTERNS.items()
@@ -86,18 +96,27 @@ _FETCHED = (
     "(self.uri.startsWith('hf://') || self.uri.startsWith('s3://') || "
     "self.uri.startsWith('https://'))"
 )
+
+
+def _is_fetched(model: Model) -> bool:
+    return model.uri.startswith(("hf://", "s3://", "https://"))
+
+
 REVISION_OF_HF = Rule(
     "!has(self.revision) || self.revision == '' || self.uri.startsWith('hf://')",
+    lambda model: not model.revision or model.uri.startswith("hf://"),
     "is for hf:// models only: no other source has revisions",
     ".revision",
 )
 CHECKSUM_OF_FILE = Rule(
     f"!has(self.sha256) || self.sha256 == '' || {_FETCHED} && self.uri.endsWith('.gguf')",
+    lambda model: not model.sha256 or (_is_fetched(model) and model.uri.endswith(".gguf")),
     "is for one fetched file only: a .gguf from hf://, s3:// or https://",
     ".sha256",
 )
 CREDENTIALS_OF_FETCHED = Rule(
     f"!has(self.credentials) || {_FETCHED}",
+    lambda model: model.credentials is None or _is_fetched(model),
     "are for hf://, s3:// and https:// models only: nothing else is fetched",
     ".credentials",
 )
@@ -118,7 +137,7 @@ class Model(SpecPart, frozen=True):
             "weights, for measurements.",
             title="a URI",
             examples=["hf://ORG/REPO", "pvc://CLAIM/PATH", "package://PKG/FILE"],
-            extra_json_schema=validations(*URI_RULES.values()),
+            **ruled(*URI_RULES.values()),
         ),
     ]
     revision: Annotated[
@@ -146,7 +165,7 @@ class Model(SpecPart, frozen=True):
         ModelCache,
         Meta(
             description="Where fetched models are kept; left out, in each pod.",
-            extra_json_schema=validations(ONE_CACHE),
+            **ruled(ONE_CACHE),
         ),
     ] = ModelCache()
     served_name: Annotated[

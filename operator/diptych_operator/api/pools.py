@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, validations
+from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
 
 Quantity = Annotated[
     Annotated[int, Meta(ge=0)]
@@ -48,9 +48,24 @@ PodTemplate = Annotated[
 ]
 
 ENGINE_CONTAINER = "engine"
+
+
+def _sets_engine_image(template: dict[str, Any]) -> bool:
+    """Only looks; what else may be wrong with a podTemplate shows when it is merged."""
+    pod_spec = template.get("spec")
+    containers = pod_spec.get("containers") if isinstance(pod_spec, dict) else None
+    return isinstance(containers, list) and any(
+        isinstance(container, dict)
+        and container.get("name") == ENGINE_CONTAINER
+        and container.get("image") is not None
+        for container in containers
+    )
+
+
 ONE_IMAGE = Rule(
     "!has(self.spec) || !has(self.spec.containers) || "
     f"self.spec.containers.all(c, c.name != '{ENGINE_CONTAINER}' || !has(c.image))",
+    lambda template: not _sets_engine_image(template),
     f"must not set the image of the container {ENGINE_CONTAINER}: it is spec.engine.image, equal "
     "in both pools",
 )
@@ -86,9 +101,7 @@ EngineTemplate = Annotated[
     dict[str, Any],
     Meta(
         description=_TEMPLATE_HELP,
-        extra_json_schema=_OPEN_OBJECT
-        | {"properties": {"spec": _POD_SPEC}}
-        | validations(ONE_IMAGE),
+        **ruled(ONE_IMAGE, schema=_OPEN_OBJECT | {"properties": {"spec": _POD_SPEC}}),
     ),
 ]
 """Open like any pod template, but typed as far as `ONE_IMAGE` looks: CEL sees typed fields only."""
@@ -158,17 +171,23 @@ class DecodeAutoscaling(SpecPart, frozen=True, kw_only=True):
 
 
 MIN_BELOW_MAX = Rule(
-    "self.minReplicas <= self.maxReplicas", "must be at most maxReplicas", ".minReplicas"
+    "self.minReplicas <= self.maxReplicas",
+    lambda scaling: scaling.min_replicas <= scaling.max_replicas,
+    "must be at most maxReplicas",
+    ".minReplicas",
 )
 EXTERNAL_AWAKE = Rule(
     "self.by != 'External' || self.minReplicas >= 1",
+    lambda scaling: scaling.by != "External" or scaling.min_replicas >= 1,
     "must be at least 1 where by is External: pools sleep and wake together, and whoever sizes one "
     "of them from outside sees no load in a pool without pods",
     ".minReplicas",
 )
 SCALING_RULES = (MIN_BELOW_MAX, EXTERNAL_AWAKE)
 ONE_SCALE = Rule(
-    "!(has(self.replicas) && has(self.autoscaling))", "give replicas or autoscaling, not both"
+    "!(has(self.replicas) && has(self.autoscaling))",
+    lambda pool: pool.replicas is None or pool.autoscaling is None,
+    "give replicas or autoscaling, not both",
 )
 Replicas = Annotated[
     int,
@@ -183,7 +202,7 @@ class PrefillPool(SpecPart, frozen=True):
         Meta(
             description="Let the operator choose the number of pods by the prompt tokens that "
             "wait, or let somebody else choose it.",
-            extra_json_schema=validations(*SCALING_RULES),
+            **ruled(*SCALING_RULES),
         ),
     ] = None
     resources: PodResources = Resources()
@@ -197,7 +216,7 @@ class DecodePool(SpecPart, frozen=True):
         Meta(
             description="Let the operator choose the number of pods by the use of their KV cache "
             "and their queues, or let somebody else choose it.",
-            extra_json_schema=validations(*SCALING_RULES),
+            **ruled(*SCALING_RULES),
         ),
     ] = None
     resources: PodResources = Resources()

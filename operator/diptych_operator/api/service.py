@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from diptych_operator.api.base import Rule, SpecPart, spec_part, validations
+from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
 from diptych_operator.api.model import MODEL_RULES, Model
-from diptych_operator.api.pools import ONE_SCALE, DecodePool, PrefillPool, Router
+from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PrefillPool, Router
 from diptych_operator.api.status import Status
 from diptych_protocol import EngineSettings
 
@@ -158,35 +158,46 @@ class Network(SpecPart, frozen=True):
 
 STEP_BUDGET = Rule(
     "self.maxNumBatchedTokens >= self.maxNumSeqs",
+    lambda engine: engine.max_num_batched_tokens >= engine.max_num_seqs,
     "must be at least maxNumSeqs: every request of a step takes a token",
     ".maxNumBatchedTokens",
 )
 ROLLOUT_STEP = Rule(
     "self.maxSurge + self.maxUnavailable > 0",
+    lambda rollout: rollout.max_surge + rollout.max_unavailable > 0,
     "maxSurge and maxUnavailable cannot both be 0: no pod could ever be replaced",
 )
 DRAIN_OUTLIVES_LEASE = Rule(
     # Not every API server compares an integer with a number.
     "double(self.availability.drainSeconds) >= self.transfer.leaseSeconds",
+    lambda spec: spec.availability.drain_seconds >= spec.transfer.lease_seconds,
     "must be at least transfer.leaseSeconds: a prefill pod may not leave while its blocks can "
     "still be read",
     ".availability.drainSeconds",
 )
+
+
+def _sleeps(pool: Pool) -> bool:
+    return pool.autoscaling is not None and pool.autoscaling.min_replicas == 0
+
+
 _PREFILL_SLEEPS, _DECODE_SLEEPS = (
     f"(has(self.{pool}.autoscaling) && self.{pool}.autoscaling.minReplicas == 0)"
     for pool in ("prefill", "decode")
 )
 SLEEP_TOGETHER = Rule(
     f"{_PREFILL_SLEEPS} == {_DECODE_SLEEPS}",
+    lambda spec: _sleeps(spec.prefill) == _sleeps(spec.decode),
     "autoscaling.minReplicas must be 0 in both pools or in none: one pool alone cannot serve",
 )
 SLEEPERS_WAKE = Rule(
     f"!{_PREFILL_SLEEPS} || self.router.holdSeconds > 0",
+    lambda spec: not _sleeps(spec.prefill) or spec.router.hold_seconds > 0,
     "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
     ".router.holdSeconds",
 )
 SPEC_RULES = (DRAIN_OUTLIVES_LEASE, SLEEP_TOGETHER, SLEEPERS_WAKE)
-"""Over more than one part. `diptych_operator.api.rules` says all rules in Python."""
+"""Rules over more than one part."""
 
 
 class Spec(SpecPart, frozen=True, kw_only=True):
@@ -194,14 +205,14 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Model,
         Meta(
             description="The model that both pools serve.",
-            extra_json_schema=validations(*MODEL_RULES),
+            **ruled(*MODEL_RULES),
         ),
     ]
     engine: Annotated[
         Engine,
         Meta(
             description="Engine settings, equal in both pools.",
-            extra_json_schema=validations(STEP_BUDGET),
+            **ruled(STEP_BUDGET),
         ),
     ] = Engine()
     transfer: Annotated[
@@ -212,7 +223,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Meta(
             description="The pool that computes prompts.",
             examples=["{replicas: 1}"],
-            extra_json_schema=validations(ONE_SCALE),
+            **ruled(ONE_SCALE),
         ),
     ]
     decode: Annotated[
@@ -220,7 +231,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Meta(
             description="The pool that generates tokens.",
             examples=["{replicas: 1}"],
-            extra_json_schema=validations(ONE_SCALE),
+            **ruled(ONE_SCALE),
         ),
     ]
     router: Annotated[
@@ -230,7 +241,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Rollout,
         Meta(
             description="How a changed service replaces the running one.",
-            extra_json_schema=validations(ROLLOUT_STEP),
+            **ruled(ROLLOUT_STEP),
         ),
     ] = Rollout()
     availability: Annotated[
@@ -281,7 +292,7 @@ class InferenceService(SpecPart, frozen=True):
         Spec,
         Meta(
             description="What is to run.",
-            extra_json_schema=validations(*SPEC_RULES),
+            **ruled(*SPEC_RULES),
         ),
     ]
     status: Annotated[Status, Meta(description="What runs, as the operator sees it.")] = Status()
