@@ -82,7 +82,7 @@ _CONTAINER = _OPEN_OBJECT | {
         "image": {
             "type": "string",
             "maxLength": 512,
-            "description": "Of an added container; that of the engine is spec.engine.image.",
+            "description": "Image of an added container; the engine's is spec.engine.image.",
         },
     },
 }

@@ -98,8 +98,8 @@ class RolloutStatus(_Status, frozen=True):
 class ImagesStatus(_Status, frozen=True):
     """What the spec stands for: the images that it names, or else the operator's."""
 
-    engine: Annotated[str, Meta(description="Of the engines of updateRevision.")] = ""
-    router: Annotated[str, Meta(description="Of the routers.")] = ""
+    engine: Annotated[str, Meta(description="Image of the engines of updateRevision.")] = ""
+    router: Annotated[str, Meta(description="Image of the routers.")] = ""
 
 
 class Status(_Status, frozen=True):
