@@ -6,10 +6,11 @@ msgspec checks what it decodes, but not what a program constructs.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta
 
 from diptych_protocol.errors import InvalidRequestError
 
@@ -29,29 +30,29 @@ def check_fields(config: msgspec.Struct) -> None:
 def _fields(kind: type[msgspec.Struct]) -> list[tuple[str, Any, str]]:
     """Each field with its type and with what it may be, in words."""
     hints = get_type_hints(kind, include_extras=True)
-    return [(name, hints[name], _wanted(inspect.type_info(hints[name]))) for name in hints]
+    return [(name, hint, _wanted(hint)) for name, hint in hints.items()]
 
 
-def _wanted(info: inspect.Type) -> str:
-    match info:
-        case inspect.Metadata(type=inner, extra_json_schema=extra):
-            return (extra or {}).get("title") or _wanted(inner)
-        case inspect.UnionType(types=types):
-            return " or ".join(_wanted(each) for each in types)
-        case inspect.NoneType():
-            return "left out"
-        case inspect.LiteralType(values=values):
-            *rest, last = map(str, values)
-            return f"{', '.join(rest)} or {last}" if rest else last
-        case inspect.IntType(ge=low, le=high) | inspect.FloatType(ge=low, le=high):
-            return _between(low, high)
-        case inspect.BoolType():
-            return "true or false"
-        case inspect.StrType(min_length=least):
-            return "set" if least else "text"
-        case inspect.DictType():
-            return "names with texts"
-    return "of its type"
+def _wanted(hint: Any, meta: Meta | None = None) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _wanted(parts[0], parts[1])
+    if origin in (Union, UnionType):
+        return " or ".join(_wanted(part) for part in parts)
+    if meta is not None and meta.title:
+        return meta.title
+    if origin is Literal:
+        *rest, last = map(str, parts)
+        return f"{', '.join(rest)} or {last}" if rest else last
+    if hint is type(None):
+        return "left out"
+    if hint is str:
+        return "set" if meta is not None and meta.min_length else "text"
+    if hint is bool:
+        return "true or false"
+    if hint in (int, float):
+        return "a number" if meta is None else _between(meta.ge, meta.le)
+    return "names with texts" if origin is dict else "of its type"
 
 
 def _between(low: float | None, high: float | None) -> str:
