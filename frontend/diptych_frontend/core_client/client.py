@@ -255,7 +255,9 @@ class CoreClient:
             return
         if outputs.last_words is not None:
             self._last_words = outputs.last_words
-        elif outputs.utility_output is not None:
+            return
+        self._last_words = ""  # of an earlier life: a core that has said them says nothing else
+        if outputs.utility_output is not None:
             self._answer(outputs.utility_output)
         else:
             self._on_outputs(outputs)
@@ -300,7 +302,6 @@ class CoreClient:
             event = parse_monitor_message(frames)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._handshake_failed = True, False
-                self._last_words = ""
             elif event & HANDSHAKE_FAILURES:
                 self._handshake_failed = True
             elif self._connected:  # what never was cannot be lost
