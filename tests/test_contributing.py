@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PATCHES = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+PATCHES: list[str] = re.findall(r"```diff\n(.*?)```", GUIDE, re.DOTALL)
 PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels", "operator")
 COPIED = (*PACKAGES, "benchmarks", "tests", "examples", "crds", "docs")
 

@@ -47,7 +47,8 @@ def by_scheduler(asks: list[Ask], limits: Limits, *, caching: bool) -> Seen:
         limits.max_num_batched_tokens, 1000, caching,
         enough_prompt_tokens=limits.enough_prompt_tokens,
     )  # fmt: skip
-    seen, loads = Seen(), {}
+    seen = Seen()
+    loads: dict[int, int] = {}
     for step in range(2000):
         for name, ask in enumerate(asks):
             if ask.step == step:
@@ -86,6 +87,12 @@ def product_request(name: int, ask: Ask) -> Request:
     return request
 
 
+def owner_of(row: Sequence) -> int:
+    """Which of the asked requests it is."""
+    assert isinstance(row.owner, int)
+    return row.owner
+
+
 def by_model(asks: list[Ask], limits: Limits) -> Seen:
     engine, seen = EngineModel(limits), Seen()
     loads: dict[int, tuple[int, Sequence]] = {}
@@ -101,15 +108,15 @@ def by_model(asks: list[Ask], limits: Limits) -> Seen:
             engine.received(loads.pop(name)[1])
         shape = engine.begin()
         for row in engine.loads:
-            loads[row.owner] = step + 1 + asks[row.owner].load_steps, row  # type: ignore[index]
+            loads[owner_of(row)] = step + 1 + asks[owner_of(row)].load_steps, row
         engine.loads = []
         seen.tokens.append(shape.tokens if shape else 0)
         if shape is not None:
             result = engine.end()
             for row in result.sampled:
-                seen.first.setdefault(row.owner, step)  # type: ignore[arg-type]
+                seen.first.setdefault(owner_of(row), step)
             for row in result.finished:
-                seen.ended[row.owner] = step  # type: ignore[index]
+                seen.ended[owner_of(row)] = step
         if len(seen.ended) == len(asks):
             break
     assert engine.free == limits.num_blocks

@@ -280,7 +280,8 @@ def test_1000_requests_of_another_add_at_most_half_to_the_first_token(length: in
     for number in range(1000):
         tokens = [number] * 200
         scheduler.add(make_request(f"g{number}", tokens, 1, tenant="greedy"))
-    random, clock, delays = Random(length), 0.0, []
+    random, clock = Random(length), 0.0
+    delays: list[float] = []
     due, asked = 3000.0, None
     while len(delays) < 30:
         before = clock

@@ -70,7 +70,8 @@ def _calls_a_step(core: EngineCore) -> float:
 
 
 def _operators_a_step(core: EngineCore) -> float:
-    with _Operators() as operators:
+    operators = _Operators()
+    with operators:
         for _ in range(BLOCK_SIZE):
             step(core)
     return operators.count / BLOCK_SIZE
@@ -137,7 +138,8 @@ def test_attention_does_not_copy_the_contexts() -> None:
     batch = Batch([(512, 1)] * 8, heads=9, kv_heads=3, head_dim=64, block_size=BLOCK_SIZE)
 
     def made(attend: Callable[..., Tensor]) -> int:
-        with _Operators() as operators:
+        operators = _Operators()
+        with operators:
             attend(batch.queries, batch.kv_layer, batch.metadata)
         return operators.new_bytes
 

@@ -254,7 +254,8 @@ def forward(core: EngineCore, size: int, adapters: Sequence[AdapterRows]) -> Ten
         block_tables=np.arange(size)[:, None], num_decodes=size, block_size=16,
     )  # fmt: skip
     inputs = StepInputs(places, zeros, places, zeros, attention, adapters)
-    return core.runner.forward(inputs, [])  # type: ignore[attr-defined]
+    hidden: Tensor = core.runner.forward(inputs, [])  # type: ignore[attr-defined]
+    return hidden
 
 
 def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Path) -> None:

@@ -82,11 +82,11 @@ def test_contract_B01_the_same_user_id_gets_different_internal_ids(inputs: Input
 def test_max_tokens_fits_the_room_that_the_prompt_leaves(
     inputs: InputProcessor, asked: int | None, given: int
 ) -> None:
-    assert process(inputs, max_tokens=asked).params.max_tokens == given
+    assert process(inputs, max_tokens=asked).sampling.max_tokens == given
 
 
 def test_min_tokens_follows_a_clamped_max_tokens(inputs: InputProcessor) -> None:
-    params = process(inputs, max_tokens=100, min_tokens=90).params
+    params = process(inputs, max_tokens=100, min_tokens=90).sampling
     assert (params.max_tokens, params.min_tokens) == (17, 17)
 
 
@@ -97,7 +97,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(
     with pytest.raises(InvalidRequestError, match=f"{length} tokens.* {LIMIT} ") as caught:
         process(inputs, (1,) * length)
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
-    assert process(inputs, (1,) * (LIMIT - 1), max_tokens=None).params.max_tokens == 1
+    assert process(inputs, (1,) * (LIMIT - 1), max_tokens=None).sampling.max_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_models_other_eos_tokens_become_stop_tokens(
 ) -> None:
     request = process(inputs, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids)
     assert request.eos_token_id == 2
-    assert request.params.stop_token_ids == merged
+    assert request.sampling.stop_token_ids == merged
 
 
 def test_a_model_without_eos(text_renderer: TextRenderer) -> None:
@@ -128,10 +128,10 @@ def test_the_callers_objects_stay_as_they_are(inputs: InputProcessor) -> None:
     prompt = [1, 2]
     before = msgspec.json.encode(params)
     sent = inputs.process("req", prompt, params)
-    sent.params.stop.append("y")
-    sent.params.stop_token_ids.append(1)
-    assert sent.params.extra_args is not None
-    sent.params.extra_args["z"] = 1
+    sent.sampling.stop.append("y")
+    sent.sampling.stop_token_ids.append(1)
+    assert sent.sampling.extra_args is not None
+    sent.sampling.extra_args["z"] = 1
     assert sent.prompt_token_ids is not None
     sent.prompt_token_ids.append(3)
     assert msgspec.json.encode(params) == before
@@ -162,7 +162,8 @@ def test_what_can_never_succeed_is_refused_by_field(
 
 
 def test_an_empty_prompt_is_refused(inputs: InputProcessor) -> None:
-    for prompt in ("", []):
+    prompts: list[Any] = ["", []]
+    for prompt in prompts:
         with pytest.raises(InvalidRequestError, match="empty"):
             process(inputs, prompt)
 
@@ -201,11 +202,11 @@ def test_a_ready_made_request_is_checked_and_completed_too(inputs: InputProcesso
     request = inputs.process("ignored", made, SamplingParams(max_tokens=3))
     assert request.external_req_id == "made"
     assert re.fullmatch(r"made-[0-9a-f]{8}", request.request_id)
-    assert request.params.max_tokens == LIMIT - 2
+    assert request.sampling.max_tokens == LIMIT - 2
     assert (request.cache_salt, request.priority, request.arrival_time) == ("s", 4, 1.0)
     assert msgspec.json.encode(made) == before
     without = core_request(sampling_params=None)
-    assert inputs.process("x", without, SamplingParams(max_tokens=3)).params.max_tokens == 3
+    assert inputs.process("x", without, SamplingParams(max_tokens=3)).sampling.max_tokens == 3
     with pytest.raises(InvalidRequestError, match="token id 49152"):
         inputs.process("x", core_request(prompt_token_ids=[49152]), SamplingParams())
 

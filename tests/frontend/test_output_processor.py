@@ -62,7 +62,7 @@ def opened_family(
 ) -> tuple[Collector[RequestOutput], list[str]]:
     """Collector and internal ids of all n children."""
     collector, parent = Collector(), ParentRequest(made)
-    children = [parent.child(index) for index in range(made.params.n)]
+    children = [parent.child(index) for index in range(made.sampling.n)]
     for index, child in enumerate(children):
         processor.add(child, "Hello", collector, parent, index)
     return collector, [child.request_id for child in children]
@@ -261,11 +261,11 @@ def test_children_have_their_own_ids_and_seeds() -> None:
     made = request(n=3, seed=40)
     children = [ParentRequest(made).child(index) for index in range(3)]
     assert [child.request_id for child in children] == ["0_r-1", "1_r-1", "2_r-1"]
-    assert [child.params.seed for child in children] == [40, 41, 42]
-    assert {(child.params.n, child.external_req_id) for child in children} == {(1, "r")}
-    assert (made.params.n, made.params.seed) == (3, 40)
-    assert ParentRequest(request(n=2)).child(1).params.seed is None
-    assert ParentRequest(request(n=2, seed=2**63 - 1)).child(1).params.seed == -(2**63)
+    assert [child.sampling.seed for child in children] == [40, 41, 42]
+    assert {(child.sampling.n, child.external_req_id) for child in children} == {(1, "r")}
+    assert (made.sampling.n, made.sampling.seed) == (3, 40)
+    assert ParentRequest(request(n=2)).child(1).sampling.seed is None
+    assert ParentRequest(request(n=2, seed=2**63 - 1)).child(1).sampling.seed == -(2**63)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -424,7 +424,7 @@ def test_no_request_leaves_anything_behind(tokenizer: Tokenizer, data: st.DataOb
     names: list[str] = []
     for at in range(data.draw(st.integers(1, 6))):
         made = request(f"i-{at}", f"u{at % 2}", n=data.draw(st.integers(1, 3)), stop=["one"])
-        if made.params.n == 1:
+        if made.sampling.n == 1:
             opened(processor, made)
             names.append(made.request_id)
         else:

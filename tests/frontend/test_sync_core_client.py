@@ -23,7 +23,7 @@ from diptych_protocol import EngineCoreOutputs, EngineDeadError, UtilityOutput, 
 def babbling(tmp_path: Path) -> Iterator[str]:
     """The endpoint of a core that says what it is, and then something that is no message."""
     endpoint = f"ipc://{tmp_path}/core"
-    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
     socket.bind(endpoint)

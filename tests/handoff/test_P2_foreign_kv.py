@@ -245,10 +245,9 @@ def test_P2_a_prefill_engine_that_was_replaced_is_not_taken_for_the_former(
         with engines(model, prefill={}) as [former]:
             lent = lend(former, VICTIM)
         with engines(model, prefill={}) as [heir]:
-            there = {
-                "remote_host": heir.core.connector.host,
-                "remote_port": heir.core.connector.port,
-            }
+            connector = heir.core.connector
+            assert connector is not None
+            there = {"remote_host": connector.host, "remote_port": connector.port}
             made = fetch(decode, heir, VICTIM, signed(lend(heir, VICTIM), epoch=lent["epoch"]))
             assert "restarted or replaced" in (made[-1].error or "")
             made = fetch(decode, heir, VICTIM, signed(lent, **there))

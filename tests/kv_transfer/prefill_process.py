@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from engine_kit.copied_memory import CopiedMemory
 
 from diptych_kv_transfer import open_connector
+from diptych_kv_transfer.tables.actions import LeaseEnded
 from diptych_protocol import KVTransferConfig
 
 SEED = 20
@@ -62,7 +63,9 @@ def main() -> None:
                 deadline = time.monotonic() + command["timeout_s"]
                 while command["request"] not in ended and time.monotonic() < deadline:
                     select.select([connector.wake_fd], [], [], deadline - time.monotonic())
-                    ended.update((e.request_id, e.outcome) for e in connector.poll_events())
+                    for event in connector.poll_events():
+                        assert isinstance(event, LeaseEnded)
+                        ended[event.request_id] = event.outcome
                 answer = ended.get(command["request"])
             case "cpu":
                 answer = time.process_time()

@@ -363,7 +363,9 @@ def test_however_blocks_become_ready_each_asked_for_is_sent_once(
     claim = Claim(D, Open("lease", "digest", TAG, [(index, 1) for index in asked]))
     if data.draw(st.booleans()):
         claim = Claim(D, Open("lease", "digest", TAG, coalesce({i: i for i in asked})))
-    sent, tags, ready = [], [], 0
+    sent: list[tuple[int, int]] = []
+    tags: list[int] = []
+    ready = 0
     for step in (*steps, len(blocks)):
         ready = min(len(blocks), ready + step)
         batch = claim.take_ready(blocks[:ready])

@@ -194,7 +194,9 @@ def test_who_comes_from_elsewhere_is_not_let_in_where_we_listen_on_loopback(
 def test_names_are_not_looked_up(make: Make, host: str) -> None:
     ours = make()
     ours.transport.connect((host, 1))
-    assert "not an IP address" in ours.transport.poll(0)[0].reason
+    event = ours.transport.poll(0)[0]
+    assert isinstance(event, ConnectFailed)
+    assert "not an IP address" in event.reason
 
 
 def test_an_engine_advertises_an_address() -> None:

@@ -350,7 +350,7 @@ def test_every_rendering_hangs_together(spec: dict[str, Any], name: str) -> None
 
 
 def selects(selector: dict[str, str], template: dict[str, Any]) -> bool:
-    labels = template["metadata"]["labels"]
+    labels: dict[str, str] = template["metadata"]["labels"]
     assert all(len(value) <= 63 for value in labels.values())
     return selector.items() <= labels.items()
 

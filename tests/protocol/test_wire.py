@@ -121,9 +121,13 @@ def test_contract_M03_params_are_the_sampling_s_or_else_the_pooling_s() -> None:
     sampling, pooling = SamplingParams(), PoolingParams()
     assert make_request().params == SamplingParams(max_tokens=3)
     request = EngineCoreRequest("r", [1], None, None, pooling, None, 0.0, None, None, None)
-    assert request.params is pooling
+
+    def params() -> SamplingParams | PoolingParams:
+        return request.params
+
+    assert params() is pooling
     request.sampling_params = sampling
-    assert request.params is sampling
+    assert params() is sampling
     request.sampling_params = request.pooling_params = None
     with pytest.raises(ValueError, match="neither"):
         _ = request.params
@@ -169,8 +173,10 @@ def test_contract_M09_golden_bytes() -> None:
 
 
 def test_contract_M10_the_special_ranks() -> None:
-    assert ReconfigureRankType.KEEP_CURRENT_RANK == -1
-    assert ReconfigureRankType.SHUTDOWN_CURRENT_RANK == -2
+    keep: int = ReconfigureRankType.KEEP_CURRENT_RANK
+    shutdown: int = ReconfigureRankType.SHUTDOWN_CURRENT_RANK
+    assert keep == -1
+    assert shutdown == -2
 
 
 def test_contract_M03_an_older_writer_s_message_decodes_with_defaults() -> None:

@@ -194,7 +194,7 @@ class World:
         others = [core_id for _, core_id in self.placements() if core_id.startswith(f"{name}/")]
         assert not others, "a request is at one engine at most"
         assert list(request.generated_token_ids or ()) == self.delivered[name]
-        params = (request.params.extra_args or {}).get("kv_transfer_params") or {}
+        params = (request.sampling.extra_args or {}).get("kv_transfer_params") or {}
         if "lease_id" in params and params.get("do_remote_prefill"):
             self.readers.setdefault(params["lease_id"], []).append(request.request_id)
         for other in self.fleet.engines.values():
@@ -301,7 +301,7 @@ def test_a_user_who_leaves_during_the_hand_off_frees_both_sides() -> None:
 
 
 def params_of(request: EngineCoreRequest) -> dict[str, Any]:
-    return dict((request.params.extra_args or {})["kv_transfer_params"])
+    return dict((request.sampling.extra_args or {})["kv_transfer_params"])
 
 
 def test_decode_is_told_of_a_request_while_prefill_computes_it() -> None:
@@ -315,7 +315,7 @@ def test_decode_is_told_of_a_request_while_prefill_computes_it() -> None:
     assert (lease["lease_id"], lease["remote_num_tokens"]) == (asked["lease_id"], PROMPT)
     prefilled(world)
     later = world.fleet.engines["d"].open[told.request_id]
-    assert (later.params.max_tokens, later.prompt_token_ids) == (4, told.prompt_token_ids)
+    assert (later.sampling.max_tokens, later.prompt_token_ids) == (4, told.prompt_token_ids)
     world.leave("r")
     world.check_end()
 
@@ -724,9 +724,9 @@ def progress(world: World, random: Random, lease: str, *, faults: bool = False) 
         return
     engine, core_id = random.choice(placements)
     request = world.fleet.engines[engine].open[core_id]
-    wants_lease = bool((request.params.extra_args or {}).get("kv_transfer_params", {}).get(
+    wants_lease = bool((request.sampling.extra_args or {}).get("kv_transfer_params", {}).get(
         "do_remote_decode"))  # fmt: skip
-    left = (request.params.max_tokens or 0) - len(world.delivered[core_id.partition("/")[0]])
+    left = (request.sampling.max_tokens or 0) - len(world.delivered[core_id.partition("/")[0]])
     fault = random.randrange(8) if faults else 7
     if fault == 0:
         kind = random.choice(list(ErrorKind))

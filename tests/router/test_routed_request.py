@@ -34,17 +34,17 @@ def routed(prompt: int = 10, max_model_len: int = 100, **params: Any) -> RoutedR
 
 
 def transfer_params(request: EngineCoreRequest) -> dict[str, Any]:
-    return (request.params.extra_args or {}).get("kv_transfer_params") or {}
+    return (request.sampling.extra_args or {}).get("kv_transfer_params") or {}
 
 
 def test_prefill_is_the_same_request_that_stops_after_one_token_and_keeps_its_kv() -> None:
     state = routed(temperature=0.5, seed=3, min_tokens=4)
     request = state.prefill_request()
     assert transfer_params(request)["do_remote_decode"] is True
-    assert (request.params.max_tokens, request.params.min_tokens) == (1, 1)
-    assert (request.params.temperature, request.params.seed) == (0.5, 3)
+    assert (request.sampling.max_tokens, request.sampling.min_tokens) == (1, 1)
+    assert (request.sampling.temperature, request.sampling.seed) == (0.5, 3)
     request.params.check()
-    assert state.original.params.max_tokens == 5, "the user's own parameters are not touched"
+    assert state.original.sampling.max_tokens == 5, "the user's own parameters are not touched"
 
 
 def test_the_token_that_ends_prefill_looks_unfinished_to_the_user() -> None:
@@ -57,7 +57,7 @@ def test_the_token_that_ends_prefill_looks_unfinished_to_the_user() -> None:
     request = state.decode_request()
     assert transfer_params(request) == LEASE
     assert request.generated_token_ids == [42]
-    assert request.params.max_tokens == 5
+    assert request.sampling.max_tokens == 5
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ABORT, FinishReason.ERROR])
@@ -85,7 +85,7 @@ def test_a_second_attempt_continues_after_the_tokens_the_user_has() -> None:
     state.absorb(EngineCoreOutput("r", [2, 3]))
     request = state.prefill_request()
     assert request.generated_token_ids == [1, 2, 3]
-    assert request.params.max_tokens == 4
+    assert request.sampling.max_tokens == 4
     assert state.tokens_left == 2
 
 
@@ -100,7 +100,7 @@ def test_a_decode_engine_s_length_is_the_end() -> None:
 def test_a_user_s_own_kv_transfer_params_do_not_reach_the_pools() -> None:
     state = routed(extra_args={"kv_transfer_params": {"do_remote_prefill": True}, "x": 1})
     request = state.aggregated_request()
-    assert request.params.extra_args == {"x": 1}
+    assert request.sampling.extra_args == {"x": 1}
 
 
 def test_a_decode_engine_that_leaves_hands_its_stream_on() -> None:

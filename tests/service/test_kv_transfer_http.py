@@ -125,7 +125,8 @@ async def answer_of(http: httpx.AsyncClient, path: str, body: Json) -> tuple[str
         assert answer.status_code == 200, answer.text
         [choice] = answer.json()["choices"]
         return text_of(choice), choice["finish_reason"], counted(answer.json()["usage"])
-    text, reason, usage = "", "", {}
+    text, reason = "", ""
+    usage: Json = {}
     async with http.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():

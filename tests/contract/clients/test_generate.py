@@ -14,6 +14,7 @@ import jsonschema
 import openai
 import pytest
 import pytest_asyncio
+from openai.types.shared_params import ResponseFormatJSONSchema
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.openai import build_app
@@ -172,7 +173,8 @@ async def test_contract_B02_an_abort_of_the_parent_frees_all(
 async def test_contract_B02_a_child_that_cannot_be_sent_takes_the_others_along(
     engine: AsyncLLM, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit, sent = engine._submit, []
+    submit = engine._submit
+    sent: list[str] = []
 
     def fail_at_the_third(request: Any, leader: str | None = None) -> None:
         if len(sent) == 2:
@@ -262,7 +264,10 @@ async def test_contract_B06_a_client_gets_them_for_every_token_but_the_first(
 async def test_contract_C05_response_format_gives_what_fits_the_schema(
     client: openai.AsyncOpenAI,
 ) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    schema: ResponseFormatJSONSchema = {
+        "type": "json_schema",
+        "json_schema": {"name": "w", "schema": WEATHER},
+    }
     whole = await client.chat.completions.create(**CHAT, temperature=0, response_format=schema)
     content = whole.choices[0].message.content or ""
     jsonschema.validate(json.loads(content), WEATHER)
@@ -293,7 +298,10 @@ async def test_contract_C05_structured_outputs_come_over_http(client: openai.Asy
 async def test_contract_C05_a_bad_schema_is_the_callers_error(
     engine: AsyncLLM, client: openai.AsyncOpenAI
 ) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "w", "schema": {"type": "odd"}}}
+    schema: ResponseFormatJSONSchema = {
+        "type": "json_schema",
+        "json_schema": {"name": "w", "schema": {"type": "odd"}},
+    }
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refusal:
             await client.chat.completions.create(**CHAT, response_format=schema, stream=stream)

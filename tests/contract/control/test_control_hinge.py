@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from engine_kit.control import LONG, Owner
 from engine_kit.core import CLIENT, generate
+from engine_kit.geometry import totals
 from waits import Deadline, source_of
 
 from diptych_protocol import FinishReason, KVTransferConfig, KVTransferParams
@@ -51,7 +53,7 @@ class Pair:
         deadline = Deadline(source_of(condition))
         while not condition():
             deadline.check()
-            fds = [o.core.connector.wake_fd for o in (self.prefill, self.decode)]
+            fds = [o.connector.wake_fd for o in (self.prefill, self.decode)]
             if not (self.prefill.core.has_work or self.decode.core.has_work):
                 select.select(fds, [], [], 0.05)
             self.prefill.turn()
@@ -71,7 +73,8 @@ def expected() -> list[int]:
 
 
 def asleep(owner: Owner, level: int, mode: str) -> Callable[[], bool]:
-    return owner.core.call("sleep", [level, mode]).done
+    answer: Future[Any] = owner.core.call("sleep", [level, mode])
+    return answer.done
 
 
 @pytest.mark.parametrize("state", ["paused", "full", "asleep 0", "asleep 1", "asleep 2"])
@@ -91,14 +94,14 @@ def test_contract_C08_a_rejection_frees_prefill_whatever_state_decode_is_in(
         pair.decode.call("sleep", int(state[-1]), "abort")
     pair.decode.core.call("reject_kv_transfer", ["refused", lent])
     pair.until(lambda: pair.prefill.all_blocks_free)
-    assert pair.prefill.core.stats().kv_transfer.leases_revoked == 1
+    assert totals(pair.prefill).leases_revoked == 1
     pair.decode.core.call("reject_kv_transfer", ["refused", lent])
     pair.decode.turn()
     assert "refused" not in pair.decode.core.scheduler.requests, "no request is made of it"
     again = pair.lend()
     pair.decode.core.call("reject_kv_transfer", ["refused", again])
     pair.until(lambda: pair.prefill.all_blocks_free)
-    assert pair.prefill.core.stats().kv_transfer.leases_revoked == 2
+    assert totals(pair.prefill).leases_revoked == 2
 
 
 @pytest.mark.parametrize("state", ["paused", "asleep"])

@@ -70,7 +70,7 @@ def test_contract_B06_a_preempted_prefill_is_gathered_anew(core: EngineCore) -> 
     core.add(request, b"client")
     assert step(core) == []  # the first chunk
     core.scheduler.preempt_all()
-    outputs = []
+    outputs: list[EngineCoreOutput] = []
     while not (outputs and outputs[-1].finished):
         outputs += step(core)
     assert prompt_logprobs(outputs) == prompt_logprobs(expected)

@@ -99,7 +99,7 @@ class Pair:
         deadline = Deadline(source_of(condition))
         while not condition():
             deadline.check()
-            fds = [o.core.connector.wake_fd for o in (self.prefill, self.decode)]
+            fds = [o.connector.wake_fd for o in (self.prefill, self.decode)]
             if not ((prefill and self.prefill.core.has_work) or self.decode.core.has_work):
                 select.select(fds, [], [], 0.02)
             if prefill:
@@ -168,7 +168,7 @@ def test_blocks_travel_while_prefill_computes_and_the_request_runs_at_once(
         pair.compute()
     assert pair.announce()
     if first == "announcement":
-        driver: Any = pair.prefill.core.connector._driver
+        driver: Any = pair.prefill.connector._driver
         pair.until(lambda: driver._hinge.leases._early, prefill=False)
         pair.compute()
     pair.prefill.turn(3)

@@ -168,7 +168,7 @@ async def test_nor_what_the_system_has_taken_to_send(
             def kept() -> bool:
                 sockets = psutil.net_connections("tcp")
                 return any(
-                    x.laddr.port == address.port and x.raddr and x.raddr.port == ours
+                    x.laddr and x.laddr.port == address.port and x.raddr and x.raddr.port == ours
                     for x in sockets
                 )
 

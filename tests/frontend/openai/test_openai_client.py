@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import openai
 import pytest
 
 CHAT: Any = [{"role": "user", "content": "Say something about the sea."}]
 PROMPT = "Once upon a time there was"
+
+
+class CompletionArguments(TypedDict):
+    """Arguments of a completion, streamed or not."""
+
+    model: str
+    prompt: str | list[str]
+    temperature: float
+    max_tokens: int
 
 
 @pytest.fixture
@@ -55,7 +64,9 @@ def test_a_streamed_chat_is_the_whole_chat_in_pieces(
         stream_options={"include_usage": True},
     ) as stream:
         chunks = list(stream)
-    texts, roles, reasons = [""] * n, [[] for _ in range(n)], [[] for _ in range(n)]
+    texts = [""] * n
+    roles: list[list[str]] = [[] for _ in range(n)]
+    reasons: list[list[str]] = [[] for _ in range(n)]
     for chunk in chunks:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
@@ -88,7 +99,12 @@ def test_completions_take_texts_and_token_ids_in_batches(client: openai.OpenAI, 
 
 
 def test_a_batch_streams_all_its_choices(client: openai.OpenAI, model: str) -> None:
-    arguments = {"model": model, "prompt": [PROMPT, "Another"], "temperature": 0, "max_tokens": 9}
+    arguments: CompletionArguments = {
+        "model": model,
+        "prompt": [PROMPT, "Another"],
+        "temperature": 0,
+        "max_tokens": 9,
+    }
     whole = client.completions.create(**arguments)
     texts = ["", ""]
     with client.completions.create(**arguments, stream=True) as stream:
@@ -102,7 +118,12 @@ def test_a_batch_streams_all_its_choices(client: openai.OpenAI, model: str) -> N
 def test_generation_ends_before_a_stop_string(
     client: openai.OpenAI, model: str, stream: bool
 ) -> None:
-    arguments = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    arguments: CompletionArguments = {
+        "model": model,
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 24,
+    }
     whole = client.completions.create(**arguments).choices[0].text
     stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
     if stream:
@@ -135,7 +156,12 @@ def test_chat_logprobs_rank_the_alternatives(client: openai.OpenAI, model: str) 
 
 
 def test_completion_logprobs_line_up_with_the_text(client: openai.OpenAI, model: str) -> None:
-    arguments = {"model": model, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    arguments: CompletionArguments = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "temperature": 0,
+    }
     choice = client.completions.create(**arguments, logprobs=2).choices[0]
     logprobs = choice.logprobs
     assert logprobs is not None

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from model_kit.sensitive_model import ANSWER_TOKENS, Question
@@ -158,7 +158,7 @@ class Load:
         finally:
             fate.seconds = time.monotonic() - fate.began
 
-    async def _leave_soon(self, first: object) -> None:
+    async def _leave_soon(self, first: Awaitable[object]) -> None:
         """Hang up before the first token, or at about that time."""
         task = asyncio.ensure_future(first)
         await asyncio.wait((task,), timeout=self._rng.random() * 0.02)

@@ -57,7 +57,7 @@ class Identity:
         pod = deployment["spec"]["template"]["spec"]
         self.token = _run(*kubectl, "create", "token", pod["serviceAccountName"]).strip()
         self.namespace = namespace.name
-        self.arguments = [
+        self.arguments: list[str] = [
             argument.replace("$(POD_NAMESPACE)", namespace.name)
             for argument in pod["containers"][0]["args"]
         ]

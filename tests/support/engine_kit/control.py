@@ -14,6 +14,7 @@ import pytest
 from engine_kit.core import CLIENT, core_request, generate, make_core, step, tokens
 
 from diptych_engine.control.core import EngineCore
+from diptych_kv_transfer.connector import KVConnector
 from diptych_protocol import EngineCoreOutput, FinishReason
 
 LONG = {"max_tokens": 40, "ignore_eos": True}
@@ -66,6 +67,12 @@ class Owner:
 
     def tokens(self, name: str) -> list[int]:
         return tokens(self.outputs[name])
+
+    @property
+    def connector(self) -> KVConnector:
+        """Its end of the hinge, which it must have."""
+        assert self.core.connector is not None
+        return self.core.connector
 
     @property
     def all_blocks_free(self) -> bool:

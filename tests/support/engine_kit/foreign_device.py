@@ -129,7 +129,8 @@ def _goes_to_host(func: Any, to: Any) -> bool:
 
 def _to_host(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Without waiting, the values that there are now come later."""
-    target, source = args[0], args[1].inner
+    target: Tensor = args[0]
+    source: Tensor = args[1].inner
     if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
         device.waits.append("copy_")
         device.synchronize()

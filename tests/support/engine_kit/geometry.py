@@ -56,7 +56,7 @@ class Engines:
     def until(self, condition: Callable[[], Any], *but: Owner) -> None:
         """Let all engines go on until it holds, but for those that are to stand still."""
         engines = [engine for engine in self._engines.values() if engine not in but]
-        wakes = [engine.core.connector.wake_fd for engine in engines]
+        wakes = [engine.connector.wake_fd for engine in engines]
         deadline = Deadline(source_of(condition))
         while not condition():
             deadline.check()

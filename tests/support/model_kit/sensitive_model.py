@@ -58,7 +58,8 @@ def _tensors(seed: int) -> dict[str, Tensor]:
 
     def matrix(rows: int, columns: int, scale: float) -> Tensor:
         """Turns a vector of unit elements into one whose elements are about `scale`."""
-        return scale / columns**0.5 * torch.randn(rows, columns, generator=generator)
+        factor: float = scale / columns**0.5
+        return factor * torch.randn(rows, columns, generator=generator)
 
     width = HEADS * HEAD_DIM
     tensors = {
