@@ -19,8 +19,8 @@ from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import Connected, PeerLost, Received, TransferEnded
-from diptych_kv_transfer.transports.ucp import address_of
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx.ucp import address_of
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 WAYS = {"cma": "all", "tcp": "tcp"}
 """Values of UCX_TLS."""

@@ -26,7 +26,7 @@ from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import Hello
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import (
     CurveKeys,
     InvalidRequestError,

@@ -24,7 +24,7 @@ from diptych_kv_transfer.signing.handshake import ANSWER_BYTES, NONCE_BYTES
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.hinge import Hinge
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import CurveKeys, FinishReason, InvalidRequestError, KVTransferParams
 
 Json = dict[str, Any]

@@ -25,7 +25,7 @@ from diptych_kv_transfer import LoadEnded, open_connector
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.events import Connected, Event
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
 SEED = 20

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from diptych_kv_transfer.tables.events import TransferEnded
-from diptych_kv_transfer.transports import frames, same_host, ucx_transfer
-from diptych_kv_transfer.transports.exchange import (
+from diptych_kv_transfer.transports.ucx import frames, same_host, ucx_transfer
+from diptych_kv_transfer.transports.ucx.exchange import (
     MAX_UNCLAIMED_OFFERS,
     MAX_UNCLAIMED_RUNS,
     Exchange,
     ExchangeError,
     Handles,
 )
-from diptych_kv_transfer.transports.frames import AnyFrame, Introduction, Moved, Offer, Send
-from diptych_kv_transfer.transports.same_host import (
+from diptych_kv_transfer.transports.ucx.frames import AnyFrame, Introduction, Moved, Offer, Send
+from diptych_kv_transfer.transports.ucx.same_host import (
     BYTES_AT_ONCE,
     RUNS_AT_ONCE,
     OtherProcess,
@@ -31,8 +31,8 @@ from diptych_kv_transfer.transports.same_host import (
     may_read,
     network_transports,
 )
-from diptych_kv_transfer.transports.ucp import UcpError, address_of, libucxx
-from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, UcxTransfer
+from diptych_kv_transfer.transports.ucx.ucp import UcpError, address_of, libucxx
+from diptych_kv_transfer.transports.ucx.ucx_transfer import PIECE_BYTES, UcxTransfer
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,7 @@ def test_only_a_process_that_proves_itself_is_read(
 
 def test_a_process_that_was_killed_is_read_no_more_and_harms_nobody(here: SameHost) -> None:
     script = (
-        "import sys; from diptych_kv_transfer.transports import frames, same_host\n"
+        "import sys; from diptych_kv_transfer.transports.ucx import frames, same_host\n"
         "here = same_host.SameHost()\n"
         "print(frames.encode(here.introduction).hex(), flush=True)\n"
         "sys.stdin.read()"

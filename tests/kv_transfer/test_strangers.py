@@ -16,9 +16,9 @@ from diptych_kv_transfer.connector import key_of, with_literals
 from diptych_kv_transfer.signing.handshake import Session
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.tables.events import Connected, ConnectFailed, Event, PeerLost, Received
-from diptych_kv_transfer.transports import ucp, ucx
-from diptych_kv_transfer.transports.stream import MESSAGE
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx import ucp, ucx_transport
+from diptych_kv_transfer.transports.ucx.stream import MESSAGE
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferConfig
 
 KEYS = CurveKeys("P" * 40, "S" * 40)
@@ -104,7 +104,7 @@ def test_messages_that_nobody_waits_for_are_not_kept(
 
 
 def test_who_says_nothing_is_cut_off_in_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ucx_transport, "HANDSHAKE_TIMEOUT_S", 0.2)
     ours, silent = make(), make()
     monkeypatch.setattr(silent.transport, "_shake", lambda *_: None)
     begin = time.monotonic()
@@ -119,7 +119,7 @@ def test_a_poll_that_waits_wakes_up_to_cut_somebody_off(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else would end the wait."""
-    monkeypatch.setattr(ucx, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ucx_transport, "HANDSHAKE_TIMEOUT_S", 0.2)
     ours, silent = make(), make()
     monkeypatch.setattr(silent.transport, "_shake", lambda *_: None)
     ours.connect(silent)
@@ -131,7 +131,7 @@ def test_a_poll_that_waits_wakes_up_to_cut_somebody_off(
 
 
 def test_strangers_are_few_and_keep_nobody_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(ucx_transport, "MAX_STRANGERS", 3)
     ours, crowd, friend = make(), make(), make()
     monkeypatch.setattr(crowd.transport, "_shake", lambda *_: None)  # they never prove anything
     for _ in range(8):
@@ -183,7 +183,7 @@ def test_who_comes_from_elsewhere_is_not_let_in_where_we_listen_on_loopback(
     """UCXX listens on every address, whatever it is asked for. None: as UCX says, truly."""
     ours, other = make(listens), make()
     if comes_from is not None:
-        monkeypatch.setattr(ucx, "remote_host_of", lambda _: comes_from)
+        monkeypatch.setattr(ucx_transport, "remote_host_of", lambda _: comes_from)
     other.connect(ours)
     until(lambda: other.of(Connected) or other.of(ConnectFailed), ours, other)
     until(lambda: bool(ours.of(Connected)) or not ours.transport._connections, ours, other)

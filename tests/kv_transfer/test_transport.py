@@ -26,7 +26,7 @@ from diptych_kv_transfer.tables.events import (
     Received,
     TransferEnded,
 )
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 SEED = 21
 """Of the other process's memory; see transport_process.py. It holds no zeros."""
@@ -317,7 +317,7 @@ def saw(event, arguments):
     if event == "ctypes.dlopen" and "libuc" in str(arguments[0]):
         print(os.environ.get({name!r}))
 sys.addaudithook(saw)
-import diptych_kv_transfer.transports.ucp
+import diptych_kv_transfer.transports.ucx.ucp
 """
     # What this process has loaded already is in its environment now.
     fresh = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}

@@ -14,7 +14,7 @@ import numpy as np
 
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import Event, Received, TransferEnded
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 SEED = 21
 

@@ -31,10 +31,10 @@ from diptych_kv_transfer.tables.messages import (
     decode,
     encode,
 )
-from diptych_kv_transfer.transports import frames, ucp
-from diptych_kv_transfer.transports.frames import Moved, Offer, Send
-from diptych_kv_transfer.transports.stream import FRAME, MESSAGE
-from diptych_kv_transfer.transports.ucx import UcxTransport
+from diptych_kv_transfer.transports.ucx import frames, ucp
+from diptych_kv_transfer.transports.ucx.frames import Moved, Offer, Send
+from diptych_kv_transfer.transports.ucx.stream import FRAME, MESSAGE
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import CurveKeys, UtilityCall
 
 FRAMES = Offer(3, [(1, 10)] * 3), Send(3, 1 << 40), Moved(3, ok=True)

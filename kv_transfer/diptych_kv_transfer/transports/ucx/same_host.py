@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from diptych_kv_transfer.transports import ucp
-from diptych_kv_transfer.transports.frames import Introduction, Span
-from diptych_kv_transfer.transports.ucp import libucxx
+from diptych_kv_transfer.transports.ucx import ucp
+from diptych_kv_transfer.transports.ucx.frames import Introduction, Span
+from diptych_kv_transfer.transports.ucx.ucp import libucxx
 
 log = logging.getLogger(__name__)
 

@@ -37,13 +37,18 @@ from diptych_kv_transfer.tables.events import (
     Received,
     TransferEnded,
 )
-from diptych_kv_transfer.transports import frames
-from diptych_kv_transfer.transports.exchange import Exchange, ExchangeError, Handles
-from diptych_kv_transfer.transports.same_host import SameHost, may_read, network_transports
-from diptych_kv_transfer.transports.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transports.transport import Buffer
-from diptych_kv_transfer.transports.ucp import UcpError, drop_unexpected, libucxx, remote_host_of
-from diptych_kv_transfer.transports.ucx_transfer import PIECE_BYTES, UcxTransfer
+from diptych_kv_transfer.transports.ucx import frames
+from diptych_kv_transfer.transports.ucx.exchange import Exchange, ExchangeError, Handles
+from diptych_kv_transfer.transports.ucx.same_host import SameHost, may_read, network_transports
+from diptych_kv_transfer.transports.ucx.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
+from diptych_kv_transfer.transports.ucx.ucp import (
+    UcpError,
+    drop_unexpected,
+    libucxx,
+    remote_host_of,
+)
+from diptych_kv_transfer.transports.ucx.ucx_transfer import PIECE_BYTES, UcxTransfer
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 log = logging.getLogger(__name__)

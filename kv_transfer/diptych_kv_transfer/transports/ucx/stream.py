@@ -13,9 +13,9 @@ import numpy as np
 from diptych_kv_transfer.signing.handshake import ANSWER_BYTES, Session
 from diptych_kv_transfer.signing.keys import MAC_BYTES
 from diptych_kv_transfer.tables.messages import MAX_MESSAGE_BYTES
-from diptych_kv_transfer.transports import frames
 from diptych_kv_transfer.transports.transport import Buffer
-from diptych_kv_transfer.transports.ucp import Array, StreamReceive
+from diptych_kv_transfer.transports.ucx import frames
+from diptych_kv_transfer.transports.ucx.ucp import Array, StreamReceive
 
 HEADER_BYTES = 4
 """Three bytes of length, one of kind."""

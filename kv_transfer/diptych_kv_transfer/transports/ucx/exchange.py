@@ -13,12 +13,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from diptych_kv_transfer.tables.events import TransferEnded
-from diptych_kv_transfer.transports import ucx_transfer
-from diptych_kv_transfer.transports.frames import AnyFrame, Introduction, Moved, Offer, Send
-from diptych_kv_transfer.transports.same_host import OtherProcess, Reading, SameHost
 from diptych_kv_transfer.transports.transport import Buffer
-from diptych_kv_transfer.transports.ucp import UcpError, address_of, transports_of
-from diptych_kv_transfer.transports.ucx_transfer import UcxTransfer
+from diptych_kv_transfer.transports.ucx import ucx_transfer
+from diptych_kv_transfer.transports.ucx.frames import AnyFrame, Introduction, Moved, Offer, Send
+from diptych_kv_transfer.transports.ucx.same_host import OtherProcess, Reading, SameHost
+from diptych_kv_transfer.transports.ucx.ucp import UcpError, address_of, transports_of
+from diptych_kv_transfer.transports.ucx.ucx_transfer import UcxTransfer
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from diptych_kv_transfer.transports import ucp
-from diptych_kv_transfer.transports.frames import Span
 from diptych_kv_transfer.transports.transport import Buffer
+from diptych_kv_transfer.transports.ucx import ucp
+from diptych_kv_transfer.transports.ucx.frames import Span
 
 PIECE_BYTES = 1 << 20
 TAG_BITS = 24

@@ -1,0 +1,1 @@
+"""The transport over UCX: connections, blocks through them, and blocks read on one host."""
