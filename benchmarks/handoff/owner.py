@@ -15,7 +15,7 @@ from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import PeerLost, Received
-from diptych_kv_transfer.transports.ucx.ucp import address_of
+from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 MAX_VECTORS = 1024

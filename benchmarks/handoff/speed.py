@@ -19,7 +19,7 @@ from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import Connected, PeerLost, Received, TransferEnded
-from diptych_kv_transfer.transports.ucx.ucp import address_of
+from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 WAYS = {"cma": "all", "tcp": "tcp"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,9 +17,10 @@ from diptych_kv_transfer.transports.ucx.exchange import (
     MAX_UNCLAIMED_RUNS,
     Exchange,
     ExchangeError,
-    Handles,
 )
 from diptych_kv_transfer.transports.ucx.frames import AnyFrame, Introduction, Moved, Offer, Send
+from diptych_kv_transfer.transports.ucx.libucp import FEATURE_TAG, UcpError
+from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.same_host import (
     BYTES_AT_ONCE,
     RUNS_AT_ONCE,
@@ -31,8 +30,8 @@ from diptych_kv_transfer.transports.ucx.same_host import (
     may_read,
     network_transports,
 )
-from diptych_kv_transfer.transports.ucx.ucp import UcpError, address_of, libucxx
 from diptych_kv_transfer.transports.ucx.ucx_transfer import PIECE_BYTES, UcxTransfer
+from diptych_kv_transfer.transports.ucx.worker import Context, Worker
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +41,29 @@ def here() -> Iterator[SameHost]:
     host.close()
 
 
-@dataclass
 class Loop:
     """A UCX worker that is connected to itself."""
 
-    context: Any = field(
-        default_factory=lambda: libucxx.UCXContext({}, feature_flags=(libucxx.Feature.TAG,))
-    )
-
-    def __post_init__(self) -> None:
-        self.worker = same_host.new_worker(self.context)
-        self.endpoint = self.worker.create_endpoint_from_worker_address(self.worker.address, False)
-        self.handles = Handles(self.endpoint.handle, self.worker.handle)
+    def __init__(self) -> None:
+        self.context = Context({}, FEATURE_TAG)
+        self.worker = Worker(self.context)
+        self.endpoint = self.worker.reach(self.worker.address)
 
     def finish(self, *transfers: UcxTransfer) -> None:
         while not all(one.ended for one in transfers):
             self.worker.progress()
 
+    def close(self) -> None:
+        self.endpoint.close()
+        self.worker.close()
+        self.context.close()
+
 
 @pytest.fixture(scope="module")
-def loop() -> Loop:
-    return Loop()
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
 
 
 Said = list[AnyFrame]
@@ -73,7 +74,7 @@ Ends = tuple[Exchange, Said]
 def receiver(request: pytest.FixtureRequest, here: SameHost, loop: Loop) -> Iterator[Ends]:
     """Who connected to this very process, what it says; blocks will be read by it or sent to it."""
     said: Said = []
-    exchange = Exchange(loop.handles, here, said.append, accepted=False)
+    exchange = Exchange(loop.endpoint, loop.worker, here, said.append, accepted=False)
     if request.param == "read":
         exchange.handle(here.introduction)
     yield exchange, said
@@ -84,7 +85,7 @@ def receiver(request: pytest.FixtureRequest, here: SameHost, loop: Loop) -> Iter
 def sender(here: SameHost, loop: Loop) -> Iterator[Ends]:
     """Who was connected to, and has introduced itself."""
     said: Said = []
-    exchange = Exchange(loop.handles, here, said.append, accepted=True)
+    exchange = Exchange(loop.endpoint, loop.worker, here, said.append, accepted=True)
     assert said == [here.introduction]
     said.clear()
     yield exchange, said
@@ -130,7 +131,7 @@ def test_a_receiver_that_breaks_the_protocol_is_refused(
     with pytest.raises(ExchangeError):
         exchange.handle(frame)
     taken = np.zeros(10, np.uint8)
-    loop.finish(ucx_transfer.receive(loop.handles.worker, [taken], 1 << 40))
+    loop.finish(ucx_transfer.receive(loop.worker.handle, [taken], 1 << 40))
 
 
 def test_a_sender_that_offers_twice_is_refused(receiver: Ends) -> None:
@@ -143,7 +144,7 @@ def test_a_sender_that_offers_twice_is_refused(receiver: Ends) -> None:
 
 
 def test_a_sender_that_introduces_itself_twice_is_refused(here: SameHost, loop: Loop) -> None:
-    exchange = Exchange(loop.handles, here, lambda frame: None, accepted=False)
+    exchange = Exchange(loop.endpoint, loop.worker, here, lambda frame: None, accepted=False)
     exchange.handle(here.introduction)
     with pytest.raises(ExchangeError):
         exchange.handle(here.introduction)
@@ -197,7 +198,7 @@ def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
 
 def test_what_cannot_be_read_is_sent(here: SameHost, loop: Loop) -> None:
     said: Said = []
-    exchange = Exchange(loop.handles, here, said.append, accepted=False)
+    exchange = Exchange(loop.endpoint, loop.worker, here, said.append, accepted=False)
     exchange.handle(here.introduction)
     source, targets = np.full(10, 7, np.uint8), np.zeros((2, 10), np.uint8)
     exchange.receive("first", 1, [targets[0]])
@@ -209,7 +210,7 @@ def test_what_cannot_be_read_is_sent(here: SameHost, loop: Loop) -> None:
     going = []
     for frame in said:
         assert isinstance(frame, Send)
-        going.append(ucx_transfer.send(loop.handles.endpoint, [source], frame.first))
+        going.append(ucx_transfer.send(loop.endpoint.handle, [source], frame.first))
     loop.finish(*going)
     while len(ended) < 2:
         loop.worker.progress()
@@ -288,8 +289,8 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
     def runs(array: np.ndarray) -> list[np.ndarray]:
         return [array[at : at + length] for at, length in zip(starts, lengths, strict=True)]
 
-    coming = ucx_transfer.receive(loop.handles.worker, runs(target), first)
-    going = ucx_transfer.send(loop.handles.endpoint, runs(source), first)
+    coming = ucx_transfer.receive(loop.worker.handle, runs(target), first)
+    going = ucx_transfer.send(loop.endpoint.handle, runs(source), first)
     loop.finish(coming, going)
     assert coming.ok
     assert going.ok
@@ -299,22 +300,22 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
 @pytest.mark.parametrize(("sent", "ok"), [(10, True), (9, False), (11, False)])
 def test_a_piece_of_another_size_is_no_piece(loop: Loop, sent: int, ok: bool) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = ucx_transfer.receive(loop.handles.worker, [target[:10]], 5)
-    loop.finish(coming, ucx_transfer.send(loop.handles.endpoint, [source[:sent]], 5))
+    coming = ucx_transfer.receive(loop.worker.handle, [target[:10]], 5)
+    loop.finish(coming, ucx_transfer.send(loop.endpoint.handle, [source[:sent]], 5))
     assert coming.ok is ok
     assert not target[10:].any()
 
 
 def test_a_receive_that_is_called_off_ends_and_touches_nothing(loop: Loop) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = ucx_transfer.receive(loop.handles.worker, [target], 6)
+    coming = ucx_transfer.receive(loop.worker.handle, [target], 6)
     assert not coming.ended
-    coming.cancel(loop.handles.worker)
+    coming.cancel(loop.worker.handle)
     loop.finish(coming)
     assert not coming.ok
-    going = ucx_transfer.send(loop.handles.endpoint, [source], 6)
+    going = ucx_transfer.send(loop.endpoint.handle, [source], 6)
     taken = np.zeros(16, np.uint8)
-    loop.finish(going, ucx_transfer.receive(loop.handles.worker, [taken], 6))
+    loop.finish(going, ucx_transfer.receive(loop.worker.handle, [taken], 6))
     assert not target.any()
     assert taken.all()
 

@@ -317,7 +317,7 @@ def saw(event, arguments):
     if event == "ctypes.dlopen" and "libuc" in str(arguments[0]):
         print(os.environ.get({name!r}))
 sys.addaudithook(saw)
-import diptych_kv_transfer.transports.ucx.ucp
+import diptych_kv_transfer.transports.ucx.libucp
 """
     # What this process has loaded already is in its environment now.
     fresh = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}

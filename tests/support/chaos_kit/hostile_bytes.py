@@ -31,8 +31,9 @@ from diptych_kv_transfer.tables.messages import (
     decode,
     encode,
 )
-from diptych_kv_transfer.transports.ucx import frames, ucp
+from diptych_kv_transfer.transports.ucx import frames, requests
 from diptych_kv_transfer.transports.ucx.frames import Moved, Offer, Send
+from diptych_kv_transfer.transports.ucx.libucp import UcpError
 from diptych_kv_transfer.transports.ucx.stream import FRAME, MESSAGE
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import CurveKeys, UtilityCall
@@ -152,8 +153,10 @@ def knock_without_its_key(address: tuple[str, int], rng: random.Random, seconds:
 
 
 def _send_tag(endpoint: int, message: NDArray[np.uint8], tag: int) -> None:
-    with contextlib.suppress(ucp.UcpError):
-        ucp.free(ucp.tag_send(endpoint, ucp.address_of(message), message.nbytes, tag))
+    with contextlib.suppress(UcpError):
+        requests.free(
+            requests.tag_send(endpoint, requests.address_of(message), message.nbytes, tag)
+        )
 
 
 def _visit(transport: UcxTransport, address: tuple[str, int]) -> Peer:

@@ -16,9 +16,11 @@ from diptych_kv_transfer.tables.events import TransferEnded
 from diptych_kv_transfer.transports.transport import Buffer
 from diptych_kv_transfer.transports.ucx import ucx_transfer
 from diptych_kv_transfer.transports.ucx.frames import AnyFrame, Introduction, Moved, Offer, Send
+from diptych_kv_transfer.transports.ucx.libucp import UcpError
+from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.same_host import OtherProcess, Reading, SameHost
-from diptych_kv_transfer.transports.ucx.ucp import UcpError, address_of, transports_of
 from diptych_kv_transfer.transports.ucx.ucx_transfer import UcxTransfer
+from diptych_kv_transfer.transports.ucx.worker import Endpoint, Worker
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +34,6 @@ send to it."""
 
 class ExchangeError(Exception):
     """The connection is of no more use: the peer broke the protocol, or UCX refuses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Handles:
-    """UCX's handles of a connection."""
-
-    endpoint: int
-    worker: int
 
 
 @dataclass(slots=True)
@@ -62,7 +56,8 @@ class Exchange:
 
     def __init__(
         self,
-        handles: Handles,
+        endpoint: Endpoint,
+        worker: Worker,
         same_host: SameHost | None,
         say: Callable[[AnyFrame], None],
         *,
@@ -75,7 +70,8 @@ class Exchange:
             say: sends a frame to the other side, in order.
             accepted: the other side connected to us.
         """
-        self._handles = handles
+        self._endpoint = endpoint
+        self._worker = worker
         self._same_host = same_host
         self._say = say
         self._outgoing: dict[int, _Outgoing] = {}
@@ -150,7 +146,7 @@ class Exchange:
         begun += [incoming.transfer for incoming in self._incoming.values()]
         transfers = [one for one in begun if one is not None]
         for one in transfers:
-            one.cancel(self._handles.worker)
+            one.cancel(self._worker.handle)
         for tag in list(self._outgoing):
             self._sent(tag, ok=False)
         for tag in list(self._incoming):
@@ -212,7 +208,7 @@ class Exchange:
 
     def _have_sent(self, tag: int, incoming: _Incoming) -> None:
         first = secrets.randbits(TRANSFER_BITS) << ucx_transfer.TAG_BITS
-        incoming.transfer = ucx_transfer.receive(self._handles.worker, incoming.buffers, first)
+        incoming.transfer = ucx_transfer.receive(self._worker.handle, incoming.buffers, first)
         self._check(incoming.transfer)
         self._say(Send(tag, first))
 
@@ -220,7 +216,7 @@ class Exchange:
         outgoing = self._outgoing.get(frame.tag)
         if outgoing is None or outgoing.transfer is not None:
             raise ExchangeError("it wants to be sent what it was not offered")
-        outgoing.transfer = ucx_transfer.send(self._handles.endpoint, outgoing.buffers, frame.first)
+        outgoing.transfer = ucx_transfer.send(self._endpoint.handle, outgoing.buffers, frame.first)
         self._check(outgoing.transfer)
 
     def _check(self, begun: UcxTransfer) -> None:
@@ -257,12 +253,12 @@ class Exchange:
     def _sent(self, tag: int, *, ok: bool) -> None:
         outgoing = self._outgoing.pop(tag)
         if ok and outgoing.transfer is not None:
-            self.way = transports_of(self._handles.endpoint)
+            self.way = self._endpoint.transports
         self._ended.append(TransferEnded(outgoing.key, ok))
 
     def _received(self, tag: int, *, ok: bool) -> None:
         incoming = self._incoming.pop(tag)
         if ok:
             reads = incoming.reading is not None
-            self.way = "cma" if reads else transports_of(self._handles.endpoint)
+            self.way = "cma" if reads else self._endpoint.transports
         self._ended.append(TransferEnded(incoming.key, ok))

@@ -13,13 +13,18 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from diptych_kv_transfer.transports.ucx import ucp
+from diptych_kv_transfer.transports.ucx import libucp, requests
 from diptych_kv_transfer.transports.ucx.frames import Introduction, Span
-from diptych_kv_transfer.transports.ucx.ucp import libucxx
+from diptych_kv_transfer.transports.ucx.libucp import UcpError
+from diptych_kv_transfer.transports.ucx.readable_memory import (
+    ReadableMemory,
+    destroy_key,
+    unpack_key,
+)
+from diptych_kv_transfer.transports.ucx.worker import Context, Worker
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +51,21 @@ class SameHost:
 
     def __init__(self) -> None:
         """Raises `UcpError` when UCX has no way of doing this here."""
-        try:
-            self._context = libucxx.UCXContext(OPTIONS, feature_flags=(libucxx.Feature.RMA,))
-            self._worker = new_worker(self._context)
-        except libucxx.UCXError as exc:
-            raise ucp.UcpError(str(exc)) from exc
+        self._context = Context(OPTIONS, libucp.FEATURE_RMA)
         self._probe = np.frombuffer(bytearray(secrets.token_bytes(16)), np.uint8)
-        # Any memory of a process makes a key for all of it, where the kernel checks accesses.
-        self._readable = ucp.ReadableMemory(self._context.handle, self._probe)
+        address = requests.address_of(self._probe)
+        try:
+            self._worker = Worker(self._context)
+            # Any memory of a process makes a key for all of it, where the kernel checks accesses.
+            self._readable = ReadableMemory(self._context, self._probe, address)
+        except UcpError:
+            self._context.close()
+            raise
         self.introduction = Introduction(
             host_name(),
-            bytes(self._worker.address.tobytes()),
+            self._worker.address,
             self._readable.key,
-            ucp.address_of(self._probe),
+            address,
             self._probe.tobytes(),
         )
 
@@ -71,8 +78,8 @@ class SameHost:
         try:
             process = OtherProcess(self._context, other)
             spans = [(other.probe_address, found.size)]
-            Reading(process, spans, [ucp.address_of(found)]).advance()
-        except (ucp.UcpError, libucxx.UCXError) as exc:
+            Reading(process, spans, [requests.address_of(found)]).advance()
+        except UcpError as exc:
             log.info("cannot read the memory of a process on this host: %s", exc)
         if process is not None and found.tobytes() != other.probe:
             process.close()
@@ -80,29 +87,35 @@ class SameHost:
         return process
 
     def close(self) -> None:
+        """To be called once, after every `OtherProcess` is closed."""
         self._readable.close()
-
-
-def new_worker(context: Any) -> Any:
-    return libucxx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
+        self._worker.close()
+        self._context.close()
 
 
 class OtherProcess:
     """A process whose memory can be read."""
 
-    def __init__(self, context: Any, other: Introduction) -> None:
-        """Raises `UcpError` and `UCXError`."""
-        # Of its own, so that giving one up for good leaves the others.
-        self.worker = new_worker(context)
-        address = libucxx.UCXAddress.create_from_buffer(other.address)
-        self._endpoint = self.worker.create_endpoint_from_worker_address(address, True)
-        self.handle: int = self._endpoint.handle
-        self.key = ucp.unpack_key(self.handle, other.key)
+    def __init__(self, context: Context, other: Introduction) -> None:
+        """Raises `UcpError`."""
+        # It has a worker to itself, so that giving one up for good leaves the others.
+        self.worker = Worker(context)
+        try:
+            self._endpoint = self.worker.reach(other.address)
+            self.handle = self._endpoint.handle
+            self.key = unpack_key(self.handle, other.key)
+        except UcpError:
+            self.worker.close()
+            raise
 
     def close(self) -> None:
         """To be called once."""
-        ucp.destroy_key(self.key)
-        self._endpoint = None
+        destroy_key(self.key)
+        try:
+            self._endpoint.close()
+        except UcpError as exc:  # nothing is read into our memory once its worker is gone
+            log.error("%s", exc)
+        self.worker.close()
 
 
 class Reading:
@@ -129,32 +142,32 @@ class Reading:
 
         Raises `UcpError` when they cannot be read.
         """
-        requests: list[int] = []
+        begun: list[int] = []
         num_bytes = 0
         handle, key = self._process.handle, self._process.key
         try:
-            while not self.done and len(requests) < RUNS_AT_ONCE and num_bytes < BYTES_AT_ONCE:
+            while not self.done and len(begun) < RUNS_AT_ONCE and num_bytes < BYTES_AT_ONCE:
                 piece = self._pieces[self._next]
-                requests.append(ucp.get(handle, *piece, key))
+                begun.append(requests.get(handle, *piece, key))
                 num_bytes += piece[1]
                 self._next += 1
         finally:
-            self._complete(requests)
+            self._complete(begun)
 
-    def _complete(self, requests: list[int]) -> None:
+    def _complete(self, begun: list[int]) -> None:
         progress = self._process.worker.progress
         failed = 0
         deadline = time.monotonic() + TIMEOUT_S
-        for request in requests:
-            while (status := ucp.status_of(request)) == ucp.IN_PROGRESS:
+        for request in begun:
+            while (status := requests.status_of(request)) == libucp.IN_PROGRESS:
                 if time.monotonic() > deadline:
                     # Only its worker's progress would go on with it, and nobody calls that again.
-                    raise ucp.UcpError("UCX does not end reading another process")
+                    raise UcpError("UCX does not end reading another process")
                 progress()
             failed = failed or status
-            ucp.free(request)
+            requests.free(request)
         if failed:
-            raise ucp.UcpError(f"reading another process: UCX status {failed}")
+            raise UcpError(f"reading another process: UCX status {failed}")
 
 
 def host_name() -> str:

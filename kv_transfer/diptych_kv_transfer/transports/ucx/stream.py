@@ -6,16 +6,13 @@ mac, and nothing else.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from diptych_kv_transfer.signing.handshake import ANSWER_BYTES, Session
 from diptych_kv_transfer.signing.keys import MAC_BYTES
 from diptych_kv_transfer.tables.messages import MAX_MESSAGE_BYTES
-from diptych_kv_transfer.transports.transport import Buffer
 from diptych_kv_transfer.transports.ucx import frames
-from diptych_kv_transfer.transports.ucx.ucp import Array, StreamReceive
+from diptych_kv_transfer.transports.ucx.libucp import UcpError
+from diptych_kv_transfer.transports.ucx.requests import StreamReceive, StreamSend
+from diptych_kv_transfer.transports.ucx.worker import Endpoint
 
 HEADER_BYTES = 4
 """Three bytes of length, one of kind."""
@@ -33,11 +30,11 @@ class StreamError(Exception):
 class Stream:
     """The stream of one endpoint."""
 
-    def __init__(self, endpoint: Any) -> None:
-        """`endpoint` is UCXX's; a receive is posted on it from now on."""
+    def __init__(self, endpoint: Endpoint) -> None:
+        """A receive is posted on the endpoint from now on."""
         self._endpoint = endpoint
-        self._sends: list[tuple[Any, Buffer]] = []
-        """The sends in flight, each with its bytes, which are kept alive."""
+        self._sends: list[StreamSend] = []
+        """The sends in flight."""
         self._pending = b""
         self._kind: int | None = None
         """The kind of the message whose content is being received; None while a header, with the
@@ -67,12 +64,15 @@ class Stream:
 
     def flush(self) -> None:
         """Send everything that is pending in one send, because each send wakes the other side,
-        which then takes our core."""
-        self._sends = [pair for pair in self._sends if not pair[0].completed]
-        if self._pending:
-            buffer = np.frombuffer(self._pending, np.uint8)
-            self._sends.append((self._endpoint.stream_send(Array(buffer)), buffer))
-            self._pending = b""
+        which then takes our core. Raises `StreamError`."""
+        self._sends = [send for send in self._sends if not send.ended]
+        if not self._pending:
+            return
+        try:
+            self._sends.append(StreamSend(self._endpoint.handle, self._pending))
+        except UcpError as exc:
+            raise StreamError(str(exc)) from exc
+        self._pending = b""
 
     def next_message(self) -> tuple[int, bytes] | None:
         """The kind and content of a message that has arrived; None: there is none.
@@ -97,9 +97,10 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether UCX no longer writes to any of our buffers; this is so soon after the endpoint
-        has ended."""
-        return self._receiving.ended
+        """Whether UCX no longer touches any of our buffers; this is so soon after the endpoint
+        was closed."""
+        self._sends = [send for send in self._sends if not send.ended]
+        return self._receiving.ended and not self._sends
 
     def _max_bytes(self, kind: int) -> int:
         if self.session is None:

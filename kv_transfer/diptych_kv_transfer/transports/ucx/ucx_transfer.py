@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from diptych_kv_transfer.transports.transport import Buffer
-from diptych_kv_transfer.transports.ucx import ucp
+from diptych_kv_transfer.transports.ucx import requests
 from diptych_kv_transfer.transports.ucx.frames import Span
+from diptych_kv_transfer.transports.ucx.libucp import IN_PROGRESS, OK, UcpError
 
 PIECE_BYTES = 1 << 20
 TAG_BITS = 24
@@ -24,13 +25,11 @@ transfer."""
 class UcxTransfer:
     """The pieces of one transfer, on one side."""
 
-    def __init__(
-        self, requests: Iterator[tuple[int, int | None]], buffers: Sequence[Buffer]
-    ) -> None:
+    def __init__(self, begun: Iterator[tuple[int, int | None]], buffers: Sequence[Buffer]) -> None:
         """Make requests of UCX.
 
         Args:
-            requests: each with the size of what it receives; None: it sends.
+            begun: requests, each with the size of what it receives; None: it sends.
             buffers: what they move, kept alive.
         """
         self._buffers = buffers
@@ -38,9 +37,9 @@ class UcxTransfer:
         self.ok = True
         """Nothing has gone wrong so far."""
         try:
-            for request in requests:
+            for request in begun:
                 self._requests.append(request)
-        except ucp.UcpError:
+        except UcpError:
             self.ok = False
 
     @property
@@ -48,43 +47,43 @@ class UcxTransfer:
         """Whether UCX no longer touches our memory."""
         while self._requests:
             request, wanted = self._requests[0]
-            status = ucp.status_of(request)
-            if status == ucp.IN_PROGRESS:
+            status = requests.status_of(request)
+            if status == IN_PROGRESS:
                 return False
-            self.ok &= status == ucp.OK
+            self.ok &= status == OK
             if self.ok and wanted is not None:
-                self.ok = ucp.received_bytes(request) == wanted
-            ucp.free(request)
+                self.ok = requests.received_bytes(request) == wanted
+            requests.free(request)
             self._requests.popleft()
         return True
 
     def cancel(self, worker: int) -> None:
         """Call off what has not ended."""
         for request, _ in self._requests:
-            ucp.cancel(worker, request)
+            requests.cancel(worker, request)
 
 
 def send(endpoint: int, buffers: Sequence[Buffer], first_tag: int) -> UcxTransfer:
     """Send buffers to the other side of an endpoint."""
-    requests = (
-        (ucp.tag_send(endpoint, address, length, tag), None)
+    begun = (
+        (requests.tag_send(endpoint, address, length, tag), None)
         for tag, (address, length) in enumerate(pieces(buffers), first_tag)
     )
-    return UcxTransfer(requests, buffers)
+    return UcxTransfer(begun, buffers)
 
 
 def receive(worker: int, buffers: Sequence[Buffer], first_tag: int) -> UcxTransfer:
     """Receive into buffers, from whoever knows the tags."""
-    requests = (
-        (ucp.tag_receive(worker, address, length, tag), length)
+    begun = (
+        (requests.tag_receive(worker, address, length, tag), length)
         for tag, (address, length) in enumerate(pieces(buffers), first_tag)
     )
-    return UcxTransfer(requests, buffers)
+    return UcxTransfer(begun, buffers)
 
 
 def pieces(buffers: Iterable[Buffer]) -> Iterator[Span]:
     """Where buffers are, cut where they are longer than a piece."""
     for buffer in buffers:
-        address = ucp.address_of(buffer)
+        address = requests.address_of(buffer)
         for at in range(0, buffer.nbytes, PIECE_BYTES):
             yield address + at, min(PIECE_BYTES, buffer.nbytes - at)

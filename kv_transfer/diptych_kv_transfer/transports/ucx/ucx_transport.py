@@ -1,4 +1,4 @@
-"""The transport over UCX, by way of UCXX.
+"""The transport over UCX.
 
 Control messages and the frames of transfers travel on a connection's UCX stream; blocks move from
 the KV memory and into it without a copy of ours, see `exchange.py`. The owner's thread drives UCX:
@@ -13,16 +13,14 @@ flight, by keep-alive otherwise), and an endpoint can be cut with transfers in f
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
 import logging
 import os
 import secrets
 import select
 import time
-import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -38,18 +36,14 @@ from diptych_kv_transfer.tables.events import (
     TransferEnded,
 )
 from diptych_kv_transfer.transports.transport import Buffer
-from diptych_kv_transfer.transports.ucx import frames
-from diptych_kv_transfer.transports.ucx.exchange import Exchange, ExchangeError, Handles
+from diptych_kv_transfer.transports.ucx import frames, libucp
+from diptych_kv_transfer.transports.ucx.exchange import Exchange, ExchangeError
+from diptych_kv_transfer.transports.ucx.libucp import UcpError
+from diptych_kv_transfer.transports.ucx.requests import drop_unexpected
 from diptych_kv_transfer.transports.ucx.same_host import SameHost, may_read, network_transports
 from diptych_kv_transfer.transports.ucx.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
-from diptych_kv_transfer.transports.ucx.ucp import (
-    UcpError,
-    drop_unexpected,
-    libucxx,
-    remote_host_of,
-)
 from diptych_kv_transfer.transports.ucx.ucx_transfer import PIECE_BYTES, UcxTransfer
-from diptych_protocol.kv_transfer_params import is_ip_literal
+from diptych_kv_transfer.transports.ucx.worker import Context, Endpoint, Listener, Worker
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +57,7 @@ OPTIONS = {
     "TCP_CM_REUSEADDR": "y",  # an engine that was restarted listens where it did before
 }
 """A UCX_* variable of the environment wins over these."""
+FEATURES = libucp.FEATURE_TAG | libucp.FEATURE_STREAM | libucp.FEATURE_WAKEUP
 
 DRAIN_TIMEOUT_S = 2.0
 HANDSHAKE_TIMEOUT_S = 20.0
@@ -74,9 +69,9 @@ MAX_STRANGERS = 64
 the service is one for a round trip."""
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class _Connection:
-    endpoint: Any
+    endpoint: Endpoint
     stream: Stream
     handshake: Handshake
     prove_by: float
@@ -102,8 +97,7 @@ class UcxTransport:
     """See `diptych_kv_transfer.transports.transport.Transport`."""
 
     def __init__(self, host: str, port: int, key: HingeKey) -> None:
-        """Listen on a port of every address: UCXX offers no choice. If `host` is of loopback, who
-        comes from elsewhere is cut off at once.
+        """Listen at an IP address.
 
         key: what the other side of each connection must have, too.
 
@@ -111,21 +105,20 @@ class UcxTransport:
         """
         options = {k: v for k, v in OPTIONS.items() if f"UCX_{k}" not in os.environ}
         options["TLS"] = network_transports()
-        features = (libucxx.Feature.TAG, libucxx.Feature.STREAM, libucxx.Feature.WAKEUP)
-        self._context = libucxx.UCXContext(options, feature_flags=features)
-        self._worker = libucxx.UCXWorker(
-            self._context, enable_delayed_submission=False, enable_python_future=False
-        )
-        self._worker.init_blocking_progress_mode()
-        self._accepted: list[Any] = []
-        try:
-            self._listener: Any = libucxx.UCXListener.create(self._worker, port, self._accept)
-        except libucxx.UCXError as exc:
-            raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
+        with contextlib.ExitStack() as undo:
+            try:
+                self._context = Context(options, FEATURES)
+                undo.callback(self._context.close)
+                self._worker = Worker(self._context)
+                undo.callback(self._worker.close)
+                self._listener = Listener(self._worker, host, port)
+                undo.callback(self._listener.close)
+                descriptor = self._worker.descriptor
+            except (UcpError, OSError) as exc:
+                raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
+            undo.pop_all()
         self._key = key
-        self._loopback_only = ipaddress.ip_address(host).is_loopback
         self._same_host = open_same_host()
-        self._port = int(self._listener.port)
         self._connections: dict[Peer, _Connection] = {}
         self._not_ended: list[tuple[Stream, list[UcxTransfer]]] = []
         """What UCX has not let go of when it should have: its memory is kept."""
@@ -134,13 +127,13 @@ class UcxTransport:
         self._name = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll = select.epoll()
-        self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        self._epoll.register(descriptor, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._closed = False
 
     @property
     def port(self) -> int:
-        return self._port
+        return self._listener.port
 
     @property
     def name(self) -> str:
@@ -148,15 +141,17 @@ class UcxTransport:
 
     # --- connections --------------------------------------------------------------------------
 
-    def _accept(self, request: Any) -> None:
-        """Called by UCX while it progresses: an endpoint can only be made afterwards."""
-        self._accepted.append(self._listener.create_endpoint_from_conn_request(request, True))
+    def _accept(self) -> None:
+        """Take the connections that others have asked for."""
+        for request in self._listener.take_requests():
+            try:
+                endpoint = self._worker.accept(request)
+            except UcpError as exc:  # they may be gone already
+                log.info("cannot accept a connection: %s", exc)
+            else:
+                self._adopt(endpoint, None)
 
-    def _adopt(self, endpoint: Any, address: Address | None) -> None:
-        if not endpoint.alive:
-            if address is not None:
-                self._events.append(ConnectFailed(address, "the connection broke at once"))
-            return
+    def _adopt(self, endpoint: Endpoint, address: Address | None) -> None:
         peer = self._next_peer
         self._next_peer += 1
         handshake = Handshake(
@@ -168,28 +163,9 @@ class UcxTransport:
         if handshake.opening:
             connection.stream.shake(handshake.opening)
 
-        known = weakref.ref(connection)  # or it and its endpoint would keep each other, and UCX
-
-        def on_close(*_: object) -> None:
-            if (found := known()) is not None and not found.lost:
-                found.cut("UCX has closed it")
-
-        try:
-            endpoint.set_close_callback(on_close)
-        except RuntimeError:  # it is closed already
-            connection.cut("UCX had closed it")
-        if address is None and not self._is_welcome(endpoint):
-            connection.cut("it is not of this host, and we listen on loopback")
         strangers = [x for x in self._connections.values() if x.is_stranger]
         if len(strangers) > MAX_STRANGERS:
             strangers[0].cut("too many have connected that prove nothing")
-
-    def _is_welcome(self, endpoint: Any) -> bool:
-        """Who connected to us did so from where we mean to listen."""
-        if not self._loopback_only:
-            return True
-        host = remote_host_of(endpoint.handle)
-        return bool(host) and ipaddress.ip_address(host).is_loopback
 
     def _shake(self, peer: Peer, connection: _Connection, data: bytes) -> None:
         """Go on with the handshake; when it is over, the connection is its owner's."""
@@ -201,7 +177,8 @@ class UcxTransport:
             return
         stream.session = handshake.session
         connection.exchange = Exchange(
-            Handles(connection.endpoint.handle, self._worker.handle),
+            connection.endpoint,
+            self._worker,
             self._same_host,
             say=lambda frame: stream.send(FRAME, frames.encode(frame)),
             accepted=connection.address is None,
@@ -210,10 +187,8 @@ class UcxTransport:
 
     def connect(self, address: Address) -> None:
         try:
-            if not is_ip_literal(address[0]):  # a look-up would hold up every connection
-                raise ValueError("not an IP address")
-            endpoint = self._worker.create_endpoint_from_hostname(*address, True)
-        except (libucxx.UCXError, OSError, ValueError, OverflowError) as exc:
+            endpoint = self._worker.connect(*address)
+        except (UcpError, OSError) as exc:
             self._events.append(ConnectFailed(address, str(exc)))
             return
         self._adopt(endpoint, address)
@@ -286,23 +261,28 @@ class UcxTransport:
             busy = exchange is not None and exchange.busy
             if connection.lost or busy or connection.stream.pending:
                 return False
-        return not self._worker.progress_once() and bool(self._worker.arm())
+        return not self._worker.progress() and self._worker.arm()
 
     def _collect(self) -> None:
         for connection in self._connections.values():
-            if not connection.lost:
+            if connection.lost:
+                continue
+            try:
                 connection.stream.flush()
+            except StreamError as exc:
+                connection.cut(exc)
         for _ in range(MAX_PROGRESS):
-            if not self._worker.progress_once():
+            if not self._worker.progress():
                 break
         drop_unexpected(self._worker.handle)
-        accepted, self._accepted = self._accepted, []
-        for endpoint in accepted:
-            self._adopt(endpoint, None)
+        self._accept()
         for peer, connection in list(self._connections.items()):
             self._collect_from(peer, connection)
 
     def _collect_from(self, peer: Peer, connection: _Connection) -> None:
+        status = connection.endpoint.status
+        if status != libucp.OK and not connection.lost:
+            connection.cut(f"UCX has found it broken (status {status})")
         if not connection.lost:
             try:
                 self._take(peer, connection)
@@ -337,12 +317,14 @@ class UcxTransport:
         """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
         exchange = connection.exchange
         transfers = [] if exchange is None else exchange.abandon()
-        connection.endpoint.close_blocking()
-        self._worker.cancel_inflight_requests()
+        try:
+            connection.endpoint.close()
+        except UcpError as exc:
+            log.error("%s", exc)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         stream = connection.stream
         while (transfers := [x for x in transfers if not x.ended]) or not stream.ended:
-            self._worker.progress_once()
+            self._worker.progress()
             if time.monotonic() > deadline:
                 # Its endpoint is destroyed, so nothing can be sent for it any more.
                 log.error("UCX did not end a transfer of a connection that was cut")
@@ -361,10 +343,12 @@ class UcxTransport:
         if self._closed:
             return
         self._closed = True
+        self._accept()
         for peer, connection in list(self._connections.items()):
             self._bury(peer, connection)
-        self._listener = None  # UCXX stops listening when nobody holds it
-        self._worker.progress()
+        self._listener.close()
+        self._worker.close()
+        self._context.close()
         if self._same_host is not None:
             self._same_host.close()
         self._epoll.close()
