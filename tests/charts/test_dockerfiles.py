@@ -122,7 +122,7 @@ def test_an_image_runs_its_program_with_its_extra_and_says_its_ports(image: str)
 @pytest.mark.parametrize("extra", ["operator", "router"])
 def test_only_engines_install_torch(extra: str) -> None:
     assert "torch" in requirements("engine")
-    assert not {"torch", "ucxx-cu13", "numba", "cupy"} & requirements(extra)
+    assert not {"torch", "libucx-cu13", "numba", "cupy"} & requirements(extra)
 
 
 def test_an_image_has_the_versions_that_were_tested(image: str) -> None:

@@ -197,6 +197,20 @@ def test_a_port_is_open_at_its_own_address_alone(
     assert answer == (0 if is_open else errno.ECONNREFUSED)
 
 
+def test_on_loopback_no_port_is_open_to_other_hosts(make: Make) -> None:
+    """UCX opens further ports, on each device that it may use."""
+    before = open_ports()
+    make("127.0.0.1")
+    opened = open_ports() - before
+    assert len(opened) >= 2
+    assert {host for host, _ in opened} == {"127.0.0.1"}
+
+
+def open_ports() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections("tcp")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.parametrize("host", ["::1", "::", "fe80::1%lo"])
 def test_ipv6_is_refused_because_ucx_would_crash(make: Make, host: str) -> None:
     with pytest.raises(OSError, match="UCX moves KV over IPv4 only"):

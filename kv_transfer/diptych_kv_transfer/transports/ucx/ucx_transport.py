@@ -14,6 +14,7 @@ flight, by keep-alive otherwise), and an endpoint can be cut with transfers in f
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -57,6 +58,8 @@ OPTIONS = {
     "TCP_CM_REUSEADDR": "y",  # an engine that was restarted listens where it did before
 }
 """A UCX_* variable of the environment wins over these."""
+LOOPBACK_ONLY = {"NET_DEVICES": "lo"}
+"""UCX opens a port for blocks on each network device that it may use."""
 FEATURES = libucp.FEATURE_TAG | libucp.FEATURE_STREAM | libucp.FEATURE_WAKEUP
 
 DRAIN_TIMEOUT_S = 2.0
@@ -97,13 +100,14 @@ class UcxTransport:
     """See `diptych_kv_transfer.transports.transport.Transport`."""
 
     def __init__(self, host: str, port: int, key: HingeKey) -> None:
-        """Listen at an IP address.
+        """Listen at an IP address; at one of loopback, for processes of this host alone.
 
         key: what the other side of each connection must have, too.
 
         Raises `OSError` when the port cannot be had, or UCX_TLS names nothing that can listen.
         """
-        options = {k: v for k, v in OPTIONS.items() if f"UCX_{k}" not in os.environ}
+        wanted = OPTIONS | (LOOPBACK_ONLY if ipaddress.ip_address(host).is_loopback else {})
+        options = {k: v for k, v in wanted.items() if f"UCX_{k}" not in os.environ}
         options["TLS"] = network_transports()
         with contextlib.ExitStack() as undo:
             try:
