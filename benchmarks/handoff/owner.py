@@ -13,9 +13,9 @@ import threading
 import numpy as np
 from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import PeerLost, Received
-from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 MAX_VECTORS = 1024
@@ -40,12 +40,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     memory = np.full(MEMORY_BYTES, 7, np.uint8)
+    region = MemoryRegion.of(memory)
     transport = UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=stream, args=(listener, memory.data), daemon=True).start()
     description = {
         "pid": os.getpid(), "port": transport.port, "stream_port": listener.getsockname()[1],
-        "address": address_of(memory),
+        "address": region.address,
     }  # fmt: skip
     print(json.dumps(description), file=answers, flush=True)
     while True:
@@ -53,8 +54,8 @@ def main() -> None:
             match event:
                 case Received(peer, data):
                     tag, *shape = json.loads(data)
-                    buffers = [memory[at : at + n] for at, n in Shape(*shape).spans()]
-                    transport.send_blocks(peer, str(tag), tag, buffers)
+                    regions = [region.part(at, n) for at, n in Shape(*shape).spans()]
+                    transport.send_blocks(peer, str(tag), tag, regions)
                     transport.send(peer, b"offered")
                 case PeerLost():
                     return

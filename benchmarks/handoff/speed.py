@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import Connected, PeerLost, Received, TransferEnded
-from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 WAYS = {"cma": "all", "tcp": "tcp"}
@@ -40,6 +40,7 @@ class Link:
         assert self.process.stdout is not None
         self.owner: dict[str, int] = json.loads(self.process.stdout.readline())
         self.memory = np.ones(MEMORY_BYTES, np.uint8)
+        self.region = MemoryRegion.of(self.memory)
         self.transport = make_transport(way)
         self.tags = itertools.count(1)
         self.transport.connect(("127.0.0.1", self.owner["port"]))
@@ -61,12 +62,12 @@ class Link:
         request = [tag, shape.block_bytes, shape.count, shape.scattered]
         self.transport.send(self.peer, json.dumps(request).encode())
         self._expect(Received)
-        buffers = [self.memory[at : at + length] for at, length in shape.spans()]
+        regions = [self.region.part(at, length) for at, length in shape.spans()]
         started = time.perf_counter()
-        self.transport.receive_blocks(self.peer, str(tag), tag, buffers)
+        self.transport.receive_blocks(self.peer, str(tag), tag, regions)
         ended = self._expect(TransferEnded)
         taken = time.perf_counter() - started
-        if not ended.ok or self.memory[buffers[-1].size - 1] != 7:
+        if not ended.ok or self.memory[regions[-1].length - 1] != 7:
             raise RuntimeError(f"{shape.name} did not arrive")
         return taken
 
@@ -86,7 +87,7 @@ class Link:
         """As few `process_vm_readv` as the kernel allows."""
         spans = np.array(shape.spans(), np.uint64)
         offset = np.array([1, 0], np.uint64)
-        ours = np.ascontiguousarray(spans + offset * np.uint64(address_of(self.memory)))
+        ours = np.ascontiguousarray(spans + offset * np.uint64(self.region.address))
         theirs = np.ascontiguousarray(spans + offset * np.uint64(self.owner["address"]))
         read = ctypes.CDLL(None).process_vm_readv
         read.restype = ctypes.c_ssize_t

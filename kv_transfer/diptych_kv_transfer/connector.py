@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
-from diptych_kv_transfer.memory.device_memory import DeviceMemory
 from diptych_kv_transfer.memory.layout import Layout
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.signing.references import References
@@ -26,7 +24,7 @@ from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import Hello
-from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
+from diptych_kv_transfer.transports import transport_named
 from diptych_protocol import (
     CurveKeys,
     InvalidRequestError,
@@ -73,29 +71,30 @@ def open_connector(
     engine_id: str,
     epoch: str,
     compat: Mapping[str, str | int],
-    kv_memory: Sequence[NDArray[np.uint8]] | Sequence[DeviceMemory],
+    kv_memory: Sequence[Shard],
     geometry: Mapping[str, int] | None = None,
     keys: CurveKeys | None = None,
 ) -> KVConnector:
-    """Listen, and start a hinge over UCX.
+    """Listen, and start a hinge over the transport that is configured.
 
     Args:
         compat: what must be equal in engines that exchange KV, by name.
         keys: the service's; engines with others exchange nothing with this one. None: for engines
             that listen on loopback, which then exchange KV with whoever is there.
         geometry: what may differ, by the names of `layout.GEOMETRY`; without it, nothing may.
-        kv_memory: of each rank; on the host [num_blocks, block_bytes], contiguous. It must outlive
-            the connector. Blocks on a device are copied through the host.
+        kv_memory: the blocks of each rank.
 
     Raises `OSError` when the address cannot be had, `ValueError` when the memory is not what
     `compat` and `geometry` say, or is on a device and they do not say what it is, and
-    `InvalidRequestError` when it is to listen for other hosts without keys.
+    `InvalidRequestError` when it is to listen for other hosts without keys, or over a transport
+    that does not exist.
     """
     config = with_literals(config)
     key = key_of(config, keys)
     me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}))
-    regions = Regions(kv_memory, Layout.of(me.compat, me.geometry))
-    transport = UcxTransport(config.listen_host, config.listen_port, key)
+    open_transport = transport_named(config.transport)
+    regions = Regions(kv_memory, Layout.of(me.compat, me.geometry), open_transport.reaches)
+    transport = open_transport(config.listen_host, config.listen_port, key)
     hinge = make_hinge(config, me, on_device=regions.on_device)
     driver = HingeThread(hinge, transport, regions, hinge.loads.staging_bytes)
     return KVConnector(me, config, driver, References(key))

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.tables.actions import (
     Action,
@@ -36,13 +37,13 @@ from diptych_kv_transfer.tables.leases import LeaseState
 from diptych_kv_transfer.tables.load import waiting_for_room
 from diptych_kv_transfer.tables.messages import encode
 from diptych_kv_transfer.tables.send_room import SendRoom
-from diptych_kv_transfer.transports.transport import Transport
+from diptych_kv_transfer.transports import Transport
 from diptych_protocol import KVTransferStats
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-NO_BLOCKS = np.zeros(1, np.uint8)
+NO_BLOCKS = MemoryRegion.of(np.zeros(1, np.uint8))
 """What is offered in place of blocks that cannot be read: nobody asks for a single byte."""
 Command = Callable[[Hinge, float], list[Action]]
 """Something that the core wants of the hinge, at a time."""
@@ -170,10 +171,10 @@ class HingeThread:
                 case SendBlocks():
                     self._send([action] if not regions.on_device else self._send_room.ask(action))
                 case ReceiveBlocks(peer, request_id, tag, runs, staged):
-                    buffers = []
+                    targets: list[MemoryRegion] = []
                     if request_id not in self._broken:
-                        buffers = regions.incoming(runs, request_id if staged else None)
-                    self._transport.receive_blocks(peer, action.key, tag, buffers)
+                        targets = regions.incoming(runs, request_id if staged else None)
+                    self._transport.receive_blocks(peer, action.key, tag, targets)
                 case Stage(request_id, staging):
                     with self._costs_only(request_id):
                         regions.stage(request_id, staging)
@@ -202,15 +203,15 @@ class HingeThread:
     def _send(self, ready: list[SendBlocks]) -> None:
         for action in ready:
             try:
-                buffers = self._regions.outgoing(action.key, action.runs)
+                sources = self._regions.outgoing(action.key, action.runs)
             except Exception:  # of the host's memory or the device: it costs this transfer
                 log.exception("lease %s: its blocks cannot be sent", action.lease_id)
-                buffers = [NO_BLOCKS]
+                sources = [NO_BLOCKS]
             else:
                 num_blocks = sum(map(len, action.runs))
                 self._totals.blocks_sent += num_blocks
                 self._totals.bytes_sent += num_blocks * self._regions.block_bytes
-            self._transport.send_blocks(action.peer, action.key, action.tag, buffers)
+            self._transport.send_blocks(action.peer, action.key, action.tag, sources)
 
     def _make_room(self, event: Event) -> None:
         """Copies that nobody reads any more make room for the next ones."""

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import numpy as np
 
-from diptych_kv_transfer.memory.device_memory import DeviceMemory
 from diptych_kv_transfer.memory.layout import Layout
+from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.memory.repack import Shards, repack
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.memory.staging import Staging
-from diptych_kv_transfer.transports.transport import Buffer
 
 
 class Regions:
     """All the memory of one engine that takes part in transfers. Only `staged_bytes` may be used
     from several threads.
 
-    UCX reads and writes blocks in host memory where they are. Blocks on a device are copied to the
-    host before they are sent, and what comes for them is staged until it is valid.
+    The transport reads and writes blocks where they are, if it reaches that memory. Other blocks
+    are copied to the host before they are sent, and what comes for them is staged until it is
+    valid.
     """
 
-    def __init__(self, memory: Shards | Sequence[DeviceMemory], layout: Layout | None) -> None:
+    def __init__(
+        self, shards: Shards, layout: Layout | None, reaches: Collection[MemoryKind]
+    ) -> None:
         """
         Args:
-            memory: by rank; on the host [num_blocks, bytes of its part of a block], contiguous.
+            shards: by rank; either none has copies, or all have.
             layout: the layout of these blocks; None: nothing can be repacked into them.
+            reaches: the kinds of memory that the transport can read and write.
 
-        Raises `ValueError` for a layout of other blocks, and for blocks on a device without one.
+        Raises `ValueError` for a layout of other blocks, for blocks that go through copies without
+        a layout, and for blocks without copies that the transport does not reach.
         """
-        self._shards: Shards = [x for x in memory if isinstance(x, np.ndarray)]
-        self._devices = [x for x in memory if not isinstance(x, np.ndarray)]
-        found = [shard.shape[1] for shard in self._shards]
-        found += [device.block_bytes for device in self._devices]
+        self._shards = shards
+        self._copies = [x.copies for x in shards if x.copies is not None]
+        found = [shard.block_bytes for shard in shards]
         if layout is not None and found != [layout.block_bytes] * layout.num_ranks:
             raise ValueError(f"blocks of {found} bytes by rank are not those of {layout}")
-        if layout is None and self._devices:
+        for shard in shards:
+            if shard.copies is None and shard.region.kind not in reaches:
+                raise ValueError(f"the transport does not reach memory of {shard.region.device}")
+        if self._copies and len(self._copies) != len(shards):
+            raise ValueError("either the blocks of all ranks go through copies, or none")
+        if layout is None and self._copies:
             raise ValueError("blocks on a device are staged, and that needs to know their layout")
         self._layout = layout
         self._staged: dict[str, tuple[Staging, Shards]] = {}
@@ -47,33 +56,33 @@ class Regions:
     @property
     def on_device(self) -> bool:
         """Everything goes through copies on the host."""
-        return bool(self._devices)
+        return bool(self._copies)
 
-    def outgoing(self, key: Hashable, runs: Sequence[range]) -> list[Buffer]:
-        """Buffers with the bytes of runs of our blocks: for each run, those of every rank. They are
-        kept until `sent` is called with this key."""
-        if not self._devices:
+    def outgoing(self, key: Hashable, runs: Sequence[range]) -> list[MemoryRegion]:
+        """The bytes of runs of our blocks: for each run, those of every rank. They are kept until
+        `sent` is called with this key."""
+        if not self._copies:
             return _cut(self._shards, runs)
         block_ids = [block for run in runs for block in run]
-        copies = []
-        for device in self._devices:
-            room = device.host_room(len(block_ids) * device.block_bytes).reshape(len(block_ids), -1)
-            device.gather(block_ids, room)
-            copies.append(room)
-        self._outgoing[key] = copies
+        rooms = []
+        for copies, shard in zip(self._copies, self._shards, strict=True):
+            room = copies.host_room(len(block_ids) * shard.block_bytes)
+            copies.gather(block_ids, room)
+            rooms.append(Shard(room, shard.block_bytes))
+        self._outgoing[key] = rooms
         places, first = [], 0
         for run in runs:
             places.append(range(first, first + len(run)))
             first += len(run)
-        return _cut(copies, places)
+        return _cut(rooms, places)
 
     def sent(self, key: Hashable) -> None:
         """A send has ended: nobody reads what was copied for it."""
         self._outgoing.pop(key, None)
 
-    def incoming(self, runs: Sequence[range], staged_for: str | None = None) -> list[Buffer]:
-        """The buffers that runs of blocks are to be written to: in our own memory, or in a
-        request's staging area."""
+    def incoming(self, runs: Sequence[range], staged_for: str | None = None) -> list[MemoryRegion]:
+        """Where runs of blocks are to be written: in our own memory, or in a request's staging
+        area."""
         return _cut(self._shards if staged_for is None else self._staged[staged_for][1], runs)
 
     def stage(self, request_id: str, staging: Staging) -> None:
@@ -88,38 +97,39 @@ class Regions:
         layout, block_ids = self._layout, staging.local_block_ids
         if layout is None:
             raise RuntimeError("blocks of another geometry, and no layout of our own")
-        if not self._devices:
+        if not self._copies:
             _repack(staging, shards, self._shards, layout, block_ids)
             return
         if staging.layout != layout:
-            packed = [self._room(len(block_ids), layout) for _ in self._devices]
+            packed = [self._room(len(block_ids), layout) for _ in self._copies]
             _repack(staging, shards, packed, layout, range(len(block_ids)))
             shards = packed
-        for device, shard in zip(self._devices, shards, strict=True):
-            device.scatter(shard, block_ids)
+        for copies, shard in zip(self._copies, shards, strict=True):
+            copies.scatter(shard.region, block_ids)
 
     @property
     def staged_bytes(self) -> int:
         """How many bytes are staged, in both directions. Safe to ask from another thread."""
         incoming = sum(staging.num_bytes for staging, _ in list(self._staged.values()))
-        return incoming + sum(x.nbytes for shards in list(self._outgoing.values()) for x in shards)
+        outgoing = [x.region.length for shards in list(self._outgoing.values()) for x in shards]
+        return incoming + sum(outgoing)
 
     def drop(self, request_id: str) -> int:
         """Free a request's staging area, if it has one. Returns its size in bytes."""
         staged = self._staged.pop(request_id, None)
         return 0 if staged is None else staged[0].num_bytes
 
-    def _room(self, num_blocks: int, layout: Layout) -> Buffer:
+    def _room(self, num_blocks: int, layout: Layout) -> Shard:
         num_bytes = num_blocks * layout.block_bytes
-        if self._devices:
-            room = self._devices[0].host_room(num_bytes)
+        if self._copies:
+            room = self._copies[0].host_room(num_bytes)
         else:
-            room = np.empty(num_bytes, np.uint8)
-        return room.reshape(num_blocks, -1)
+            room = MemoryRegion.of(np.empty(num_bytes, np.uint8))
+        return Shard(room, layout.block_bytes)
 
 
-def _cut(shards: Shards, runs: Sequence[range]) -> list[Buffer]:
-    return [shard[run.start : run.stop].reshape(-1) for run in runs for shard in shards]
+def _cut(shards: Shards, runs: Sequence[range]) -> list[MemoryRegion]:
+    return [shard.run(run) for run in runs for shard in shards]
 
 
 def _repack(

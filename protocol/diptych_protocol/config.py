@@ -31,6 +31,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Room in host memory for what comes and cannot be received in its place, until it is unpacked,
     and as much again for what is sent from a device; further such hand-offs wait. A single one may
     take more. None: 256 MiB, or 2 GiB for KV on a device."""
+    transport: str = "ucx"
+    """What moves the blocks: the name of a module of `diptych_kv_transfer.transports`. Engines that
+    exchange KV have the same."""
     staging: Staging = "auto"
     """`auto`: blocks go through copies in host memory if KV is on a device, or comes from an engine
     of another geometry. `always`: all blocks do, which is how a GPU's path runs on a CPU."""

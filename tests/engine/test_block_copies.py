@@ -8,6 +8,7 @@ import torch
 
 from diptych_engine.handoff import block_copies
 from diptych_engine.handoff.block_copies import BlockCopies, for_the_hinge
+from diptych_kv_transfer.memory.region import MemoryKind
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,12 +31,13 @@ def test_blocks_go_out_and_come_back(
     copies = BlockCopies(blocks)
     assert torch.equal(blocks, before), "making ready changes nothing"
     ids = [7, 2, 3, 0, 8]
-    room = copies.host_room(len(ids) * copies.block_bytes).reshape(len(ids), -1)
-    copies.gather(ids, room)
+    region = copies.host_room(len(ids) * copies.block_bytes)
+    copies.gather(ids, region)
+    room = region.array().reshape(len(ids), -1)
     expected = before[ids].flatten(1).view(torch.uint8).cpu().numpy()
     np.testing.assert_array_equal(room, expected)
     room += 1
-    copies.scatter(room, ids[::-1])
+    copies.scatter(region, ids[::-1])
     found = blocks.flatten(1).view(torch.uint8).cpu().numpy()
     wanted = before.flatten(1).view(torch.uint8).cpu().numpy().copy()
     wanted[ids[::-1]] = expected + 1
@@ -44,9 +46,10 @@ def test_blocks_go_out_and_come_back(
 
 def test_rooms_are_not_shared() -> None:
     copies = BlockCopies(cache())
-    first, second = (copies.host_room(copies.block_bytes).reshape(1, -1) for _ in range(2))
-    copies.gather([1], first)
-    copies.gather([2], second)
+    rooms = [copies.host_room(copies.block_bytes) for _ in range(2)]
+    copies.gather([1], rooms[0])
+    copies.gather([2], rooms[1])
+    first, second = (room.array() for room in rooms)
     assert not np.shares_memory(first, second)
     assert not np.array_equal(first, second)
 
@@ -54,8 +57,9 @@ def test_rooms_are_not_shared() -> None:
 def test_blocks_on_the_host_travel_from_where_they_are_unless_told_otherwise() -> None:
     blocks = cache().cpu()
     [direct] = for_the_hinge([blocks], "auto")
-    assert isinstance(direct, np.ndarray)
-    assert direct.ctypes.data == blocks.data_ptr()
-    assert direct.shape == (9, blocks[0].nbytes)
+    assert (direct.region.kind, direct.copies) == (MemoryKind.HOST, None)
+    assert direct.region.address == blocks.data_ptr()
+    assert direct.array().shape == (9, blocks[0].nbytes)
     [copied] = for_the_hinge([blocks], "always")
-    assert isinstance(copied, BlockCopies)
+    assert isinstance(copied.copies, BlockCopies)
+    assert copied.region.kind is MemoryKind.DEVICE

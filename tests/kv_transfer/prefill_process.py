@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from engine_kit.copied_memory import CopiedMemory
 
 from diptych_kv_transfer import open_connector
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.tables.actions import LeaseEnded
 from diptych_protocol import KVTransferConfig
 
@@ -43,7 +44,9 @@ def main() -> None:
         epoch=str(os.getpid()),
         compat=compat,
         geometry=geometry,
-        kv_memory=memory if sys.argv[7] == "host" else [CopiedMemory(part) for part in memory],
+        kv_memory=[
+            Shard.of(part) if sys.argv[7] == "host" else CopiedMemory(part).shard for part in memory
+        ],
     )
     print(json.dumps({"port": connector.port}), file=answers, flush=True)
     ended: dict[str, str] = {}

@@ -22,11 +22,12 @@ from engine_kit.copied_memory import CopiedMemory
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer import LoadEnded, open_connector
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.events import Connected, Event
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
-from diptych_protocol import KVTransferConfig, KVTransferParams
+from diptych_protocol import InvalidRequestError, KVTransferConfig, KVTransferParams
 
 SEED = 20
 """Of the prefill process's memory; see prefill_process.py."""
@@ -118,7 +119,9 @@ class Decode:
             epoch="d1",
             compat=compat_of(block_bytes),
             geometry=GEOMETRY,
-            kv_memory=[self.memory] if where == "host" else [CopiedMemory(self.memory)],
+            kv_memory=[
+                Shard.of(self.memory) if where == "host" else CopiedMemory(self.memory).shard
+            ],
         )
 
     def start(
@@ -355,7 +358,7 @@ def test_blocks_on_a_device_need_a_layout() -> None:
     with pytest.raises(ValueError, match="layout"):
         open_connector(
             KVTransferConfig(), engine_id="d", epoch="1", compat={},
-            kv_memory=[CopiedMemory(np.zeros((1, 1), np.uint8))],
+            kv_memory=[CopiedMemory(np.zeros((1, 1), np.uint8)).shard],
         )  # fmt: skip
 
 
@@ -367,7 +370,8 @@ def test_a_taken_port_is_a_clear_error() -> None:
         with pytest.raises(OSError, match=str(port)):
             open_connector(
                 KVTransferConfig(listen_port=port),
-                engine_id="d", epoch="1", compat={}, kv_memory=[np.zeros((1, 1), np.uint8)],
+                engine_id="d", epoch="1", compat={},
+                kv_memory=[Shard.of(np.zeros((1, 1), np.uint8))],
             )  # fmt: skip
 
 
@@ -425,6 +429,7 @@ def run_python(code: str) -> str:
 PREAMBLE = """
 import msgspec, numpy as np, os, select, socket, subprocess, sys, time
 from diptych_kv_transfer import open_connector
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferConfig
@@ -434,7 +439,7 @@ def signed(params, **changes):
 
 def connector(name):
     return open_connector(KVTransferConfig(), engine_id=name, epoch="1", compat={},
-                       kv_memory=[np.ones((64, 1 << 20), np.uint8)])
+                       kv_memory=[Shard.of(np.ones((64, 1 << 20), np.uint8))])
 
 p, d = connector("p"), connector("d")
 
@@ -517,3 +522,12 @@ with socket.socket() as again:
     print("bound")
 """)
     assert "bound" in out
+
+
+def test_a_transport_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(InvalidRequestError, match="one of ucx, not 'pigeon'") as caught:
+        open_connector(
+            KVTransferConfig(transport="pigeon"),
+            engine_id="d", epoch="1", compat={}, kv_memory=[Shard.of(np.zeros((1, 1), np.uint8))],
+        )  # fmt: skip
+    assert caught.value.param == "transport"

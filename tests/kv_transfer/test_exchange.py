@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.tables.events import TransferEnded
 from diptych_kv_transfer.transports.ucx import frames, same_host, ucx_transfer
 from diptych_kv_transfer.transports.ucx.exchange import (
@@ -20,7 +21,6 @@ from diptych_kv_transfer.transports.ucx.exchange import (
 )
 from diptych_kv_transfer.transports.ucx.frames import AnyFrame, Introduction, Moved, Offer, Send
 from diptych_kv_transfer.transports.ucx.libucp import FEATURE_TAG, UcpError
-from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.same_host import (
     BYTES_AT_ONCE,
     RUNS_AT_ONCE,
@@ -92,8 +92,12 @@ def sender(here: SameHost, loop: Loop) -> Iterator[Ends]:
     loop.finish(*exchange.abandon())
 
 
+def region(array: np.ndarray) -> MemoryRegion:
+    return MemoryRegion.of(array)
+
+
 def offer(tag: int, array: np.ndarray) -> Offer:
-    return Offer(tag, [(address_of(array), array.nbytes)])
+    return Offer(tag, [(array.ctypes.data, array.nbytes)])
 
 
 def test_what_is_offered_arrives_and_both_sides_know(
@@ -101,9 +105,9 @@ def test_what_is_offered_arrives_and_both_sides_know(
 ) -> None:
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
     (to, asked), (of, offered) = receiver, sender
-    to.receive("in", 1, [target])
+    to.receive("in", 1, [region(target)])
     assert not to.busy
-    of.send("out", 1, [source])
+    of.send("out", 1, [region(source)])
     to.handle(offered.pop())
     ended: list[TransferEnded] = []
     while len(ended) < 2:
@@ -126,18 +130,18 @@ def test_a_receiver_that_breaks_the_protocol_is_refused(
     sender: Ends, loop: Loop, frame: AnyFrame
 ) -> None:
     exchange, _ = sender
-    exchange.send("out", 3, [np.zeros(10, np.uint8)])
+    exchange.send("out", 3, [region(np.zeros(10, np.uint8))])
     exchange.handle(Send(3, 1 << 40))
     with pytest.raises(ExchangeError):
         exchange.handle(frame)
     taken = np.zeros(10, np.uint8)
-    loop.finish(ucx_transfer.receive(loop.worker.handle, [taken], 1 << 40))
+    loop.finish(ucx_transfer.receive(loop.worker.handle, [region(taken)], 1 << 40))
 
 
 def test_a_sender_that_offers_twice_is_refused(receiver: Ends) -> None:
     exchange, _ = receiver
     block = np.zeros(10, np.uint8)
-    exchange.receive("in", 3, [block])
+    exchange.receive("in", 3, [region(block)])
     exchange.handle(offer(3, block))
     with pytest.raises(ExchangeError):
         exchange.handle(offer(3, block))
@@ -171,12 +175,12 @@ def test_runs_of_offers_that_nobody_asked_for_are_bounded(receiver: Ends) -> Non
 def test_two_transfers_under_one_tag_are_refused(receiver: Ends, sender: Ends) -> None:
     """Else the first receive would be forgotten, and still be written to."""
     block = np.zeros(10, np.uint8)
-    receiver[0].receive("in", 3, [block])
+    receiver[0].receive("in", 3, [region(block)])
     with pytest.raises(ExchangeError, match="one tag"):
-        receiver[0].receive("other", 3, [block])
-    sender[0].send("out", 3, [block])
+        receiver[0].receive("other", 3, [region(block)])
+    sender[0].send("out", 3, [region(block)])
     with pytest.raises(ExchangeError, match="one tag"):
-        sender[0].send("other", 3, [block])
+        sender[0].send("other", 3, [region(block)])
 
 
 @pytest.mark.parametrize(
@@ -201,8 +205,8 @@ def test_what_cannot_be_read_is_sent(here: SameHost, loop: Loop) -> None:
     exchange = Exchange(loop.endpoint, loop.worker, here, said.append, accepted=False)
     exchange.handle(here.introduction)
     source, targets = np.full(10, 7, np.uint8), np.zeros((2, 10), np.uint8)
-    exchange.receive("first", 1, [targets[0]])
-    exchange.receive("second", 2, [targets[1]])
+    exchange.receive("first", 1, [region(targets[0])])
+    exchange.receive("second", 2, [region(targets[1])])
     exchange.handle(Offer(1, [(4096, 10)]))  # nothing is mapped there
     exchange.handle(offer(2, source))
     ended = exchange.advance()
@@ -210,7 +214,7 @@ def test_what_cannot_be_read_is_sent(here: SameHost, loop: Loop) -> None:
     going = []
     for frame in said:
         assert isinstance(frame, Send)
-        going.append(ucx_transfer.send(loop.endpoint.handle, [source], frame.first))
+        going.append(ucx_transfer.send(loop.endpoint.handle, [region(source)], frame.first))
     loop.finish(*going)
     while len(ended) < 2:
         loop.worker.progress()
@@ -224,10 +228,10 @@ def test_reading_goes_in_bounded_steps_and_ends_exact(here: SameHost) -> None:
     source = np.random.default_rng(1).integers(1, 256, sum(lengths), np.uint8)
     target = np.zeros_like(source)
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
-    spans = [(address_of(source) + at, n) for at, n in zip(starts, lengths, strict=True)]
+    spans = [(source.ctypes.data + at, n) for at, n in zip(starts, lengths, strict=True)]
     process = here.meet(here.introduction)
     assert process is not None
-    reading = Reading(process, spans, [address_of(target) + at for at in starts])
+    reading = Reading(process, spans, [target.ctypes.data + at for at in starts])
     steps = 0
     while not reading.done:
         before = int(np.count_nonzero(target))
@@ -268,12 +272,12 @@ def test_a_process_that_was_killed_is_read_no_more_and_harms_nobody(here: SameHo
         assert process is not None
         target = np.zeros(16, np.uint8)
         spans = [(introduction.probe_address, 16)]
-        Reading(process, spans, [address_of(target)]).advance()
+        Reading(process, spans, [target.ctypes.data]).advance()
         assert target.tobytes() == introduction.probe
         other.kill()
         other.wait()
         with pytest.raises(UcpError):
-            Reading(process, spans, [address_of(target)]).advance()
+            Reading(process, spans, [target.ctypes.data]).advance()
         process.close()
 
 
@@ -286,8 +290,8 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
     starts = np.cumsum([0, *lengths])[:-1].tolist()
     first = 7 << ucx_transfer.TAG_BITS
 
-    def runs(array: np.ndarray) -> list[np.ndarray]:
-        return [array[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+    def runs(array: np.ndarray) -> list[MemoryRegion]:
+        return [region(array).part(at, length) for at, length in zip(starts, lengths, strict=True)]
 
     coming = ucx_transfer.receive(loop.worker.handle, runs(target), first)
     going = ucx_transfer.send(loop.endpoint.handle, runs(source), first)
@@ -300,22 +304,22 @@ def test_runs_of_any_size_pass_in_pieces(loop: Loop, lengths: list[int]) -> None
 @pytest.mark.parametrize(("sent", "ok"), [(10, True), (9, False), (11, False)])
 def test_a_piece_of_another_size_is_no_piece(loop: Loop, sent: int, ok: bool) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = ucx_transfer.receive(loop.worker.handle, [target[:10]], 5)
-    loop.finish(coming, ucx_transfer.send(loop.endpoint.handle, [source[:sent]], 5))
+    coming = ucx_transfer.receive(loop.worker.handle, [region(target[:10])], 5)
+    loop.finish(coming, ucx_transfer.send(loop.endpoint.handle, [region(source[:sent])], 5))
     assert coming.ok is ok
     assert not target[10:].any()
 
 
 def test_a_receive_that_is_called_off_ends_and_touches_nothing(loop: Loop) -> None:
     source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
-    coming = ucx_transfer.receive(loop.worker.handle, [target], 6)
+    coming = ucx_transfer.receive(loop.worker.handle, [region(target)], 6)
     assert not coming.ended
     coming.cancel(loop.worker.handle)
     loop.finish(coming)
     assert not coming.ok
-    going = ucx_transfer.send(loop.endpoint.handle, [source], 6)
+    going = ucx_transfer.send(loop.endpoint.handle, [region(source)], 6)
     taken = np.zeros(16, np.uint8)
-    loop.finish(going, ucx_transfer.receive(loop.worker.handle, [taken], 6))
+    loop.finish(going, ucx_transfer.receive(loop.worker.handle, [region(taken)], 6))
     assert not target.any()
     assert taken.all()
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from engine_kit.copied_memory import CopiedMemory
-from numpy.typing import NDArray
 from waits import PATIENCE_S, Deadline
 
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded, open_connector
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_protocol import KVTransferConfig
 
 GEOMETRY = {"block_size": 16, "tensor_parallel_size": 1}
@@ -32,15 +32,15 @@ class Failing(CopiedMemory):
         if self.fails == what:
             raise MemoryError(f"no memory: {what}")
 
-    def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
+    def host_room(self, num_bytes: int) -> MemoryRegion:
         self._try("room")
         return super().host_room(num_bytes)
 
-    def gather(self, block_ids: Sequence[int], room: NDArray[np.uint8]) -> None:
+    def gather(self, block_ids: Sequence[int], room: MemoryRegion) -> None:
         self._try("gather")
         super().gather(block_ids, room)
 
-    def scatter(self, room: NDArray[np.uint8], block_ids: Sequence[int]) -> None:
+    def scatter(self, room: MemoryRegion, block_ids: Sequence[int]) -> None:
         self._try("scatter")
         super().scatter(room, block_ids)
 
@@ -69,7 +69,7 @@ def ends() -> Iterator[tuple[End, End]]:
             memory = Failing(np.random.default_rng(1).integers(0, 256, (8, BLOCK_BYTES), np.uint8))
             connector = open_connector(
                 KVTransferConfig(), engine_id=name, epoch="1", compat=COMPAT, geometry=GEOMETRY,
-                kv_memory=[memory],
+                kv_memory=[memory.shard],
             )  # fmt: skip
             stack.callback(connector.close)
             made.append(End(memory, connector))

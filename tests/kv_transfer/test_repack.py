@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from diptych_kv_transfer.memory.layout import Layout
-from diptych_kv_transfer.memory.repack import pieces, repack
+from diptych_kv_transfer.memory.repack import Shards, pieces, repack
+from diptych_kv_transfer.memory.shard import Shard
 
 BLOCK_SIZES = st.sampled_from([1, 3, 16, 32, 128])
 RANKS = st.sampled_from([1, 2, 4])
@@ -32,6 +33,10 @@ def as_tokens(memory: list[NDArray[np.uint8]], layout: Layout, blocks: list[int]
             for local, head in enumerate(layout.heads_of(rank)):
                 found[token, :, :, head] = shard[block].reshape(shape)[:, :, offset, local]
     return found
+
+
+def of(memory: list[NDArray[np.uint8]]) -> Shards:
+    return [Shard.of(blocks) for blocks in memory]
 
 
 def random_memory(layout: Layout, num_blocks: int, seed: int) -> list[NDArray[np.uint8]]:
@@ -79,7 +84,7 @@ def test_every_token_keeps_its_kv(
     order = np.random.default_rng(seed).permutation(num_target + 3).tolist()
     blocks, others = order[:num_target], order[num_target:]
 
-    repack(staged, source_layout, target, target_layout, blocks[cached:], start, num_tokens)
+    repack(of(staged), source_layout, of(target), target_layout, blocks[cached:], start, num_tokens)
 
     wanted = as_tokens(source, source_layout, list(range(num_source)))[start:num_tokens]
     found = as_tokens(target, target_layout, blocks)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from diptych_kv_transfer.memory.layout import GEOMETRY, Layout
-from diptych_kv_transfer.memory.repack import Shards, repack
+from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
+from diptych_kv_transfer.memory.repack import repack
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.tables.actions import (
     Action,
@@ -85,15 +87,17 @@ class End:
         layout = Layout.of(COMPAT, said)
         assert layout is not None
         self.layout = layout
-        self.memory: Shards = [
+        self.memory = [
             np.full((blocks, layout.block_bytes), UNUSED, np.uint8) for _ in range(layout.num_ranks)
         ]
-        devices = [CopiedMemory(shard) for shard in self.memory]
-        self.regions = Regions(devices if on_device else self.memory, layout)
+        shards = [
+            CopiedMemory(blocks).shard if on_device else Shard.of(blocks) for blocks in self.memory
+        ]
+        self.regions = Regions(shards, layout, {MemoryKind.HOST})
         self.send_room = SendRoom(room // self.regions.block_bytes)
         self.inbox: deque[bytes] = deque()
-        self.transfers: dict[int, tuple[Hashable, list[NDArray[np.uint8]]]] = {}
-        """First tag -> key and buffers."""
+        self.transfers: dict[int, tuple[Hashable, list[MemoryRegion]]] = {}
+        """First tag -> key and regions."""
 
 
 class World:
@@ -141,9 +145,8 @@ class World:
             self.do(self.p, leases.promise(name, name, blocks, "digest", self.now))
         request.computed += 1
         tokens = min(request.tokens, request.computed * self.p.layout.block_size)
-        repack(
-            [request.kv], request.layout, self.p.memory, self.p.layout, request.theirs, 0, tokens
-        )
+        source, target = [Shard.of(request.kv)], [Shard.of(memory) for memory in self.p.memory]
+        repack(source, request.layout, target, self.p.layout, request.theirs, 0, tokens)
         if request.computed < len(request.theirs):
             self.do(self.p, leases.lend(name, request.theirs[: request.computed]))
         else:
@@ -171,8 +174,8 @@ class World:
                 case SendBlocks():
                     self.send([action] if not end.regions.on_device else end.send_room.ask(action))
                 case ReceiveBlocks(_, name, tag, runs, staged):
-                    buffers = end.regions.incoming(runs, name if staged else None)
-                    end.transfers[tag] = action.key, buffers
+                    targets = end.regions.incoming(runs, name if staged else None)
+                    end.transfers[tag] = action.key, targets
                 case Stage(name, staging):
                     end.regions.stage(name, staging)
                     held = [staging.num_bytes for staging, _ in end.regions._staged.values()]
@@ -210,7 +213,9 @@ class World:
             start = request.cached * self.d.layout.block_size
             whole, blocks = request.layout, request.ours[request.cached :]
             ours = self.d.layout
-            repack([request.kv], whole, self.expected, ours, blocks, start, request.tokens)
+            expected = [Shard.of(memory) for memory in self.expected]
+            source = [Shard.of(request.kv)]
+            repack(source, whole, expected, ours, blocks, start, request.tokens)
 
     # --- what the world does ------------------------------------------------------------------
 
@@ -238,10 +243,10 @@ class World:
             return
         tag = min(both)
         (send, sources), (receive, targets) = self.p.transfers[tag], self.d.transfers[tag]
-        assert [s.nbytes for s in sources] == [t.nbytes for t in targets]
+        assert [s.length for s in sources] == [t.length for t in targets]
         for source, target in zip(sources, targets, strict=True):
-            count = source.nbytes // 2 if torn else source.nbytes
-            target[:count] = source[:count]
+            count = source.length // 2 if torn else source.length
+            target.array()[:count] = source.array()[:count]
             self.sent += count
         if torn:
             self.cut()

@@ -21,7 +21,8 @@ from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer import LoadEnded, open_connector
 from diptych_kv_transfer.memory.layout import GEOMETRY, Layout
-from diptych_kv_transfer.memory.repack import Shards, repack
+from diptych_kv_transfer.memory.repack import repack
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferConfig, KVTransferParams
@@ -96,7 +97,9 @@ class Decode:
         self.connector = open_connector(
             KVTransferConfig(load_timeout_s=LOAD_TIMEOUT_S, staging_bytes=1),
             engine_id="decode", epoch="d", compat=COMPAT, geometry=OURS,
-            kv_memory=[self.memory] if where == "host" else [CopiedMemory(self.memory)],
+            kv_memory=[
+                Shard.of(self.memory) if where == "host" else CopiedMemory(self.memory).shard
+            ],
         )  # fmt: skip
         driver: Any = self.connector._driver
         self.loads = driver._hinge.loads.loads
@@ -116,10 +119,10 @@ class Decode:
 def handed_over() -> np.ndarray[Any, np.dtype[np.uint8]]:
     """D's memory with what is in P's."""
     random, shape = np.random.default_rng(SEED), (NUM_THEIRS, layout(THEIRS).block_bytes)
-    theirs: Shards = [random.integers(0, 256, shape, np.uint8) for _ in range(2)]
+    theirs = [Shard.of(random.integers(0, 256, shape, np.uint8)) for _ in range(2)]
     ours = np.zeros((NUM_OURS, layout(OURS).block_bytes), np.uint8)
     blocks = list(range(NUM_OURS))
-    repack(theirs, layout(THEIRS), [ours], layout(OURS), blocks, 0, len(TOKENS))
+    repack(theirs, layout(THEIRS), [Shard.of(ours)], layout(OURS), blocks, 0, len(TOKENS))
     return ours
 
 
@@ -185,5 +188,5 @@ def test_a_layout_that_is_not_that_of_the_memory_is_refused_at_the_start() -> No
         open_connector(
             KVTransferConfig(),
             engine_id="decode", epoch="d", compat=COMPAT, geometry=OURS,
-            kv_memory=[np.zeros((4, 100), np.uint8)],
+            kv_memory=[Shard.of(np.zeros((4, 100), np.uint8))],
         )  # fmt: skip

@@ -95,9 +95,7 @@ def test_messages_that_nobody_waits_for_are_not_kept(
     before = psutil.Process().memory_info().rss
     for number in range(200):
         sent = [
-            requests.tag_send(
-                connection.endpoint.handle, requests.address_of(message), 8 << 10, number
-            )
+            requests.tag_send(connection.endpoint.handle, message.ctypes.data, 8 << 10, number)
             for _ in range(64)
         ]
         until(

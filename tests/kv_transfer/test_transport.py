@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from waits import FOR_EVER_S, PATIENCE_S, Deadline, source_of
 
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import (
     Connected,
@@ -26,7 +27,7 @@ from diptych_kv_transfer.tables.events import (
     Received,
     TransferEnded,
 )
-from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
+from diptych_kv_transfer.transports import TRANSPORTS, transport_named
 
 SEED = 21
 """Of the other process's memory; see transport_process.py. It holds no zeros."""
@@ -35,6 +36,14 @@ MEMORY_BYTES = 64 * MIB
 SCRIPT = Path(__file__).with_name("transport_process.py")
 E = TypeVar("E", bound=Event)
 Spans = list[tuple[int, int]]
+
+Way = tuple[str, str]
+"""A transport, and the name of one of its ways."""
+WAYS: dict[str, dict[str, dict[str, str]]] = {
+    "ucx": {"cma": {"UCX_TLS": "all"}, "tcp": {"UCX_TLS": "tcp"}},
+}
+"""By transport and way: the variables of the environment that choose it."""
+ALL_WAYS: list[Way] = [(transport, way) for transport in WAYS for way in WAYS[transport]]
 
 SHAPES: dict[str, Spans] = {
     "nothing": [],
@@ -52,9 +61,10 @@ SHAPES: dict[str, Spans] = {
 class Other:
     """The process at the other end, and our memory of the same size."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(MEMORY_BYTES)],
+            [sys.executable, str(SCRIPT), transport, str(MEMORY_BYTES)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -73,7 +83,7 @@ class Ours:
 
     def __init__(self, other: Other) -> None:
         self.memory = np.zeros(MEMORY_BYTES, np.uint8)
-        self.transport = UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
+        self.transport = transport_named(other.transport)("127.0.0.1", 0, PUBLIC_KEY)
         self.events: list[Event] = []
         self.tags = itertools.count(1 << 40)
         self.peer = self.connect(other.port)
@@ -103,38 +113,45 @@ class Ours:
     def answer(self) -> Any:
         return json.loads(self.expect(Received).data)
 
-    def buffers(self, spans: Spans) -> list[np.ndarray]:
-        return [self.memory[at : at + length] for at, length in spans]
+    def regions(self, spans: Spans) -> list[MemoryRegion]:
+        whole = MemoryRegion.of(self.memory)
+        return [whole.part(at, length) for at, length in spans]
 
     def receive(self, spans: Spans) -> int:
         """Have spans of the other's memory sent into the same ones of ours."""
         tag = next(self.tags)
-        self.transport.receive_blocks(self.peer, f"r{tag}", tag, self.buffers(spans))
+        self.transport.receive_blocks(self.peer, f"r{tag}", tag, self.regions(spans))
         self.tell("send", tag=tag, spans=spans)
         return tag
 
 
-@pytest.fixture(params=["cma", "tcp"], scope="module")
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=ALL_WAYS, ids="-".join, scope="module")
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    transport, name = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "all" if request.param == "cma" else "tcp")
+        for variable, value in WAYS[transport][name].items():
+            patch.setenv(variable, value)
         yield request.param
 
 
 @pytest.fixture(scope="module")
-def lasting(way: str) -> Iterator[Other]:
+def lasting(way: Way) -> Iterator[Other]:
     """A process that survives a test."""
-    other = Other()
+    other = Other(way[0])
     yield other
     other.kill()
 
 
 @pytest.fixture
-def mortal(way: str) -> Iterator[Other]:
+def mortal(way: Way) -> Iterator[Other]:
     """A process that a test may stop or kill."""
-    other = Other()
+    other = Other(way[0])
     yield other
     other.kill()
+
+
+def test_every_transport_is_under_test() -> None:
+    assert set(WAYS) == set(TRANSPORTS)
 
 
 @pytest.fixture
@@ -160,21 +177,21 @@ def copied(source: np.ndarray, spans: Spans) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_arrive_as_they_were_and_nothing_else_is_touched(
-    ours: Ours, theirs: np.ndarray, way: str, shape: str
+    ours: Ours, theirs: np.ndarray, way: Way, shape: str
 ) -> None:
     tag = ours.receive(SHAPES[shape])
     assert ours.expect(TransferEnded) == TransferEnded(f"r{tag}", ok=True)
     assert np.array_equal(ours.memory, copied(theirs, SHAPES[shape]))
     assert ours.answer()["ended"]
-    assert ours.transport.name == way
-    assert ours.ask()["name"] == way
+    assert ours.transport.name == way[1]
+    assert ours.ask()["name"] == way[1]
 
 
 def test_an_offer_waits_for_its_receive(ours: Ours, theirs: np.ndarray) -> None:
     spans: Spans = [(0, 4096), (8192, 4096)]
     ours.tell("send", tag=77, spans=spans)
     ours.ask()  # the offer has come before this answer
-    ours.transport.receive_blocks(ours.peer, "late", 77, ours.buffers(spans))
+    ours.transport.receive_blocks(ours.peer, "late", 77, ours.regions(spans))
     assert ours.expect(TransferEnded) == TransferEnded("late", ok=True)
     assert np.array_equal(ours.memory, copied(theirs, spans))
 
@@ -184,7 +201,7 @@ def test_blocks_go_both_ways(mortal: Other) -> None:
     ours = Ours(mortal)
     try:
         ours.memory[:] = 9
-        ours.transport.send_blocks(ours.peer, "out", 5, ours.buffers([(0, 4096)]))
+        ours.transport.send_blocks(ours.peer, "out", 5, ours.regions([(0, 4096)]))
         ours.tell("receive", tag=5, spans=[(8, 4096)])
         assert ours.expect(TransferEnded) == TransferEnded("out", ok=True)
         assert ours.answer()["ended"]
@@ -200,7 +217,7 @@ def test_blocks_go_both_ways(mortal: Other) -> None:
 def test_blocks_of_other_sizes_than_asked_for_are_refused_on_both_sides(
     ours: Ours, sent: Spans
 ) -> None:
-    ours.transport.receive_blocks(ours.peer, "r", 9, ours.buffers([(0, 4096), (8192, 4096)]))
+    ours.transport.receive_blocks(ours.peer, "r", 9, ours.regions([(0, 4096), (8192, 4096)]))
     ours.tell("send", tag=9, spans=sent)
     assert ours.expect(TransferEnded) == TransferEnded("r", ok=False)
     assert not ours.answer()["ended"]
@@ -212,8 +229,8 @@ def test_blocks_of_other_sizes_than_asked_for_are_refused_on_both_sides(
 def test_a_fence_ends_every_transfer_before_it_reports_the_loss(ours: Ours, lasting: Other) -> None:
     """Some have not begun, some are under way; nothing is written once the loss is known."""
     tags = [ours.receive([(i * 8 * MIB, 8 * MIB)]) for i in range(8)]
-    ours.transport.receive_blocks(ours.peer, "never sent", 3, ours.buffers([(0, 1)]))
-    ours.transport.send_blocks(ours.peer, "never fetched", 4, ours.buffers([(0, 1)]))
+    ours.transport.receive_blocks(ours.peer, "never sent", 3, ours.regions([(0, 1)]))
+    ours.transport.send_blocks(ours.peer, "never fetched", 4, ours.regions([(0, 1)]))
     wait_until(lambda: bool(ours.memory.any()), ours)
     ours.transport.fence(ours.peer)
     ours.expect(PeerLost)
@@ -240,7 +257,7 @@ def test_a_peer_killed_in_mid_transfer_is_lost_and_its_transfers_have_ended(
     ours = Ours(mortal)
     try:
         tags = [ours.receive([(i * 8 * MIB, 8 * MIB)]) for i in range(8)]
-        ours.transport.receive_blocks(ours.peer, "never sent", 3, ours.buffers([(0, 1)]))
+        ours.transport.receive_blocks(ours.peer, "never sent", 3, ours.regions([(0, 1)]))
         wait_until(lambda: bool(ours.memory.any()), ours)
         mortal.kill()
         ours.expect(PeerLost)
@@ -258,7 +275,7 @@ def test_a_stopped_peer_holds_up_nobody_and_cannot_write_after_its_fence(
         ours.receive([(0, MEMORY_BYTES // 2)])
         wait_until(lambda: bool(ours.memory.any()), ours)
         os.kill(mortal.process.pid, signal.SIGSTOP)
-        ours.transport.receive_blocks(ours.peer, "stuck", 3, ours.buffers([(0, 1)]))
+        ours.transport.receive_blocks(ours.peer, "stuck", 3, ours.regions([(0, 1)]))
         stopped, ours.peer = ours.peer, ours.connect(lasting.port)
         spans: Spans = [(MEMORY_BYTES // 2, 4 * MIB)]
         tag = ours.receive(spans)
@@ -294,8 +311,8 @@ def test_what_is_asked_of_a_lost_peer_fails(ours: Ours) -> None:
     ours.transport.fence(ours.peer)
     ours.expect(PeerLost)
     ours.transport.send(ours.peer, b"dropped")
-    ours.transport.send_blocks(ours.peer, "s", 1, ours.buffers([(0, 1)]))
-    ours.transport.receive_blocks(ours.peer, "r", 2, ours.buffers([(0, 1)]))
+    ours.transport.send_blocks(ours.peer, "s", 1, ours.regions([(0, 1)]))
+    ours.transport.receive_blocks(ours.peer, "r", 2, ours.regions([(0, 1)]))
     ours.transport.fence(ours.peer)
     assert set(ours.transport.poll(0.0)) == {TransferEnded("s", False), TransferEnded("r", False)}
 
@@ -306,22 +323,3 @@ def test_a_port_where_nobody_listens_ends_in_a_report(ours: Ours) -> None:
     while not any(isinstance(event, ConnectFailed | PeerLost) for event in ours.events):
         deadline.check()
         ours.events += ours.transport.poll(1.0)
-
-
-def test_ucx_is_told_before_it_is_loaded_not_to_spin() -> None:
-    """Every engine pays for loading it: with UCX's own 50 ms at each of eight functions, 0.4 s."""
-    name = "UCX_MEM_BISTRO_GRACE_DURATION"
-    code = f"""
-import os, sys
-def saw(event, arguments):
-    if event == "ctypes.dlopen" and "libuc" in str(arguments[0]):
-        print(os.environ.get({name!r}))
-sys.addaudithook(saw)
-import diptych_kv_transfer.transports.ucx.libucp
-"""
-    # What this process has loaded already is in its environment now.
-    fresh = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=fresh, capture_output=True, text=True, check=True
-    )
-    assert set(done.stdout.split()) == {"1ms"}

@@ -1,6 +1,7 @@
 """From one engine's blocks into another's: what the hinge does where their geometry differs.
 
-Pure: arrays in, arrays changed. Only bytes are moved, so it serves every dtype.
+Pure: it changes the target's blocks, and nothing else. Only bytes are moved, so it serves every
+dtype.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_kv_transfer.memory.layout import Layout
+from diptych_kv_transfer.memory.shard import Shard
 
-Shards = Sequence[NDArray[np.uint8]]
-"""One engine's KV memory, by rank: [blocks, layout.block_bytes] each, contiguous."""
+Shards = Sequence[Shard]
+"""One engine's KV memory in the host, by rank, in blocks of `layout.block_bytes`."""
 
 
 class Piece(NamedTuple):
@@ -67,17 +69,17 @@ def repack(
     """
     cuts = list(pieces(start, end, source_layout.block_size, target_layout.block_size))
     filled = (end - start) % target_layout.block_size
-    for target_rank, target_memory in enumerate(target):
-        into = _tokens_of(target_memory, target_layout)
+    for target_rank, target_shard in enumerate(target):
+        into = _tokens_of(target_shard, target_layout)
         wanted = target_layout.heads_of(target_rank)
-        for source_rank, source_memory in enumerate(source):
+        for source_rank, source_shard in enumerate(source):
             there = source_layout.heads_of(source_rank)
             common = range(max(wanted.start, there.start), min(wanted.stop, there.stop))
             if not common:
                 continue
             take = slice(common.start - there.start, common.stop - there.start)
             put = slice(common.start - wanted.start, common.stop - wanted.start)
-            out = _tokens_of(source_memory, source_layout)
+            out = _tokens_of(source_shard, source_layout)
             for block, offset, target_index, target_offset, tokens in cuts:
                 into[
                     target_blocks[target_index], :, :, target_offset : target_offset + tokens, put
@@ -86,8 +88,8 @@ def repack(
             into[target_blocks[target_layout.blocks_for(end - start) - 1], :, :, filled:] = 0
 
 
-def _tokens_of(memory: NDArray[np.uint8], layout: Layout) -> NDArray[np.uint8]:
+def _tokens_of(shard: Shard, layout: Layout) -> NDArray[np.uint8]:
     """[blocks, layers, 2, block_size, heads, row_bytes]: the same memory with its shape."""
-    return memory.reshape(
+    return shard.array().reshape(
         -1, layout.num_layers, 2, layout.block_size, layout.local_heads, layout.row_bytes
     )

@@ -154,9 +154,7 @@ def knock_without_its_key(address: tuple[str, int], rng: random.Random, seconds:
 
 def _send_tag(endpoint: int, message: NDArray[np.uint8], tag: int) -> None:
     with contextlib.suppress(UcpError):
-        requests.free(
-            requests.tag_send(endpoint, requests.address_of(message), message.nbytes, tag)
-        )
+        requests.free(requests.tag_send(endpoint, message.ctypes.data, message.nbytes, tag))
 
 
 def _visit(transport: UcxTransport, address: tuple[str, int]) -> Peer:

@@ -19,6 +19,7 @@ from waits import PATIENCE_S
 
 from diptych_frontend.core_client.curve import read_keys
 from diptych_kv_transfer import open_connector
+from diptych_kv_transfer.memory.shard import Shard
 from diptych_protocol import EngineCoreOutput, KVTransferConfig, KVTransferParams
 
 PROMPT_TOKENS = 60
@@ -107,7 +108,8 @@ class Pair:
         with environment(self._prefill.ucx_settings(0)):
             connector = open_connector(
                 KVTransferConfig(), engine_id="d", epoch="1", compat={},
-                kv_memory=[np.zeros((1, 64), np.uint8)], keys=read_keys(self._prefill.keys_dir),
+                kv_memory=[Shard.of(np.zeros((1, 64), np.uint8))],
+                keys=read_keys(self._prefill.keys_dir),
             )  # fmt: skip
         try:
             connector.reject(KVTransferParams.parse(params))

@@ -10,21 +10,33 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
+from diptych_kv_transfer.memory.shard import Shard
+
 
 class CopiedMemory:
-    """A `diptych_kv_transfer.memory.device_memory.DeviceMemory` in an array of the host."""
+    """`diptych_kv_transfer.memory.shard.DeviceCopies` of an array of the host."""
 
     def __init__(self, blocks: NDArray[np.uint8]) -> None:
         """blocks: [num_blocks, block_bytes]; what a test looks at."""
         self.blocks = blocks
-        self.block_bytes = blocks.shape[1]
 
-    def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
-        return np.full(num_bytes, 251, np.uint8)
+    @property
+    def shard(self) -> Shard:
+        host = MemoryRegion.of(self.blocks)
+        region = MemoryRegion(host.address, host.length, MemoryKind.DEVICE, "copied", self.blocks)
+        return Shard(region, self.blocks.shape[1], self)
 
-    def gather(self, block_ids: Sequence[int], room: NDArray[np.uint8]) -> None:
-        room[:] = self.blocks[list(block_ids)]
+    def host_room(self, num_bytes: int) -> MemoryRegion:
+        return MemoryRegion.of(np.full(num_bytes, 251, np.uint8))
 
-    def scatter(self, room: NDArray[np.uint8], block_ids: Sequence[int]) -> None:
-        assert len(set(block_ids)) == len(block_ids) == len(room)
-        self.blocks[list(block_ids)] = room
+    def gather(self, block_ids: Sequence[int], room: MemoryRegion) -> None:
+        _places(room, block_ids)[:] = self.blocks[list(block_ids)]
+
+    def scatter(self, room: MemoryRegion, block_ids: Sequence[int]) -> None:
+        assert len(set(block_ids)) == len(block_ids)
+        self.blocks[list(block_ids)] = _places(room, block_ids)
+
+
+def _places(room: MemoryRegion, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+    return room.array().reshape(len(block_ids), -1)

@@ -12,12 +12,11 @@ import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.tables.events import TransferEnded
-from diptych_kv_transfer.transports.transport import Buffer
 from diptych_kv_transfer.transports.ucx import ucx_transfer
 from diptych_kv_transfer.transports.ucx.frames import AnyFrame, Introduction, Moved, Offer, Send
 from diptych_kv_transfer.transports.ucx.libucp import UcpError
-from diptych_kv_transfer.transports.ucx.requests import address_of
 from diptych_kv_transfer.transports.ucx.same_host import OtherProcess, Reading, SameHost
 from diptych_kv_transfer.transports.ucx.ucx_transfer import UcxTransfer
 from diptych_kv_transfer.transports.ucx.worker import Endpoint, Worker
@@ -39,14 +38,14 @@ class ExchangeError(Exception):
 @dataclass(slots=True)
 class _Outgoing:
     key: Hashable
-    buffers: Sequence[Buffer]
+    regions: Sequence[MemoryRegion]
     transfer: UcxTransfer | None = None
 
 
 @dataclass(slots=True)
 class _Incoming:
     key: Hashable
-    buffers: Sequence[Buffer]
+    regions: Sequence[MemoryRegion]
     reading: Reading | None = None
     transfer: UcxTransfer | None = None
 
@@ -92,21 +91,21 @@ class Exchange:
 
     # --- what the owner asks ------------------------------------------------------------------
 
-    def send(self, key: Hashable, tag: int, buffers: Sequence[Buffer]) -> None:
+    def send(self, key: Hashable, tag: int, regions: Sequence[MemoryRegion]) -> None:
         """Offer buffers to the other side. Raises `ExchangeError`."""
         if tag in self._outgoing:
             raise ExchangeError("it has two transfers under one tag")
-        self._outgoing[tag] = _Outgoing(key, buffers)
-        self._say(Offer(tag, [(address_of(buffer), buffer.nbytes) for buffer in buffers]))
+        self._outgoing[tag] = _Outgoing(key, regions)
+        self._say(Offer(tag, [(region.address, region.length) for region in regions]))
 
-    def receive(self, key: Hashable, tag: int, buffers: Sequence[Buffer]) -> None:
+    def receive(self, key: Hashable, tag: int, regions: Sequence[MemoryRegion]) -> None:
         """Have what is or will be offered under a tag moved into buffers.
 
         Raises `ExchangeError`.
         """
         if tag in self._incoming:  # UCX would go on writing to the buffers of the former
             raise ExchangeError("it has two transfers under one tag")
-        self._incoming[tag] = _Incoming(key, buffers)
+        self._incoming[tag] = _Incoming(key, regions)
         offer = self._offers.pop(tag, None)
         if offer is not None:
             self._offered_runs -= len(offer.runs)
@@ -197,18 +196,18 @@ class Exchange:
         incoming = self._incoming[offer.tag]
         if incoming.reading is not None or incoming.transfer is not None:
             raise ExchangeError("it offers twice")
-        if [length for _, length in offer.runs] != [buffer.nbytes for buffer in incoming.buffers]:
+        if [length for _, length in offer.runs] != [region.length for region in incoming.regions]:
             log.warning("a peer offers other blocks than those we asked for")
             self._give_up(offer.tag)
         elif self._source is not None:
-            targets = [address_of(buffer) for buffer in incoming.buffers]
+            targets = [region.address for region in incoming.regions]
             incoming.reading = Reading(self._source, offer.runs, targets)
         else:
             self._have_sent(offer.tag, incoming)
 
     def _have_sent(self, tag: int, incoming: _Incoming) -> None:
         first = secrets.randbits(TRANSFER_BITS) << ucx_transfer.TAG_BITS
-        incoming.transfer = ucx_transfer.receive(self._worker.handle, incoming.buffers, first)
+        incoming.transfer = ucx_transfer.receive(self._worker.handle, incoming.regions, first)
         self._check(incoming.transfer)
         self._say(Send(tag, first))
 
@@ -216,7 +215,7 @@ class Exchange:
         outgoing = self._outgoing.get(frame.tag)
         if outgoing is None or outgoing.transfer is not None:
             raise ExchangeError("it wants to be sent what it was not offered")
-        outgoing.transfer = ucx_transfer.send(self._endpoint.handle, outgoing.buffers, frame.first)
+        outgoing.transfer = ucx_transfer.send(self._endpoint.handle, outgoing.regions, frame.first)
         self._check(outgoing.transfer)
 
     def _check(self, begun: UcxTransfer) -> None:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_size_t, c_void_p
 
-import numpy as np
-from numpy.typing import NDArray
-
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.transports.ucx import libucp
 from diptych_kv_transfer.transports.ucx.libucp import check, lib
 from diptych_kv_transfer.transports.ucx.worker import Context
 
 
 class ReadableMemory:
-    """An array that peers may read, by its `key`, for as long as this is open."""
+    """A region that peers may read, by its `key`, for as long as this is open."""
 
-    def __init__(self, context: Context, array: NDArray[np.uint8], address: int) -> None:
+    def __init__(self, context: Context, region: MemoryRegion) -> None:
         """Raises `UcpError`."""
-        self._context, self._array, self._handle = context, array, c_void_p()
+        self._context, self._region, self._handle = context, region, c_void_p()
         params = libucp.MemMapParams(
             field_mask=libucp.MEM_MAP_PARAM_FIELD_ADDRESS | libucp.MEM_MAP_PARAM_FIELD_LENGTH,
-            address=address,
-            length=array.nbytes,
+            address=region.address,
+            length=region.length,
         )
         status = lib.ucp_mem_map(context.handle, byref(params), byref(self._handle))
         check(status, "registering memory")

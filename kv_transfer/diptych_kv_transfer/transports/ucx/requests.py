@@ -10,9 +10,6 @@ import ctypes
 from ctypes import byref, c_char, c_size_t
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from diptych_kv_transfer.transports.ucx import libucp
 from diptych_kv_transfer.transports.ucx.libucp import IN_PROGRESS, OK, UcpError, lib, status_in
 
@@ -27,15 +24,8 @@ _WHOLE = byref(
         op_attr_mask=libucp.OP_ATTR_FIELD_FLAGS, flags=libucp.STREAM_RECV_FLAG_WAITALL
     )
 )
-_Bytes = c_char * 0
 _nothing = c_char()
 """Where messages go that nobody wants: none of their bytes are written."""
-
-
-def address_of(buffer: NDArray[np.uint8]) -> int:
-    """Where the bytes of a writable array are."""
-    # numpy's own ways to tell take five times as long, and a hand-off asks hundreds of times.
-    return ctypes.addressof(_Bytes.from_buffer(buffer.data))
 
 
 def tag_send(endpoint: int, address: int, length: int, tag: int) -> int:

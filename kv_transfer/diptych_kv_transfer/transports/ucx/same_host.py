@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.transports.ucx import libucp, requests
 from diptych_kv_transfer.transports.ucx.frames import Introduction, Span
 from diptych_kv_transfer.transports.ucx.libucp import UcpError
@@ -52,12 +53,12 @@ class SameHost:
     def __init__(self) -> None:
         """Raises `UcpError` when UCX has no way of doing this here."""
         self._context = Context(OPTIONS, libucp.FEATURE_RMA)
-        self._probe = np.frombuffer(bytearray(secrets.token_bytes(16)), np.uint8)
-        address = requests.address_of(self._probe)
+        probe = secrets.token_bytes(16)
+        region = MemoryRegion.of(np.frombuffer(bytearray(probe), np.uint8))
         try:
             self._worker = Worker(self._context)
             # Any memory of a process makes a key for all of it, where the kernel checks accesses.
-            self._readable = ReadableMemory(self._context, self._probe, address)
+            self._readable = ReadableMemory(self._context, region)
         except UcpError:
             self._context.close()
             raise
@@ -65,8 +66,8 @@ class SameHost:
             host_name(),
             self._worker.address,
             self._readable.key,
-            address,
-            self._probe.tobytes(),
+            region.address,
+            probe,
         )
 
     def meet(self, other: Introduction) -> OtherProcess | None:
@@ -78,7 +79,7 @@ class SameHost:
         try:
             process = OtherProcess(self._context, other)
             spans = [(other.probe_address, found.size)]
-            Reading(process, spans, [requests.address_of(found)]).advance()
+            Reading(process, spans, [found.ctypes.data]).advance()
         except UcpError as exc:
             log.info("cannot read the memory of a process on this host: %s", exc)
         if process is not None and found.tobytes() != other.probe:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from diptych_kv_transfer.transports.transport import Buffer
+from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.transports.ucx import requests
 from diptych_kv_transfer.transports.ucx.frames import Span
 from diptych_kv_transfer.transports.ucx.libucp import IN_PROGRESS, OK, UcpError
@@ -25,14 +25,16 @@ transfer."""
 class UcxTransfer:
     """The pieces of one transfer, on one side."""
 
-    def __init__(self, begun: Iterator[tuple[int, int | None]], buffers: Sequence[Buffer]) -> None:
+    def __init__(
+        self, begun: Iterator[tuple[int, int | None]], regions: Sequence[MemoryRegion]
+    ) -> None:
         """Make requests of UCX.
 
         Args:
             begun: requests, each with the size of what it receives; None: it sends.
-            buffers: what they move, kept alive.
+            regions: what they move, kept alive.
         """
-        self._buffers = buffers
+        self._regions = regions
         self._requests: deque[tuple[int, int | None]] = deque()
         self.ok = True
         """Nothing has gone wrong so far."""
@@ -63,27 +65,26 @@ class UcxTransfer:
             requests.cancel(worker, request)
 
 
-def send(endpoint: int, buffers: Sequence[Buffer], first_tag: int) -> UcxTransfer:
-    """Send buffers to the other side of an endpoint."""
+def send(endpoint: int, regions: Sequence[MemoryRegion], first_tag: int) -> UcxTransfer:
+    """Send regions to the other side of an endpoint."""
     begun = (
         (requests.tag_send(endpoint, address, length, tag), None)
-        for tag, (address, length) in enumerate(pieces(buffers), first_tag)
+        for tag, (address, length) in enumerate(pieces(regions), first_tag)
     )
-    return UcxTransfer(begun, buffers)
+    return UcxTransfer(begun, regions)
 
 
-def receive(worker: int, buffers: Sequence[Buffer], first_tag: int) -> UcxTransfer:
-    """Receive into buffers, from whoever knows the tags."""
+def receive(worker: int, regions: Sequence[MemoryRegion], first_tag: int) -> UcxTransfer:
+    """Receive into regions, from whoever knows the tags."""
     begun = (
         (requests.tag_receive(worker, address, length, tag), length)
-        for tag, (address, length) in enumerate(pieces(buffers), first_tag)
+        for tag, (address, length) in enumerate(pieces(regions), first_tag)
     )
-    return UcxTransfer(begun, buffers)
+    return UcxTransfer(begun, regions)
 
 
-def pieces(buffers: Iterable[Buffer]) -> Iterator[Span]:
-    """Where buffers are, cut where they are longer than a piece."""
-    for buffer in buffers:
-        address = requests.address_of(buffer)
-        for at in range(0, buffer.nbytes, PIECE_BYTES):
-            yield address + at, min(PIECE_BYTES, buffer.nbytes - at)
+def pieces(regions: Iterable[MemoryRegion]) -> Iterator[Span]:
+    """Where regions are, cut where they are longer than a piece."""
+    for region in regions:
+        for at in range(0, region.length, PIECE_BYTES):
+            yield region.address + at, min(PIECE_BYTES, region.length - at)

@@ -22,9 +22,11 @@ import select
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 
+from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.signing.handshake import NONCE_BYTES, AuthenticationError, Handshake
 from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_kv_transfer.tables.actions import Address, Peer
@@ -36,7 +38,6 @@ from diptych_kv_transfer.tables.events import (
     Received,
     TransferEnded,
 )
-from diptych_kv_transfer.transports.transport import Buffer
 from diptych_kv_transfer.transports.ucx import frames, libucp
 from diptych_kv_transfer.transports.ucx.exchange import Exchange, ExchangeError
 from diptych_kv_transfer.transports.ucx.libucp import UcpError
@@ -97,7 +98,10 @@ class _Connection:
 
 
 class UcxTransport:
-    """See `diptych_kv_transfer.transports.transport.Transport`."""
+    """See `diptych_kv_transfer.transports.Transport`."""
+
+    reaches: ClassVar = frozenset({MemoryKind.HOST})
+    """UCX can be built for a device's memory, too; that was never tried here."""
 
     def __init__(self, host: str, port: int, key: HingeKey) -> None:
         """Listen at an IP address; at one of loopback, for processes of this host alone.
@@ -210,26 +214,28 @@ class UcxTransport:
             return
         connection.stream.send(MESSAGE, data)
 
-    def send_blocks(self, peer: Peer, key: Hashable, tag: int, buffers: Sequence[Buffer]) -> None:
-        exchange = self._exchange_of(peer)
-        if exchange is None:
-            self._events.append(TransferEnded(key, ok=False))
-            return
-        try:
-            exchange.send(key, tag, buffers)
-        except ExchangeError as exc:
-            self._events.append(TransferEnded(key, ok=False))
-            self._connections[peer].cut(exc)
-
-    def receive_blocks(
-        self, peer: Peer, key: Hashable, tag: int, buffers: Sequence[Buffer]
+    def send_blocks(
+        self, peer: Peer, key: Hashable, tag: int, regions: Sequence[MemoryRegion]
     ) -> None:
         exchange = self._exchange_of(peer)
         if exchange is None:
             self._events.append(TransferEnded(key, ok=False))
             return
         try:
-            exchange.receive(key, tag, buffers)
+            exchange.send(key, tag, regions)
+        except ExchangeError as exc:
+            self._events.append(TransferEnded(key, ok=False))
+            self._connections[peer].cut(exc)
+
+    def receive_blocks(
+        self, peer: Peer, key: Hashable, tag: int, regions: Sequence[MemoryRegion]
+    ) -> None:
+        exchange = self._exchange_of(peer)
+        if exchange is None:
+            self._events.append(TransferEnded(key, ok=False))
+            return
+        try:
+            exchange.receive(key, tag, regions)
         except ExchangeError as exc:  # each load hears of it, as of any lost connection
             self._connections[peer].cut(exc)
 

@@ -1,0 +1,53 @@
+"""One rank's KV memory, and how its blocks are reached where this process cannot address them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_kv_transfer.memory.region import MemoryRegion
+
+
+class DeviceCopies(Protocol):
+    """How one rank's blocks reach the host, and come back.
+
+    The hinge's thread calls it. Each copy waits for what the engine has had the device do before,
+    and has been made when the call returns.
+    """
+
+    def host_room(self, num_bytes: int) -> MemoryRegion:
+        """Memory of the host that copies reach quickly, and the transport too. Nobody else uses it
+        for as long as the region is kept."""
+
+    def gather(self, block_ids: Sequence[int], room: MemoryRegion) -> None:
+        """Copy block block_ids[i] to place i of the room, which has as many places as there are
+        ids."""
+
+    def scatter(self, room: MemoryRegion, block_ids: Sequence[int]) -> None:
+        """Copy place i of the room to block block_ids[i]; no id comes twice."""
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One rank's KV memory: blocks of one size, one after the other."""
+
+    region: MemoryRegion
+    block_bytes: int
+    copies: DeviceCopies | None = None
+    """How blocks reach the host and come back; None: a transport takes them where they are."""
+
+    @classmethod
+    def of(cls, blocks: NDArray[np.uint8]) -> Shard:
+        """Blocks of the host, [num_blocks, block_bytes], contiguous."""
+        return cls(MemoryRegion.of(blocks), blocks.shape[1])
+
+    def run(self, blocks: range) -> MemoryRegion:
+        """Blocks that follow each other. Raises `ValueError` for blocks that do not exist."""
+        return self.region.part(blocks.start * self.block_bytes, len(blocks) * self.block_bytes)
+
+    def array(self) -> NDArray[np.uint8]:
+        """The blocks, [num_blocks, block_bytes]. Raises `ValueError` unless they are the host's."""
+        return self.region.array().reshape(-1, self.block_bytes)
