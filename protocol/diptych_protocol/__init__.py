@@ -10,10 +10,11 @@ from diptych_protocol.config import (
     KVTransferConfig,
     RouterConfig,
 )
+from diptych_protocol.control_calls import AnyControlCall, ControlCall, PauseMode
+from diptych_protocol.controlled_client import ControlledClient
 from diptych_protocol.engine_client import (
     EmbedsPrompt,
     EngineClient,
-    PauseMode,
     PromptType,
     Renderer,
     StreamingInput,
@@ -63,9 +64,12 @@ from diptych_protocol.without_control import WithoutControl
 
 __all__ = [
     "FINISH_REASON_STRINGS",
+    "AnyControlCall",
     "Array",
     "ClientClosedError",
     "CompletionOutput",
+    "ControlCall",
+    "ControlledClient",
     "CurveKeys",
     "DiptychError",
     "EmbedsPrompt",

@@ -8,10 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from diptych_protocol.arrays import Array
 from diptych_protocol.config import EngineConfig, RouterConfig
+from diptych_protocol.control_calls import PauseMode
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.outputs import RequestOutput
@@ -22,8 +23,6 @@ from diptych_protocol.weight_transfer import (
     WeightTransferUpdateRequest,
 )
 from diptych_protocol.wire import EngineCoreRequest
-
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass(slots=True)

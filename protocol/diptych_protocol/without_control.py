@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, NoReturn
 
-from diptych_protocol.engine_client import EngineClient, PauseMode, PromptType
+from diptych_protocol.control_calls import AnyControlCall, IsPaused, IsSleeping
+from diptych_protocol.controlled_client import ControlledClient
+from diptych_protocol.engine_client import PromptType
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
 
 
-class WithoutControl(EngineClient):
+class WithoutControl(ControlledClient):
     """Answers every control call with `UnsupportedFeatureError`: it is for one engine, and has to
     be sent there."""
+
+    async def control(self, call: AnyControlCall) -> Any:
+        if not isinstance(call, IsPaused | IsSleeping):
+            _refuse(call.METHOD)
+        return False
 
     async def encode(
         self,
@@ -30,45 +37,6 @@ class WithoutControl(EngineClient):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         _refuse("encode")
         yield
-
-    async def start_profile(self) -> None:
-        _refuse("start_profile")
-
-    async def stop_profile(self) -> None:
-        _refuse("stop_profile")
-
-    async def reset_mm_cache(self) -> None:
-        _refuse("reset_mm_cache")
-
-    async def reset_encoder_cache(self) -> None:
-        _refuse("reset_encoder_cache")
-
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        _refuse("sleep")
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        _refuse("wake_up")
-
-    async def is_sleeping(self) -> bool:
-        return False
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        _refuse("add_lora")
-
-    async def pause_generation(
-        self,
-        *,
-        mode: PauseMode = "abort",
-        wait_for_inflight_requests: bool = False,
-        clear_cache: bool = True,
-    ) -> None:
-        _refuse("pause_generation")
-
-    async def resume_generation(self) -> None:
-        _refuse("resume_generation")
-
-    async def is_paused(self) -> bool:
-        return False
 
 
 def _refuse(call: str) -> NoReturn:

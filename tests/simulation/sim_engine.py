@@ -130,7 +130,7 @@ class SimEngine:
         self.core = EngineCore(
             description, scheduler, self.runner, connector, grammars, runs_ahead=shape.runs_ahead
         )
-        self.core.utilities.update(Controls(self.core).utilities())
+        self.core.offer(*Controls(self.core).calls)
         self.alive = True
         self.stalled = False
         self.saw: Callable[[SimEngine], None] = lambda _: None

@@ -29,15 +29,15 @@ class Controls:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    def utilities(self) -> dict[str, Callable[..., Any]]:
+    @property
+    def calls(self) -> tuple[Callable[..., Any], ...]:
         """What a client may name in a utility call."""
-        calls = (
+        return (
             self.pause_generation, self.resume_generation, self.is_paused,
             self.sleep, self.wake_up, self.is_sleeping,
             self.reset_prefix_cache, self.reset_mm_cache, self.reset_encoder_cache,
             self.start_profile, self.stop_profile,
         )  # fmt: skip
-        return {call.__name__: call for call in calls}
 
     # --- pause --------------------------------------------------------------------------------
 

@@ -109,19 +109,16 @@ class EngineCore:
         self.weights = WeightUpdate()
         self.deferred = Deferred()
         """What waits for steps or for the hinge; `settle` it after each step."""
-        self.utilities: dict[str, Callable[..., Any]] = {
-            call.__name__: call
-            for call in (
-                self.describe,
-                self.stats,
-                self.hand_offs.announce_kv_transfer,
-                self.hand_offs.reject_kv_transfer,
-                self.drain,
-                self.drain_report,
-                self.hand_off,
-            )
-        }
-        """What a client may name in a utility call; whoever builds the core adds to it."""
+        self._utilities: dict[str, Callable[..., Any]] = {}
+        self.offer(
+            self.describe,
+            self.stats,
+            self.hand_offs.announce_kv_transfer,
+            self.hand_offs.reject_kv_transfer,
+            self.drain,
+            self.drain_report,
+            self.hand_off,
+        )
         self._outputs: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
         self._runs_ahead = runs_ahead
         self._ahead: tuple[StepPlan, Pending] | None = None
@@ -342,14 +339,23 @@ class EngineCore:
 
     # --- utility calls ------------------------------------------------------------------------
 
+    def offer(self, *calls: Callable[..., Any]) -> None:
+        """Let clients name these functions in a utility call; whoever builds the core adds some."""
+        self._utilities.update((call.__name__, call) for call in calls)
+
+    @property
+    def utilities(self) -> Mapping[str, Callable[..., Any]]:
+        """What a client may name in a utility call."""
+        return self._utilities
+
     def call(self, method: str, args: list[Any], convert: Convert = msgspec.convert) -> Any:
         """Run a utility call. Its answer may be a `Future`, which a later `settle` completes.
 
         Raises `InvalidRequestError` for a name that is not callable, or arguments that do not fit.
         """
-        utility = self.utilities.get(method)
+        utility = self._utilities.get(method)
         if utility is None:
-            known = ", ".join(sorted(self.utilities))
+            known = ", ".join(sorted(self._utilities))
             raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
         if self.leaving and method not in LAST_CALLS:
             raise DiptychError(SHUTTING_DOWN)

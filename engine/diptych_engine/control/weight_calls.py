@@ -28,12 +28,11 @@ class WeightCalls:
         self._forget_everything = forget_everything
 
     @property
-    def utilities(self) -> dict[str, Callable[..., Any]]:
-        calls = (
+    def calls(self) -> tuple[Callable[..., Any], ...]:
+        return (
             self.init_weight_transfer_engine, self.start_weight_update, self.update_weights,
             self.finish_weight_update, self.reload_weights,
         )  # fmt: skip
-        return {call.__name__: call for call in calls}
 
     def init_weight_transfer_engine(self, init_request: WeightTransferInitRequest) -> None:
         """Join the process group of a trainer, if `init_info` names one.

@@ -20,9 +20,8 @@ class LoraCalls:
         self._running = running
 
     @property
-    def utilities(self) -> dict[str, Callable[..., Any]]:
-        calls = (self.add_lora, self.remove_lora, self.list_loras, self.pin_lora)
-        return {call.__name__: call for call in calls}
+    def calls(self) -> tuple[Callable[..., Any], ...]:
+        return self.add_lora, self.remove_lora, self.list_loras, self.pin_lora
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Raises `InvalidRequestError` if that is not possible."""

@@ -107,11 +107,9 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.running)
-    core.utilities.update(loras.utilities)
     for adapter in numbered(config.lora_modules):
         loras.add_lora(adapter)
     controls = Controls(core)
-    core.utilities.update(controls.utilities())
-    core.utilities.update(WeightCalls(core, controls.forget_everything).utilities)
-    core.utilities["collective_rpc"] = WorkerCalls(core).collective_rpc
+    weights = WeightCalls(core, controls.forget_everything)
+    core.offer(*controls.calls, *loras.calls, *weights.calls, WorkerCalls(core).collective_rpc)
     return core

@@ -46,7 +46,7 @@ def serve(
         server: CoreServer = LockstepServer(core, endpoints, timeout_s, join_group(config))
     else:
         server = CoreServer(core, endpoints, timeout_s)
-    core.utilities.update(Membership(core, config, server.stop).utilities())
+    core.offer(*Membership(core, config, server.stop).calls)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

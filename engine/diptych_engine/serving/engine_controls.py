@@ -7,18 +7,32 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diptych_frontend.core_client.foreign_options import refuse_foreign
-from diptych_protocol import LoRARequest
-from diptych_protocol.engine_client import PauseMode
+from diptych_protocol import AnyControlCall, LoRARequest, PauseMode
+from diptych_protocol.control_calls import (
+    CALL_TIMEOUT_S,
+    REST_TIMEOUT_S,
+    AddLora,
+    IsPaused,
+    IsSleeping,
+    ListLoras,
+    PauseGeneration,
+    PinLora,
+    RemoveLora,
+    ResetEncoderCache,
+    ResetMmCache,
+    ResetPrefixCache,
+    ResumeGeneration,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 
 if TYPE_CHECKING:
     from diptych_engine.control.core import Runner
     from diptych_engine.models import CausalLM
 
 T = TypeVar("T")
-
-CALL_TIMEOUT_S = 60.0
-LONG_CALL_TIMEOUT_S = 3600.0
-"""For what waits until requests have come to rest, or moves weights."""
 
 
 class EngineControls(ABC):
@@ -28,6 +42,10 @@ class EngineControls(ABC):
     @abstractmethod
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """A utility call."""
+
+    def control(self, call: AnyControlCall) -> Any:
+        """Have the core do what a call says. Returns what it answers, undecoded."""
+        return self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
 
     @abstractmethod
     def call_workers(self, function: Callable[[Any], T]) -> list[T]:
@@ -39,64 +57,64 @@ class EngineControls(ABC):
     # --- pause and sleep ----------------------------------------------------------------------
 
     def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        self.call_core("pause_generation", mode, clear_cache, timeout_s=LONG_CALL_TIMEOUT_S)
+        self.control(PauseGeneration(mode, clear_cache))
 
     def resume_generation(self) -> None:
-        self.call_core("resume_generation")
+        self.control(ResumeGeneration())
 
     def is_paused(self) -> bool:
-        return bool(self.call_core("is_paused"))
+        return bool(self.control(IsPaused()))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        self.call_core("sleep", level, mode, timeout_s=LONG_CALL_TIMEOUT_S)
+        self.control(Sleep(level, mode))  # type: ignore[arg-type]  # the core checks it
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        wanted = None if tags is None else list(tags)
-        self.call_core("wake_up", wanted, timeout_s=LONG_CALL_TIMEOUT_S)
+        wanted: Any = None if tags is None else list(tags)
+        self.control(WakeUp(wanted))
 
     def is_sleeping(self) -> bool:
-        return bool(self.call_core("is_sleeping"))
+        return bool(self.control(IsSleeping()))
 
     # --- caches -------------------------------------------------------------------------------
 
     def reset_mm_cache(self) -> None:
-        self.call_core("reset_mm_cache")
+        self.control(ResetMmCache())
 
     def reset_encoder_cache(self) -> None:
-        self.call_core("reset_encoder_cache")
+        self.control(ResetEncoderCache())
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """False if a block is in use."""
-        return bool(self.call_core("reset_prefix_cache", reset_running_requests, reset_connector))
+        return bool(self.control(ResetPrefixCache(reset_running_requests, reset_connector)))
 
     # --- profiles -----------------------------------------------------------------------------
 
     def start_profile(self, profile_prefix: None = None) -> None:
         """Files are named for the engine: a prefix of one's own is refused."""
         refuse_foreign(profile_prefix=profile_prefix)
-        self.call_core("start_profile")
+        self.control(StartProfile())
 
     def stop_profile(self) -> None:
-        self.call_core("stop_profile", timeout_s=LONG_CALL_TIMEOUT_S)
+        self.control(StopProfile())
 
     # --- adapters -----------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter for future requests."""
-        return bool(self.call_core("add_lora", lora_request, timeout_s=LONG_CALL_TIMEOUT_S))
+        return bool(self.control(AddLora(lora_request)))
 
     def remove_lora(self, lora_id: int) -> bool:
         """False if it is not loaded."""
-        return bool(self.call_core("remove_lora", lora_id))
+        return bool(self.control(RemoveLora(lora_id)))
 
     def list_loras(self) -> set[int]:
-        return set(self.call_core("list_loras"))
+        return set(self.control(ListLoras()))
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter from being evicted; False if it is not loaded."""
-        return bool(self.call_core("pin_lora", lora_id))
+        return bool(self.control(PinLora(lora_id)))
 
     # --- workers ------------------------------------------------------------------------------
 
@@ -112,7 +130,7 @@ class EngineControls(ABC):
         if callable(method):
             function = method
             return self.call_workers(lambda worker: function(worker, *args, **(kwargs or {})))
-        wait_s = LONG_CALL_TIMEOUT_S if timeout is None else timeout
+        wait_s = REST_TIMEOUT_S if timeout is None else timeout
         results = self.call_core(
             "collective_rpc", method, list(args), kwargs or {}, timeout_s=wait_s
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 
-from diptych_engine.serving.engine_controls import CALL_TIMEOUT_S, EngineControls
+from diptych_engine.serving.engine_controls import EngineControls
 from diptych_engine.serving.engine_metrics import EngineMetrics, RequestFacts
 from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.core_client.foreign_options import refuse_foreign
@@ -46,6 +46,7 @@ from diptych_protocol import (
     UnsupportedFeatureError,
 )
 from diptych_protocol.as_sent import check_id, check_whole, ids_of
+from diptych_protocol.control_calls import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
     from diptych_engine.serving.lockstep_peers import LockstepPeers

@@ -29,9 +29,10 @@ class Membership:
         self._rank = config.data_parallel_rank
         self._end = end
 
-    def utilities(self) -> dict[str, Callable[..., Any]]:
+    @property
+    def calls(self) -> tuple[Callable[..., Any], ...]:
         """What a client may name in a utility call."""
-        return {call.__name__: call for call in (self.surrender, self.reinitialize_distributed)}
+        return self.surrender, self.reinitialize_distributed
 
     def surrender(self) -> dict[str, list[int]]:
         """End every request without a word, so that another core can go on with it.

@@ -1,4 +1,4 @@
-"""Pausing, sleeping, resetting and profiling by HTTP, on the admin port of an engine pod.
+"""The control calls by HTTP, on the admin port of an engine pod.
 
 Bodies are JSON objects, all of whose fields may be left out, and so may the body; an answer comes
 when the call is done. What the engine refuses in its present state is answered with 409.
@@ -7,7 +7,7 @@ when the call is done. What the engine refuses in its present state is answered 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request
@@ -16,29 +16,10 @@ from starlette.routing import Route
 
 from diptych_frontend.admin.calls import body_of, report
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.core_client.control import CALL_TIMEOUT_S, MOVE_TIMEOUT_S
-from diptych_protocol import InvalidRequestError, PauseMode, UtilityError
+from diptych_protocol import AnyControlCall, InvalidRequestError, UtilityError
+from diptych_protocol.control_calls import CONTROL_CALLS, ControlCall, Done
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class Pause(msgspec.Struct, forbid_unknown_fields=True):
-    mode: PauseMode = "abort"
-    clear_cache: bool = True
-
-
-class Sleep(msgspec.Struct, forbid_unknown_fields=True):
-    level: Literal[0, 1, 2] = 1
-    mode: PauseMode = "abort"
-
-
-class WakeUp(msgspec.Struct, forbid_unknown_fields=True):
-    tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
-
-
-class ResetPrefixCache(msgspec.Struct, forbid_unknown_fields=True):
-    reset_running_requests: bool = False
-    reset_connector: bool = False
 
 
 class RejectKVTransfer(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,21 +36,6 @@ class ControlReport(msgspec.Struct, frozen=True):
     """0: everything is in memory; 1: the weights are put aside; 2: they are dropped."""
 
 
-class ResetReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    done: bool
-    """False: blocks are in use, and nothing was forgotten."""
-    note: str = ""
-
-
-class ProfileReport(msgspec.Struct, frozen=True):
-    files: list[str]
-    """The traces that were written, in the engine's pod."""
-
-
-class Done(msgspec.Struct, frozen=True):
-    done: bool = True
-
-
 class ControlRoutes:
     """Routes for `build_admin_app`."""
 
@@ -77,77 +43,27 @@ class ControlRoutes:
         self._engine = engine
 
     def routes(self) -> list[Route]:
-        asks = (self.is_paused, self.is_sleeping)
-        acts = (
-            self.pause, self.resume, self.sleep, self.wake_up,
-            self.reset_prefix_cache, self.reset_mm_cache, self.reset_encoder_cache,
-            self.start_profile, self.stop_profile, self.reject_kv_transfer,
-        )  # fmt: skip
+        reject = refusable(self.reject_kv_transfer)
         return [
-            *(Route(f"/admin/{ask.__name__}", ask) for ask in asks),
-            *(Route(f"/admin/{act.__name__}", refusable(act), methods=["POST"]) for act in acts),
+            *(self._route(kind) for kind in CONTROL_CALLS if kind.PATH),
+            Route("/admin/reject_kv_transfer", reject, methods=["POST"]),
         ]
 
-    # --- pause and sleep ----------------------------------------------------------------------
+    def _route(self, kind: type[ControlCall]) -> Route:
+        async def act(request: Request) -> Response:
+            call = await body_of(request, kind)
+            answer = await self._engine.control(cast(AnyControlCall, call))
+            shown = call.report(answer)
+            return await self._state(request) if shown is None else report(shown)
 
-    async def is_paused(self, request: Request) -> Response:
-        return await self._state()
+        if kind.READS:
+            return Route(f"/admin/{kind.PATH}", self._state)
+        return Route(f"/admin/{kind.PATH}", refusable(act), methods=["POST"])
 
-    async def is_sleeping(self, request: Request) -> Response:
-        return await self._state()
-
-    async def pause(self, request: Request) -> Response:
-        wanted = await body_of(request, Pause)
-        await self._engine.pause_generation(mode=wanted.mode, clear_cache=wanted.clear_cache)
-        return await self._state()
-
-    async def resume(self, request: Request) -> Response:
-        await self._engine.resume_generation()
-        return await self._state()
-
-    async def sleep(self, request: Request) -> Response:
-        wanted = await body_of(request, Sleep)
-        await self._engine.sleep(wanted.level, wanted.mode)
-        return await self._state()
-
-    async def wake_up(self, request: Request) -> Response:
-        await self._engine.wake_up((await body_of(request, WakeUp)).tags)
-        return await self._state()
-
-    async def _state(self) -> Response:
+    async def _state(self, request: Request) -> Response:
         stats = await self._engine.refresh_stats()
         asleep = stats.paused or stats.sleep_level > 0
         return report(ControlReport(stats.paused, asleep, stats.sleep_level))
-
-    # --- caches -------------------------------------------------------------------------------
-
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        wanted = await body_of(request, ResetPrefixCache)
-        done = await self._engine.reset_prefix_cache(
-            wanted.reset_running_requests, wanted.reset_connector
-        )
-        return report(ResetReport(done))
-
-    async def reset_mm_cache(self, request: Request) -> Response:
-        return await self._reset("reset_mm_cache")
-
-    async def reset_encoder_cache(self, request: Request) -> Response:
-        return await self._reset("reset_encoder_cache")
-
-    async def _reset(self, method: str) -> Response:
-        note = await self._engine.call_core(method, timeout_s=CALL_TIMEOUT_S)
-        return report(ResetReport(True, note))
-
-    # --- profile ------------------------------------------------------------------------------
-
-    async def start_profile(self, request: Request) -> Response:
-        await self._engine.start_profile()
-        return report(Done())
-
-    async def stop_profile(self, request: Request) -> Response:
-        with self._engine.silence_expected():
-            files = await self._engine.call_core("stop_profile", timeout_s=MOVE_TIMEOUT_S)
-        return report(ProfileReport(files))
 
     # --- the hinge ----------------------------------------------------------------------------
 

@@ -19,13 +19,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from diptych_frontend.admin.calls import body_of, report
-from diptych_frontend.admin.control import Done, refusable
+from diptych_frontend.admin.control import refusable
 from diptych_frontend.core_client.weights import CoreWeights
 from diptych_protocol import WeightTransferInitRequest, WeightTransferUpdateRequest
-
-
-class Start(msgspec.Struct, forbid_unknown_fields=True):
-    is_checkpoint_format: bool = True
+from diptych_protocol.control_calls import Done
 
 
 class Update(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,8 +38,7 @@ class WeightRoutes:
 
     def routes(self) -> list[Route]:
         acts = (
-            self.init_weight_transfer_engine, self.start_weight_update, self.update_weights,
-            self.finish_weight_update, self.reload_weights,
+            self.init_weight_transfer_engine, self.update_weights,
         )  # fmt: skip
         return [Route(f"/admin/{a.__name__}", refusable(a), methods=["POST"]) for a in acts]
 
@@ -51,20 +47,8 @@ class WeightRoutes:
         await self._engine.init_weight_transfer_engine(wanted)
         return report(Done())
 
-    async def start_weight_update(self, request: Request) -> Response:
-        await self._engine.start_weight_update((await body_of(request, Start)).is_checkpoint_format)
-        return report(Done())
-
     async def update_weights(self, request: Request) -> Response:
         wanted = await body_of(request, Update)
         announced = WeightTransferUpdateRequest(wanted.names, update_info=wanted.update_info)
         await self._engine.update_weights(announced)
-        return report(Done())
-
-    async def finish_weight_update(self, request: Request) -> Response:
-        await self._engine.finish_weight_update()
-        return report(Done())
-
-    async def reload_weights(self, request: Request) -> Response:
-        await self._engine.reload_weights()
         return report(Done())

@@ -8,38 +8,37 @@ from typing import Any
 
 from diptych_frontend.core_client.weight_messages import split_update
 from diptych_protocol import (
-    EngineClient,
+    ControlledClient,
     InvalidRequestError,
     LoRARequest,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
+from diptych_protocol.control_calls import (
+    FILES_TIMEOUT_S,
+    FinishWeightUpdate,
+    InitWeightTransferEngine,
+    ListLoras,
+    PinLora,
+    ReloadWeights,
+    RemoveLora,
+    StartWeightUpdate,
+    UpdateWeights,
+)
 
-CALL_TIMEOUT_S = 600.0
-"""For calls that read or receive files of weights, and for worker methods without a deadline."""
 
-
-class CoreWeights(EngineClient):
+class CoreWeights(ControlledClient):
     """Mixed into a client that owns its engine core."""
 
     _adapters: dict[str, LoRARequest]
 
     @abstractmethod
-    async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """A utility call to the core."""
-
-    @abstractmethod
     async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """The same, with the answers of all cores in the order of their ranks."""
+        """A utility call to every core; their answers in the order of their ranks."""
 
     @abstractmethod
     def silence_expected(self) -> contextlib.AbstractContextManager[None]:
         """The core may be too busy to answer meanwhile, and yet be well."""
-
-    async def _call_core(self, method: str, *args: Any) -> Any:
-        """A call that may take as long as large files take."""
-        with self.silence_expected():
-            return await self.call_core(method, *args, timeout_s=CALL_TIMEOUT_S)
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -52,24 +51,24 @@ class CoreWeights(EngineClient):
             raise InvalidRequestError(
                 f"{lora_request.lora_name!r} is the model's own name", param="lora_name"
             )
-        done = await self._call_core("add_lora", lora_request)
+        done = await super().add_lora(lora_request)
         self._adapters[lora_request.lora_name] = lora_request
-        return bool(done)
+        return done
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; False if it is not loaded. Those that run with it end with it."""
         for name, adapter in list(self._adapters.items()):
             if adapter.lora_int_id == lora_id:
                 del self._adapters[name]
-        return bool(await self._call_core("remove_lora", lora_id))
+        return bool(await self.control(RemoveLora(lora_id)))
 
     async def list_loras(self) -> set[int]:
         """Ids of the adapters that are loaded."""
-        return set(await self._call_core("list_loras"))
+        return set(await self.control(ListLoras()))
 
     async def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter loaded, whatever others want; False if it is not loaded."""
-        return bool(await self._call_core("pin_lora", lora_id))
+        return bool(await self.control(PinLora(lora_id)))
 
     async def load_adapter(self, name: str, path: str) -> LoRARequest:
         """Load an adapter under a name, with an id of its own. Raises as `add_lora` does."""
@@ -112,7 +111,7 @@ class CoreWeights(EngineClient):
             UtilityError: it raised, or there is no such method; with the worker's message.
             TimeoutError: it took longer.
         """
-        wait_s = CALL_TIMEOUT_S if timeout is None else timeout
+        wait_s = FILES_TIMEOUT_S if timeout is None else timeout
         with self.silence_expected():
             answers = await self.call_each_core(
                 "collective_rpc", method, list(args), kwargs or {}, timeout_s=wait_s
@@ -123,21 +122,21 @@ class CoreWeights(EngineClient):
 
     async def init_weight_transfer_engine(self, init_request: WeightTransferInitRequest) -> None:
         """Open the way for weights. Raises `UtilityError` if the trainer is not there."""
-        await self._call_core("init_weight_transfer_engine", init_request)
+        await self.control(InitWeightTransferEngine(init_request))
 
     async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
         """Begin to replace weights. Raises `UtilityError` unless generation is paused."""
-        await self._call_core("start_weight_update", is_checkpoint_format)
+        await self.control(StartWeightUpdate(is_checkpoint_format))
 
     async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
         """Replace some weights. Raises `UtilityError` if they do not fit the model."""
         for part in split_update(request):
-            await self._call_core("update_weights", part)
+            await self.control(UpdateWeights(part))
 
     async def finish_weight_update(self) -> None:
         """Use the new weights from now on; what was computed with the old ones is forgotten."""
-        await self._call_core("finish_weight_update")
+        await self.control(FinishWeightUpdate())
 
     async def reload_weights(self) -> None:
         """Take the weights from the model's files again."""
-        await self._call_core("reload_weights")
+        await self.control(ReloadWeights())

@@ -157,7 +157,7 @@ def test_contract_B15_an_answer_may_come_from_another_thread_or_fail_there(tmp_p
         def odd() -> object:
             return object()
 
-        core.utilities.update(slow=slow, odd=odd)
+        core.offer(slow, odd)
         with served(core, tmp_path) as (_, caller):
             fine, broken, unsendable = (
                 caller.ask("slow", 5),
