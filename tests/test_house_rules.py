@@ -75,6 +75,25 @@ def test_no_test_asserts_that_something_was_quick() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+def test_no_other_room_reaches_into_the_scheduler() -> None:
+    """Its queues, pool and tables are its own; others use its view, its properties and its
+    commands. The running totals are shared, and two fields tell it of adapters."""
+    engine = TESTS.parent / "engine" / "diptych_engine"
+    state = (engine / "scheduling" / "scheduler_state.py").read_text()
+    [parts_of] = [n for n in parts(ast.ClassDef, state) if n.name == "SchedulerState"]
+    fields = (n.target for n in parts_of.body if isinstance(n, ast.AnnAssign))
+    own = {field.id for field in fields if isinstance(field, ast.Name)}
+    own -= {"stats", "max_loras", "pinned_adapters"}
+    reaches = re.compile(rf"scheduler\.({'|'.join(sorted(own))})\b")
+    assert reaches.search("self._core.scheduler.waiting")
+    found = {
+        str(path.relative_to(engine)): reaches.findall(path.read_text())
+        for path in engine.rglob("*.py")
+        if path.parent.name != "scheduling"
+    }
+    assert {name: reads for name, reads in found.items() if reads} == {}
+
+
 def test_there_is_one_profile_of_hypothesis_and_it_looks_at_no_clock() -> None:
     in_force = hypothesis.settings()
     assert in_force.deadline is None

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from diptych_engine.control.sleep import Weights, check_level, check_tags
-from diptych_engine.scheduling.pause import is_under_way
 from diptych_protocol import DiptychError, InvalidRequestError, PauseMode
 
 if TYPE_CHECKING:
@@ -55,11 +54,10 @@ class Controls:
         """End the pause; harmless without one. Raises `InvalidRequestError` while asleep, or while
         weights are being replaced."""
         self._require_model()
-        scheduler = self._core.scheduler
-        scheduler.gate.open(scheduler.waiting)
+        self._core.scheduler.end_pause()
 
     def is_paused(self) -> bool:
-        return self._core.scheduler.gate.paused
+        return self._core.scheduler.paused
 
     def _require_model(self) -> None:
         """Raises `InvalidRequestError` while no step can be computed."""
@@ -72,11 +70,11 @@ class Controls:
     def _close_gate(self, mode: PauseMode) -> None:
         """Raises `InvalidRequestError` if requests are to end for which there is no model now."""
         scheduler = self._core.scheduler
-        if mode == "wait" and (scheduler.running or any(map(is_under_way, scheduler.waiting))):
+        if mode == "wait" and scheduler.view().any_begun:
             self._require_model()
-        scheduler.gate.close(mode, scheduler.waiting)
+        scheduler.pause(mode)
         if mode == "abort":
-            self._core.abort(list(scheduler.requests))
+            self._core.abort_all()
 
     def _at_rest(self) -> bool:
         """Raises `DiptychError` when the pause has ended before its time."""
@@ -100,16 +98,13 @@ class Controls:
         if mode == "keep":
             self._discard_loads()
         else:
-            self._cancel_loads(self._core.scheduler.early.drop_all())
+            self._cancel_loads(self._core.scheduler.drop_all_early())
         if mode != "wait" and self._core.connector is not None:
             self._core.connector.revoke_all()
         return self._core.deferred.when(self._hinge_at_rest, lambda: self._fall_asleep(level))
 
     def _hinge_at_rest(self) -> bool:
-        scheduler = self._core.scheduler
-        return self._at_rest() and not (
-            scheduler.loading or scheduler.early.loads or scheduler.leased
-        )
+        return self._at_rest() and self._core.scheduler.view().hinge_at_rest
 
     def _fall_asleep(self, level: int) -> None:
         residency, runner = self._core.residency, self._core.runner
@@ -169,10 +164,12 @@ class Controls:
         if reset_running_requests:
             self.forget_everything()
             return True
-        pool, scheduler = self._core.scheduler.pool, self._core.scheduler
+        scheduler = self._core.scheduler
         if connector is None:
-            return pool.forget_all()
-        return self._core.deferred.when(lambda: not scheduler.leased, pool.forget_all)
+            return scheduler.forget_cache()
+        return self._core.deferred.when(
+            lambda: not scheduler.view().num_leases, scheduler.forget_cache
+        )
 
     def reset_mm_cache(self) -> str:
         """Forget multimodal inputs. Returns what there is to say about it."""
@@ -191,15 +188,12 @@ class Controls:
         self._core.scheduler.preempt_all()
         self._core.hand_offs.withdraw_lent()
         self._discard_loads()
-        self._core.scheduler.pool.forget_all(even_held=True)
+        self._core.scheduler.forget_cache(even_held=True)
 
     def _discard_loads(self) -> None:
         """Use nothing of what the hinge brings from now on: its requests compute their prompts
         here."""
-        scheduler = self._core.scheduler
-        for request in scheduler.loading.values():
-            request.kv_transfer = None
-        self._cancel_loads([*scheduler.loading, *scheduler.early.drop_all()])
+        self._cancel_loads(self._core.scheduler.discard_loads())
 
     def _cancel_loads(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -23,7 +23,6 @@ from diptych_engine.lora.table import AdapterTable
 from diptych_engine.scheduling.request import Pending, Request, StepPlan, no_result
 from diptych_engine.scheduling.run_ahead import plan_ahead
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_engine.scheduling.scheduler_stats import drain_report
 from diptych_engine.scheduling.sessions import go_on
 from diptych_engine.scheduling.stop_condition import stop_condition
 from diptych_engine.weights.update import WeightUpdate
@@ -143,7 +142,7 @@ class EngineCore:
     def unreadable(self, request_id: str, client: bytes, error: str) -> None:
         """Answer a message of which only the id can be read. If that is a session's, its next piece
         is lost, and the session ends; any other request that runs under this id goes on."""
-        known = self.scheduler.requests.get(request_id)
+        known = self.scheduler.find(request_id)
         if known is not None and (known.client != client or not known.resumable):
             log.warning("request %s is already here; the second is dropped: %s", request_id, error)
             return
@@ -154,7 +153,7 @@ class EngineCore:
         self._fail(request_id, client, error)
 
     def _take(self, message: EngineCoreRequest, client: bytes) -> None:
-        known = self.scheduler.requests.get(message.request_id)
+        known = self.scheduler.find(message.request_id)
         if known is not None:
             last = go_on(self.scheduler, known, message, client, self.description)
             if last is not None:
@@ -167,7 +166,7 @@ class EngineCore:
         self.weights.require_whole()
         if not self.scheduler.can_add(message.tenant):
             raise EngineOverloadedError("overloaded: too many requests wait already")
-        if message.request_id in self.scheduler.loading:
+        if self.scheduler.is_loading(message.request_id):
             raise DiptychError("the KV of an earlier request of this id is still on its way")
         request, first_tokens = self._admit(message, client)
         self.hand_offs.check(request)
@@ -198,7 +197,7 @@ class EngineCore:
         may_release: bool = True,
     ) -> None:
         """Nothing of the request stays here or, if it may release that, where its prefill waits."""
-        begun = self.scheduler.requests.get(message.request_id)
+        begun = self.scheduler.find(message.request_id)
         if begun is not None:
             self._end(begun, FinishReason.ERROR)
         self.hand_offs.refused(message, may_release=may_release)
@@ -226,16 +225,20 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; unknown ids are ignored. Each gets a last output with ABORT."""
         for request_id in request_ids:
-            request = self.scheduler.requests.get(request_id)
+            request = self.scheduler.find(request_id)
             if request is None:
                 self.hand_offs.forgo(request_id)
             else:
                 self._end(request, FinishReason.ABORT)
                 self._outputs[request.client].append(_aborted(request_id))
 
+    def abort_all(self) -> None:
+        """End every request, as `abort` does."""
+        self.abort([request.request_id for request in self.scheduler.unfinished])
+
     def client_lost(self, client: bytes) -> None:
         """Nobody will read these answers: end the client's requests and what it had leased."""
-        lost = [r for r in self.scheduler.requests.values() if r.client == client]
+        lost = [r for r in self.scheduler.unfinished if r.client == client]
         if lost:
             log.warning("a client went away; aborting its %d requests", len(lost))
         for request in lost:
@@ -268,7 +271,7 @@ class EngineCore:
     @property
     def posture(self) -> Posture:
         """What all clients are to know without asking."""
-        return self.draining, self.scheduler.gate.paused, self.residency.level
+        return self.draining, self.scheduler.paused, self.residency.level
 
     def start_step(self) -> tuple[StepPlan, Pending]:
         """Have the model run a step, and the one after it, if that can be known already."""
@@ -289,10 +292,10 @@ class EngineCore:
             self.take_grammars()
         plan = self.scheduler.schedule()
         self.hand_offs.start_loads()
-        if not plan.scheduled and self.scheduler.waiting:
+        if not plan.scheduled and self.scheduler.has_waiting:
             self.hand_offs.withdraw_lent()
         if self.adapters.in_use:
-            for request, error in self.adapters.use(plan.scheduled, self.scheduler.running):
+            for request, error in self.adapters.use(plan.scheduled, self.scheduler.now_running):
                 self._end(request, FinishReason.ERROR)
                 self._fail(request.request_id, request.client, error)
             plan = plan.without_finished()
@@ -369,7 +372,7 @@ class EngineCore:
         snapshot = self.scheduler.snapshot()
         snapshot.kv_transfer = self.hand_offs.stats()
         snapshot.draining = self.draining
-        snapshot.paused = self.scheduler.gate.paused
+        snapshot.paused = self.scheduler.paused
         snapshot.sleep_level = self.residency.level
         return snapshot
 
@@ -382,7 +385,7 @@ class EngineCore:
 
     def drain_report(self) -> DrainReport:
         """What still keeps this engine from leaving."""
-        return drain_report(self.scheduler, draining=self.draining)
+        return self.scheduler.view().drain_report(draining=self.draining)
 
     def hand_off(self, request_id: str) -> bool:
         """End a decoding request here so that another engine can go on with its KV.
@@ -391,7 +394,7 @@ class EngineCore:
         request is decoding: all but the token sampled last is computed. If a step is under way, the
         token that it samples was told to nobody, and the other engine samples it again.
         """
-        request = self.scheduler.requests.get(request_id)
+        request = self.scheduler.find(request_id)
         if self.connector is None or request is None or not request.is_decoding:
             return False
         output = EngineCoreOutput(

@@ -55,7 +55,7 @@ class WeightCalls:
 
     def _require_rest(self) -> None:
         core = self._core
-        if not core.scheduler.gate.paused or not core.scheduler.quiet:
+        if not core.scheduler.paused or not core.scheduler.quiet:
             raise InvalidRequestError("pause generation first", status=409)
         if core.residency.weights is not Weights.LOADED:
             raise InvalidRequestError("the engine's weights are asleep; wake them up", status=409)

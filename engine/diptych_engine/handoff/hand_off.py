@@ -66,7 +66,7 @@ class HandOffs:
         if params.do_remote_prefill:
             tokens = request.token_ids[: params.remote_num_tokens]
             self._connector.check(params, tokens, request.cache_salt)
-        elif params.lease_id is not None and params.lease_id in self._scheduler.leased:
+        elif params.lease_id is not None and self._scheduler.has_lease(params.lease_id):
             raise bad_params("there is a lease of this id already")
 
     def arrived(self, request: Request) -> None:
@@ -79,11 +79,11 @@ class HandOffs:
                 self._promise(request, params.lease_id, request.num_tokens, self._connector)
             return
         self._connector.take(params)
-        if self._scheduler.early.claim(request):
+        if self._scheduler.claim_early(request):
             self._connector.adopt_load(request.request_id)
         else:
             self.forgo(request.request_id)
-            if request.request_id in self._scheduler.early.loads:
+            if self._scheduler.has_early(request.request_id):
                 # Something else is still on its way under this name: compute the prompt here.
                 self._connector.reject(params)
                 request.kv_transfer = None
@@ -100,7 +100,7 @@ class HandOffs:
             request.token_ids[:num_tokens],
             request.cache_salt,
         )
-        self._scheduler.leased.begin(lease_id)
+        self._scheduler.begin_lease(lease_id)
         promise = self._promises[request.request_id] = Promise(request, lease_id)
         return promise
 
@@ -109,7 +109,7 @@ class HandOffs:
         if self._connector is None:
             return
         self._withdraw(request.request_id)
-        self._scheduler.early.drop(request.request_id)
+        self._scheduler.drop_early(request.request_id)
         self._connector.cancel_load(request.request_id)
 
     def _withdraw(self, request_id: str) -> None:
@@ -125,13 +125,13 @@ class HandOffs:
         """
         for promise in list(self._promises.values()):
             waits = promise.request.status is not RequestStatus.RUNNING
-            if waits and self._scheduler.leased.count(promise.lease_id):
+            if waits and self._scheduler.num_lent(promise.lease_id):
                 self._withdraw(promise.request.request_id)
 
     def forgo(self, request_id: str) -> None:
         """An announced request will not come, or is refused; nothing if none was announced."""
-        if self._connector is not None and request_id in self._scheduler.early.loads:
-            self._scheduler.early.drop(request_id)
+        if self._connector is not None and self._scheduler.has_early(request_id):
+            self._scheduler.drop_early(request_id)
             self._connector.cancel_load(request_id)
 
     def announce_kv_transfer(self, request: EngineCoreRequest) -> bool:
@@ -152,17 +152,16 @@ class HandOffs:
         if self._connector is None:
             raise InvalidRequestError("this engine takes no part in hand-offs")
         scheduler, connector = self._scheduler, self._connector
-        if request.request_id in scheduler.early.loads:
+        if scheduler.has_early(request.request_id):
             return True
-        if request.request_id in scheduler.requests or request.request_id in scheduler.loading:
+        if scheduler.find(request.request_id) or scheduler.is_loading(request.request_id):
             return False
         announced = self._admit_announced(request)
         params = announced.kv_transfer
         if params is None or not params.do_remote_prefill:
             raise InvalidRequestError("only a hand-off to this engine can be announced")
         connector.check_announced(params)
-        busy = bool(scheduler.waiting) or scheduler.gate.paused  # who is here comes first
-        order = None if busy else scheduler.early.reserve(announced)
+        order = scheduler.reserve_early(announced)
         if order is None:
             connector.reach(params)
         else:
@@ -173,7 +172,7 @@ class HandOffs:
 
     def start_loads(self) -> None:
         """Begin what the scheduler has reserved blocks for."""
-        orders, self._scheduler.load_orders = self._scheduler.load_orders, []
+        orders = self._scheduler.take_load_orders()
         if self._connector is None:
             return
         for order in orders:
@@ -183,12 +182,12 @@ class HandOffs:
         """Let the full blocks that a step has completed travel while others are computed."""
         if self._connector is None:
             return
-        leased, size = self._scheduler.leased, self._description.block_size
+        scheduler, size = self._scheduler, self._description.block_size
         for promise in self._promises.values():
-            request, lent = promise.request, leased.count(promise.lease_id)
+            request, lent = promise.request, scheduler.num_lent(promise.lease_id)
             full = request.num_computed_tokens // size
             if full > lent:
-                blocks = leased.lend(promise.lease_id, request.block_ids[lent:full])
+                blocks = scheduler.lend(promise.lease_id, request.block_ids[lent:full])
                 self._connector.lend(promise.lease_id, blocks)
 
     def finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
@@ -208,18 +207,18 @@ class HandOffs:
         """
         if self._connector is None:
             return None
-        computed, leased = request.num_computed_tokens, self._scheduler.leased
+        computed, scheduler = request.num_computed_tokens, self._scheduler
         promise = self._promises.pop(request.request_id, None)
         if promise is None:
             wanted = None if request.kv_transfer is None else request.kv_transfer.lease_id
-            lease_id = None if wanted is None or wanted in leased else wanted
+            lease_id = None if wanted is None or scheduler.has_lease(wanted) else wanted
             promise = self._promise(request, lease_id, computed, self._connector)
             del self._promises[request.request_id]
-        lent = leased.count(promise.lease_id)
+        lent = scheduler.num_lent(promise.lease_id)
         end = -(-computed // self._description.block_size)
         params = self._connector.grant(
             request.request_id,
-            leased.lend(promise.lease_id, request.block_ids[lent:end]),
+            scheduler.lend(promise.lease_id, request.block_ids[lent:end]),
             request.token_ids[:computed],
             request.token_ids[computed:],
             request.cache_salt,
@@ -246,7 +245,7 @@ class HandOffs:
         return failures
 
     def _lease_ended(self, event: LeaseEnded) -> None:
-        self._scheduler.leased.end(event.lease_id)
+        self._scheduler.end_lease(event.lease_id)
         promise = self._promises.get(event.request_id)
         if promise is not None and promise.lease_id == event.lease_id:
             # Whoever was to read it will not. If the request finishes, it gets a lease of its own.
@@ -256,9 +255,8 @@ class HandOffs:
         """Totals since the start, and what is held now; None without a hinge."""
         if self._connector is None:
             return None
-        stats, early = self._connector.stats(), self._scheduler.early
-        stats.early_loads, stats.early_loads_now = early.begun, len(early)
-        stats.early_loads_adopted, stats.early_loads_dropped = early.adopted, early.dropped
+        stats = self._connector.stats()
+        self._scheduler.count_early(stats)
         return stats
 
     # --- rejection ----------------------------------------------------------------------------

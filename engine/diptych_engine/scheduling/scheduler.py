@@ -1,5 +1,8 @@
 """Decides what each step computes. Pure: values in, values out; no clock, torch or sockets.
 
+The rooms around it read its view and its properties, and change it by its commands; its queues,
+its pool and its tables are its own.
+
 There are no prefill and decode phases: a request that has tokens without KV gets a share of the
 step's token budget, be it a chunk of its prompt or the one token it sampled last. Running requests
 come first, in their order; when blocks run out the last of them loses its blocks and is computed
@@ -10,12 +13,13 @@ because they hold blocks already; under `priority` it is (priority, arrival, id)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from diptych_engine.scheduling.fair_rows import who_gives_way
 from diptych_engine.scheduling.request import (
+    LoadOrder,
     Request,
     RequestStatus,
     ScheduledRequest,
@@ -24,11 +28,16 @@ from diptych_engine.scheduling.request import (
     TokenOutput,
 )
 from diptych_engine.scheduling.scheduler_state import SchedulerState
-from diptych_engine.scheduling.scheduler_stats import snapshot
+from diptych_engine.scheduling.scheduler_view import SchedulerView, snapshot
 from diptych_engine.scheduling.step_entry import share_out
 from diptych_engine.scheduling.step_results import apply_results
 from diptych_engine.scheduling.waiting_queue import service, turn_in_class
-from diptych_protocol import SchedulerStats
+from diptych_protocol import (
+    KVTransferStats,
+    PauseMode,
+    RequestJourneyEvent,
+    SchedulerStats,
+)
 
 SHARED_STEPS = 1000
 """How many further steps stay short after there were several tenants; these take some minutes."""
@@ -95,7 +104,11 @@ class Scheduler(SchedulerState):
             self.journey.saw_tokens(outputs, self.stats.steps)
         return outputs
 
-    # --- what others ask ----------------------------------------------------------------------
+    # --- what others read ---------------------------------------------------------------------
+
+    def view(self) -> SchedulerView:
+        """This moment, frozen."""
+        return SchedulerView.of(self)
 
     @property
     def has_work(self) -> bool:
@@ -107,6 +120,116 @@ class Scheduler(SchedulerState):
         """No step will compute anything, and the hinge will bring nothing to compute."""
         return self.gate.frozen or not (self.running or self.waiting or self.loading)
 
+    @property
+    def paused(self) -> bool:
+        """New requests wait for the end of a pause."""
+        return self.gate.paused
+
+    @property
+    def has_waiting(self) -> bool:
+        """Some request waits in the queue."""
+        return bool(self.waiting)
+
+    @property
+    def now_running(self) -> Sequence[Request]:
+        return self.running
+
+    @property
+    def unfinished(self) -> Collection[Request]:
+        """Every request that has not ended, in the order in which they came."""
+        return self.requests.values()
+
+    def find(self, request_id: str) -> Request | None:
+        """The unfinished request of this id."""
+        return self.requests.get(request_id)
+
+    def is_loading(self, request_id: str) -> bool:
+        """The hinge writes to the blocks of a request of this id, which may have ended."""
+        return request_id in self.loading
+
     def snapshot(self) -> SchedulerStats:
         """The running totals with the gauges of this moment."""
         return snapshot(self)
+
+    # --- commands: pauses and caches ----------------------------------------------------------
+
+    def pause(self, mode: PauseMode) -> None:
+        """Pause, or change the way of the pause that there is."""
+        self.gate.close(mode, self.waiting)
+
+    def end_pause(self) -> None:
+        """Go on; what came meanwhile joins the queue. Harmless without a pause."""
+        self.gate.open(self.waiting)
+
+    def forget_cache(self, *, even_held: bool = False) -> bool:
+        """Forget every cached prefix. False, and nothing is done, if a block is in use, unless
+        `even_held`: then no request finds what blocks in use hold now."""
+        return self.pool.forget_all(even_held=even_held)
+
+    def discard_loads(self) -> list[str]:
+        """Use nothing of what the hinge brings from now on: its requests compute their prompts
+        here. Returns the ids of the loads to cancel."""
+        for request in self.loading.values():
+            request.kv_transfer = None
+        return [*self.loading, *self.early.drop_all()]
+
+    def take_stations(self) -> dict[bytes, list[RequestJourneyEvent]]:
+        """What happened to requests since the last call, by client, if anybody wants to know."""
+        return {} if self.journey is None else self.journey.take()
+
+    def take_load_orders(self) -> list[LoadOrder]:
+        """The loads to start now, once."""
+        orders, self.load_orders = self.load_orders, []
+        return orders
+
+    # --- commands: leases ---------------------------------------------------------------------
+
+    def begin_lease(self, lease_id: str) -> None:
+        """There is a new lease, without blocks yet."""
+        self.leased.begin(lease_id)
+
+    def has_lease(self, lease_id: str) -> bool:
+        """A lease of this id has not ended."""
+        return lease_id in self.leased
+
+    def num_lent(self, lease_id: str) -> int:
+        """How many blocks a lease has; 0 if it has ended."""
+        return self.leased.count(lease_id)
+
+    def lend(self, lease_id: str, block_ids: list[int]) -> list[int]:
+        """Pin blocks that somebody holds, after those that the lease has. Returns all of them."""
+        return self.leased.lend(lease_id, block_ids)
+
+    def end_lease(self, lease_id: str) -> None:
+        """Nobody reads the blocks of a lease any more; one that has ended is ignored."""
+        self.leased.end(lease_id)
+
+    # --- commands: early loads ----------------------------------------------------------------
+
+    def reserve_early(self, announced: Request) -> LoadOrder | None:
+        """Take blocks for a request to come. None: there is not room enough, or requests that are
+        here wait for it."""
+        return None if self.waiting or self.gate.paused else self.early.reserve(announced)
+
+    def claim_early(self, request: Request) -> bool:
+        """An announced request has come; False: nothing was fetched for it, or something else."""
+        return self.early.claim(request)
+
+    def has_early(self, request_id: str) -> bool:
+        """Something is fetched, or was, for a request of this id to come."""
+        return request_id in self.early.loads
+
+    def drop_early(self, request_id: str) -> None:
+        """An announced request will not come, or is to compute its prompt here. Its load, if under
+        way, must be cancelled."""
+        self.early.drop(request_id)
+
+    def drop_all_early(self) -> list[str]:
+        """The same for all; returns the ids of the loads to cancel."""
+        return self.early.drop_all()
+
+    def count_early(self, stats: KVTransferStats) -> None:
+        """Write what became of early loads into statistics."""
+        early = self.early
+        stats.early_loads, stats.early_loads_now = early.begun, len(early)
+        stats.early_loads_adopted, stats.early_loads_dropped = early.adopted, early.dropped

@@ -106,7 +106,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     )
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
-    loras = LoraCalls(core.adapters, lambda: core.scheduler.running)
+    loras = LoraCalls(core.adapters, lambda: core.scheduler.now_running)
     for adapter in numbered(config.lora_modules):
         loras.add_lora(adapter)
     controls = Controls(core)

@@ -130,7 +130,7 @@ class CoreServer:
             while not self._is_over():
                 self._turn()
             self._receive(0)  # what came meanwhile has its answer, too
-            self._core.abort(list(self._core.scheduler.requests))
+            self._core.abort_all()
             self._send_outputs()
         except BaseException as exc:
             log.exception("the engine core failed")
@@ -147,9 +147,8 @@ class CoreServer:
             self._core.leaving = True
             self._shutdown.request(now, self._shutdown_timeout_s)
             self._reject_pending()
-        gate = self._core.scheduler.gate
-        under_way = len(self._core.scheduler.requests) > len(gate.parked) and not gate.frozen
-        return self._shutdown.advance(now, can_finish_more=under_way)
+        more = self._core.scheduler.view().any_can_finish
+        return self._shutdown.advance(now, can_finish_more=more)
 
     def _turn(self) -> None:
         """Take what has arrived and run one step, if there is anything to compute."""
@@ -301,8 +300,7 @@ class CoreServer:
         """Send every client its share of the step, with statistics now and then."""
         outputs = self._core.take_outputs()
         stats = self._stats_if_due(bool(outputs))
-        journey = self._core.scheduler.journey
-        events = {} if journey is None else journey.take()
+        events = self._core.scheduler.take_stations()
         for client in outputs.keys() | events.keys():
             made, stations = outputs.get(client, []), events.get(client)
             self._send(

@@ -47,7 +47,7 @@ class LockstepServer(CoreServer):
         core.rest_conditions.append(lambda: self._waves.paused)
 
     def _turn(self) -> None:
-        self._announce(self._waves.on_pause(self._core.scheduler.gate.paused))
+        self._announce(self._waves.on_pause(self._core.scheduler.paused))
         super()._turn()
         if self._waves.sum_due:
             self._add_up()

@@ -40,7 +40,7 @@ class Membership:
         Returns what each has generated, and its client has been told, up to now.
         """
         scheduler = self._core.scheduler
-        requests = list(scheduler.requests.values())
+        requests = list(scheduler.unfinished)
         for request in requests:
             scheduler.finish(request, FinishReason.ABORT)
         return {

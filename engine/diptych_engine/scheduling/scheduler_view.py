@@ -1,0 +1,80 @@
+"""What a scheduler tells of itself, as values that do not change afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych_engine.scheduling.pause import is_under_way
+from diptych_engine.scheduling.scheduler_state import SchedulerState
+from diptych_protocol import SchedulerStats
+from diptych_protocol.admin import DrainReport
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """A scheduler at one moment. Made for questions that are asked seldom, not in every step."""
+
+    frozen: bool
+    """Nothing is computed at all, because of a pause."""
+    num_running: int
+    num_waiting: int
+    """In the queue, before it, and while everything is paused."""
+    num_parked: int
+    """Those of them that came during a pause, and wait for its end."""
+    num_loading: int
+    """Requests whose blocks the hinge writes to."""
+    num_idle: int
+    """Sessions that wait for their next piece."""
+    num_early_loads: int
+    """What the hinge fetches for requests that are only announced."""
+    num_leases: int
+    """Leases that hold blocks."""
+    any_begun: bool
+    """Some request runs, waits with KV, or was preempted."""
+    any_can_finish: bool
+    """Some request is not parked, and steps are computed."""
+
+    @classmethod
+    def of(cls, state: SchedulerState) -> SchedulerView:
+        gate = state.gate
+        return cls(
+            frozen=gate.frozen,
+            num_running=len(state.running),
+            num_waiting=state.num_waiting,
+            num_parked=len(gate.parked),
+            num_loading=len(state.loading),
+            num_idle=len(state.idle),
+            num_early_loads=len(state.early.loads),
+            num_leases=len(state.leased),
+            any_begun=bool(state.running) or any(map(is_under_way, state.waiting)),
+            any_can_finish=len(state.requests) > len(gate.parked) and not gate.frozen,
+        )
+
+    @property
+    def hinge_at_rest(self) -> bool:
+        """Nothing is lent, and nothing is fetched."""
+        return not (self.num_loading or self.num_early_loads or self.num_leases)
+
+    def drain_report(self, *, draining: bool) -> DrainReport:
+        """What still keeps the engine from leaving; sessions that wait for their users count."""
+        waiting = self.num_waiting + self.num_loading + self.num_idle
+        return DrainReport(
+            draining=draining,
+            drained=draining and not (self.num_running or waiting or self.num_leases),
+            num_running=self.num_running,
+            num_waiting=waiting,
+            leases_held=self.num_leases,
+        )
+
+
+def snapshot(state: SchedulerState) -> SchedulerStats:
+    """The running totals with the gauges of this moment."""
+    stats = state.stats
+    stats.num_running = len(state.running)
+    stats.num_waiting = state.num_waiting
+    stats.num_waiting_for_remote_kv = len(state.loading)
+    stats.num_waiting_for_input = len(state.idle)
+    stats.blocks_total = state.pool.num_blocks
+    stats.blocks_free = state.pool.num_free
+    stats.queued_prompt_tokens = state.prefixes.queued_prompt_tokens(state.requests.values())
+    return stats
