@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import Table
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 
 MAX_NUMBERS: Final = 20
@@ -23,9 +24,10 @@ WIDTH: Final = 1 + MAX_NUMBERS
 def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
     """[calls, WIDTH]: the rows of a table."""
     rows = np.zeros((len(calls), WIDTH), np.int64)
-    for row, (kernel, numbers) in zip(rows, calls, strict=True):
+    for row, (kernel, arguments) in zip(rows, calls, strict=True):
         row[0] = kernel.address
-        row[1 : 1 + len(numbers)] = numbers
+        numbers = np.frombuffer(memoryview(arguments), np.int64)
+        row[1 : 1 + numbers.size] = numbers
     return rows
 
 
@@ -35,7 +37,7 @@ def run_all(table: NDArray[np.int64], threads: int) -> None:
     What its numbers point to must stay until this returns.
     """
     rows = np.ascontiguousarray(table)
-    run_calls().run((rows.ctypes.data, rows.size // WIDTH), threads)
+    run_calls().run(Table(rows.ctypes.data, rows.size // WIDTH), threads)
 
 
 @remembered

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.call_table import rows_of
+from diptych_kernels.native.arguments import Arguments, Table
 from diptych_kernels.native.kernel import Kernel
+from diptych_kernels.native.tile_layout import GROUP
 from diptych_kernels.packed_product import cpu as packed_product
 from diptych_kernels.packed_product import reference as packed_reference
-from diptych_kernels.packed_product.tiles import GROUP, to_tiles
+from diptych_kernels.packed_product.tiles import to_tiles
 from diptych_kernels.paged_attention import cpu as attention
 from diptych_kernels.paged_attention import reference as attention_reference
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
@@ -64,21 +66,21 @@ def _unwritten(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan)
 
 
-def _run(kernel: Kernel, numbers: tuple[int, ...]) -> None:
-    kernel.run(numbers, 1)
+def _run(kernel: Kernel, arguments: Arguments) -> None:
+    kernel.run(arguments, 1)
 
 
 def _norm(kernel: Kernel) -> Results:
     x, weight, out = _random(3, 75), _random(75), _unwritten(3, 75)
-    _, numbers = rms_norm.call(x, weight, EPS, out)
-    _run(kernel, numbers)
+    _, arguments = rms_norm.call(x, weight, EPS, out)
+    _run(kernel, arguments)
     return out, norm_reference.rms_norm(x, weight, EPS)
 
 
 def _gate(kernel: Kernel) -> Results:
     x, out = _random(3, 150), _unwritten(3, 75)
-    _, numbers = silu_mul.call(x, out)
-    _run(kernel, numbers)
+    _, arguments = silu_mul.call(x, out)
+    _run(kernel, arguments)
     return out, gate_reference.silu_mul(x)
 
 
@@ -86,7 +88,7 @@ def _table(kernel: Kernel) -> Results:
     """A table of two calls; a fault of the called kernel is in both results."""
     x, actual, expected = _random(2, 3, 150), _unwritten(2, 3, 75), _unwritten(2, 3, 75)
     table = rows_of([silu_mul.call(x[i], actual[i]) for i in range(2)])
-    _run(kernel, (table.ctypes.data, len(table)))
+    _run(kernel, Table(table.ctypes.data, len(table)))
     for i in range(2):
         _run(*silu_mul.call(x[i], expected[i]))
     return actual, expected
@@ -108,8 +110,8 @@ def _rotation(kernel: Kernel) -> Results:
             cache = torch.zeros(3, 2, 4, KV_HEADS, head_dim, dtype=dtype)
             where = heads, rotations, cache, blocks, offsets
             if uses_kernel:
-                _, numbers = rope_kv_write.call(*where, bias, norms[0], norms[1], EPS)
-                _run(kernel, numbers)
+                _, arguments = rope_kv_write.call(*where, bias, norms[0], norms[1], EPS)
+                _run(kernel, arguments)
             else:
                 rope_reference.rope_kv_write(*where, 1.0, bias, norms[0], norms[1], EPS)
             mine += [heads[:, :HEADS].flatten(), cache.float().flatten()]
@@ -146,7 +148,7 @@ def _decodes(kernel: Kernel, dtype: torch.dtype) -> Results:
     head_dim = kernel.number or attention.WIDTH
     queries, cache, metadata = _attention([(70, 1), (3, 1)], head_dim, dtype)
     out = _unwritten(*queries.shape)
-    _run(kernel, attention.decode_numbers(queries, cache, metadata, out))
+    _run(kernel, attention.decode_arguments(queries, cache, metadata, out))
     return out, attention_reference.paged_attention(queries, cache, metadata)
 
 
@@ -164,7 +166,7 @@ def _chunk(kernel: Kernel) -> Results:
     queries, cache, metadata = _attention([(70, 19)], kernel.number, torch.bfloat16)
     out = _unwritten(*queries.shape)
     [own] = metadata.chunk_numbers
-    _run(kernel, attention.chunk_numbers(queries, cache, own, out))
+    _run(kernel, attention.chunk_arguments(queries, cache, own, out))
     return out, attention_reference.paged_attention(queries, cache, metadata)
 
 
@@ -183,8 +185,8 @@ def _product(kernel: Kernel) -> Results:
     x, tiles = _factors(kernel.number)
     workspace = torch.empty(packed_product.workspace_bytes(*x.shape), dtype=torch.int8)
     actual, expected = _unwritten(2, len(x), 48)
-    _, numbers = packed_product.decode_call(x, tiles, actual, workspace, add=False)
-    _run(kernel, numbers)
+    _, arguments = packed_product.decode_call(x, tiles, actual, workspace, add=False)
+    _run(kernel, arguments)
     packed_reference.packed_product(x, tiles, expected, num_decodes=len(x))
     return actual, expected
 
@@ -193,8 +195,8 @@ def _product_in_tiles(kernel: Kernel) -> Results:
     x, tiles = _factors(kernel.number)
     workspace = torch.empty(packed_product.workspace_bytes(*x.shape), dtype=torch.int8)
     actual, expected = _unwritten(2, len(x), 48)
-    _, numbers = packed_product.chunk_call(x, 0, tiles, actual, workspace, add=False)
-    _run(kernel, numbers)
+    _, arguments = packed_product.chunk_call(x, 0, tiles, actual, workspace, add=False)
+    _run(kernel, arguments)
     packed_reference.packed_product(x, tiles, expected, num_decodes=0)
     return actual, expected
 

@@ -17,6 +17,12 @@ from waits import PATIENCE_S
 from diptych_kernels.call_table import rows_of, run_all
 from diptych_kernels.cpu_level import CpuLevel, machine_level
 from diptych_kernels.native import object_files
+from diptych_kernels.native.arguments import (
+    ChunkAttention,
+    DecodeAttention,
+    RopeKvWrite,
+    places_of,
+)
 from diptych_kernels.native.kernel import Kernel, load
 from diptych_kernels.native.targets import OF_LEVEL, target_of
 from diptych_kernels.rms_norm import cpu as rms_norm
@@ -142,3 +148,9 @@ def test_threads_on_one_processor_do_not_wait_for_the_end_of_time_slices() -> No
     alone.start()
     alone.join()
     assert seconds[0] < 0.5
+
+
+def test_tables_change_the_same_argument_of_rotations_and_attention() -> None:
+    """A step writes the address of each layer's cache into all of them at once."""
+    places = {places_of(kind, "cache") for kind in (RopeKvWrite, DecodeAttention, ChunkAttention)}
+    assert len(places) == 1

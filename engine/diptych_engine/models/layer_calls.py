@@ -28,8 +28,8 @@ from diptych_kernels.rope_kv_write import cpu as rope_kv_write
 from diptych_kernels.silu_mul import cpu as silu_mul
 from diptych_kernels.trust import is_trusted
 
-CACHE = 2
-"""Which number of a rotation and of attention is the address of keys and values."""
+CACHE = rope_kv_write.CACHE
+"""Where the address of keys and values stands, in rotations and in attention alike."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,7 +39,7 @@ class LastingCall:
 
     call: Call
     tokens_at: int | None = None
-    """Which of its numbers says how many tokens there are."""
+    """Which of its arguments says how many tokens there are."""
     rows_at: int | None = None
     """...and how many of them are summed up in integers."""
     weight: Tensor | None = None

@@ -18,13 +18,14 @@ from diptych_kernels.native.amx import (
     multiply_block,
     release,
 )
-from diptych_kernels.native.packed_tile import FLOAT, QUAD, QUADS, group_bytes
+from diptych_kernels.native.arguments import AmxProduct, record_of
+from diptych_kernels.native.packed_tile import FLOAT
 from diptych_kernels.native.primitives import await_others, num_threads, thread_index
+from diptych_kernels.native.tile_layout import GROUP, group_bytes
 from diptych_kernels.native.unpacked_tile import unpack_half, unpack_tile
 from diptych_kernels.native.vectors import repeat, round_32
 
-GROUP = QUADS * QUAD
-NUM_NUMBERS = 12
+ARGUMENTS = record_of(AmxProduct)
 
 
 def entry(bits):
@@ -71,17 +72,17 @@ def entry(bits):
             unpack(following, num_following * groups, target)
 
     @njit(error_model="numpy")
-    def multiply(numbers):
+    def multiply(given):
         """What each thread does: rounds some rows, then takes all rows through some pairs of tiles,
         one after the other. The next pair is unpacked while this one is multiplied."""
-        x, x_stride, first, end, groups, tiles, num_tiles = numbers[:7]
-        out, stride, add, inputs, memory = numbers[7:NUM_NUMBERS]
-        thread, threads, rows = thread_index(), num_threads(), end - first
+        first, groups, tiles, num_tiles = given.first, given.groups, given.tiles, given.num_tiles
+        inputs, stride = given.inputs, given.out_stride
+        thread, threads, rows = thread_index(), num_threads(), given.end - first
         for row in range(first + rows * thread // threads, first + rows * (thread + 1) // threads):
-            _round_row(x + row * x_stride, inputs, row - first, groups)
+            _round_row(given.x + row * given.x_stride, inputs, row - first, groups)
         await_others()
         pair_bytes = 2 * groups * TILE_BYTES
-        configuration = memory + thread * (CONFIGURATION_BYTES + 2 * pair_bytes)
+        configuration = given.memory + thread * (CONFIGURATION_BYTES + 2 * pair_bytes)
         weights = configuration + CONFIGURATION_BYTES
         following = weights + pair_bytes
         pairs = (num_tiles + 1) // 2
@@ -92,15 +93,16 @@ def entry(bits):
         for pair in range(first_pair, end_pair):
             tile = 2 * pair + 2
             columns_product(
-                inputs, weights, groups, rows, out + first * stride + 2 * pair * ROW_BYTES, stride,
-                add, tile <= num_tiles, tiles + tile * groups * of_group,
+                inputs, weights, groups, rows,
+                given.out + first * stride + 2 * pair * ROW_BYTES, stride, given.add,
+                tile <= num_tiles, tiles + tile * groups * of_group,
                 min(tile + 2, 2 * end_pair, num_tiles) - tile, following, configuration,
             )  # fmt: skip
             weights, following = following, weights
         release()
 
-    def amx_product(numbers):
-        multiply(carray(numbers, NUM_NUMBERS))
+    def amx_product(address):
+        multiply(carray(address, 1, ARGUMENTS)[0])
 
     return amx_product
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import re
 import sys
 from pathlib import Path
 
@@ -29,10 +28,9 @@ def compile_kernel(name: str, number: int) -> bytes:
     for function in (await_others, num_threads, thread_index):  # nothing is called here
         llvm.add_symbol(function.symbol, nowhere)
     entry = importlib.import_module(f"diptych_kernels.native.{name}").entry(number)
-    signature = types.void(types.CPointer(types.int64))
-    compiled = cfunc(signature)(entry)
-    own_name = re.escape(compiled._wrapper_name)
-    text = re.sub(rf'@"?{own_name}"?(?=\()', "@kernel", compiled.inspect_llvm())
+    compiled = cfunc(types.void(types.voidptr))(entry)
+    module = llvm.parse_assembly(compiled.inspect_llvm())
+    module.get_function(compiled.native_name).name = "kernel"
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=config.CPU_NAME,
         features=config.CPU_FEATURES,
@@ -40,7 +38,7 @@ def compile_kernel(name: str, number: int) -> bytes:
         codemodel="jitdefault",
         jit=True,
     )
-    object_file: bytes = machine.emit_object(llvm.parse_assembly(text))
+    object_file: bytes = machine.emit_object(module)
     return object_file
 
 

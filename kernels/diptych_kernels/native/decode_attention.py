@@ -12,8 +12,9 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from diptych_kernels.native.arguments import DecodeAttention, record_of
 from diptych_kernels.native.cache_rows import read_floats
-from diptych_kernels.native.decode_batch import NUM_NUMBERS, OF_LAYER, PARTITION
+from diptych_kernels.native.decode_batch import PARTITION
 from diptych_kernels.native.primitives import (
     FAST,
     await_others,
@@ -30,6 +31,7 @@ FLOAT, INT = 4, 8
 """Bytes."""
 STEP = 4
 """Keys that are taken together."""
+ARGUMENTS = record_of(DecodeAttention)
 LOG2_E = math.log2(math.e)
 ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
 """The second is less than any score, and finite: a difference of two of them is 0."""
@@ -44,17 +46,19 @@ def attention(head_dim, score, add_values):
     """The kernel, by functions that know how to read keys and values."""
 
     @njit(error_model="numpy")
-    def decode(numbers, dim):
+    def decode(given, dim):
         """What each thread does."""
-        queries, query_stride, cache, block_stride, attended, item = numbers[:OF_LAYER]
-        num_decodes, heads, kv_heads, block_size, table_width = numbers[OF_LAYER:11]
-        lengths, first_keys = ints(numbers[11], num_decodes), ints(numbers[12], num_decodes)
-        tables, partitions = numbers[13], ints(numbers[14], num_decodes + 1)
-        partials, scratch, scratch_bytes = numbers[15:18]
+        num_decodes, heads, kv_heads = given.num_decodes, given.heads, given.kv_heads
+        lengths, first_keys = ints(given.lengths, num_decodes), ints(given.first_keys, num_decodes)
+        table_width, partitions = given.table_width, ints(given.partitions, num_decodes + 1)
+        partials = given.partials
         thread, threads = thread_index(), num_threads()
-        scores = scratch + thread * scratch_bytes
+        scores = given.scratch + thread * given.scratch_bytes
         spare = scores + heads * PARTITION * FLOAT
-        geometry = cache, block_stride, block_size, kv_heads, heads // kv_heads, item
+        geometry = (
+            given.cache, given.block_stride, given.block_size, kv_heads, heads // kv_heads,
+            given.item,
+        )  # fmt: skip
         partial_size = heads * (dim + 2) * FLOAT
         num_partitions = partitions[num_decodes]
         sequence = 0
@@ -65,9 +69,9 @@ def attention(head_dim, score, add_values):
                 sequence += 1
             first = first_keys[sequence] + (index - partitions[sequence]) * PARTITION
             keys = first, min(first + PARTITION, lengths[sequence]), lengths[sequence]
-            table = ints(tables + sequence * table_width * INT, table_width)
+            table = ints(given.tables + sequence * table_width * INT, table_width)
             partial = partials + index * partial_size
-            query = queries + sequence * query_stride
+            query = given.queries + sequence * given.query_stride
             score(query, geometry, table, keys, scores, spare, dim)
             for head in range(heads):
                 mine = partial + head * (dim + 2) * FLOAT
@@ -80,12 +84,12 @@ def attention(head_dim, score, add_values):
             begin, count = partitions[sequence], partitions[sequence + 1] - partitions[sequence]
             for head in range(heads):
                 of_head = partials + begin * partial_size + head * (dim + 2) * FLOAT
-                target = attended + (sequence * heads + head) * dim * FLOAT
+                target = given.attended + (sequence * heads + head) * dim * FLOAT
                 _merge(of_head, partial_size, count, target, dim)
 
-    def decode_attention(numbers):
-        given = carray(numbers, NUM_NUMBERS)
-        decode(given, head_dim or given[NUM_NUMBERS - 1])
+    def decode_attention(address):
+        given = carray(address, 1, ARGUMENTS)[0]
+        decode(given, head_dim or given.head_dim)
 
     return decode_attention
 

@@ -8,9 +8,6 @@ from numpy.typing import NDArray
 PARTITION = 64
 """Keys that are attended to at a time. What a sequence yields depends on how its keys are cut, so
 this is a constant: neither the batch nor the number of threads may change a result."""
-NUM_NUMBERS = 19
-OF_LAYER = 6
-"""So many of the kernel's numbers change from layer to layer; they come first."""
 
 
 class DecodeBatch:
@@ -32,11 +29,11 @@ class DecodeBatch:
         self.partitions = np.zeros(len(context_lens) + 1, np.int64)
         """[decodes + 1]: where each one's partitions begin, among all; the last is their number."""
         np.cumsum(-(-self._keys // PARTITION), out=self.partitions[1:])
-        self._numbers: tuple[int, ...] = ()
+        self._arguments: tuple[int, ...] = ()
         self._threads = 0
 
-    def numbers(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
-        """The kernel's numbers behind the first `OF_LAYER`."""
+    def arguments(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
+        """Those of `DecodeAttention` that are the same for all layers: from the seventh on."""
         if threads != self._threads:  # each has memory of its own
             self._threads = threads
             # Of each partition and head: the weighted sum of values, the maximum, the sum.
@@ -46,7 +43,7 @@ class DecodeBatch:
             halves = (heads + PARTITION) * head_dim + PARTITION
             of_thread = heads * PARTITION + 2 * PARTITION + -(-halves // 2)
             self._scratch = np.empty((threads, of_thread), np.float32)
-            self._numbers = (
+            self._arguments = (
                 len(self._lengths),
                 heads,
                 kv_heads,
@@ -66,4 +63,4 @@ class DecodeBatch:
                 self._scratch[0].nbytes,
                 head_dim,
             )
-        return self._numbers
+        return self._arguments

@@ -19,6 +19,7 @@ import llvmlite.binding as llvm
 import torch
 
 from diptych_kernels.cpu_level import CpuLevel, cpu_level
+from diptych_kernels.native.arguments import Arguments
 from diptych_kernels.native.barrier import barrier
 from diptych_kernels.native.object_files import object_files
 
@@ -50,7 +51,7 @@ def openmp() -> ctypes.CDLL | None:
 
 
 class Kernel:
-    """A compiled function of one argument, the address of int64 numbers."""
+    """A compiled function of one argument, the address of a record of `native/arguments.py`."""
 
     def __init__(self, name: str, number: int, level: CpuLevel) -> None:
         """`entry(number)` of a module beside this one, compiled for a level, which is loaded when
@@ -75,10 +76,10 @@ class Kernel:
         address: int = self.linker.get_function_address("kernel")
         return address
 
-    def run(self, numbers: Sequence[int], threads: int) -> None:
+    def run(self, arguments: Arguments, threads: int) -> None:
         """Have so many threads call the function together; returns when all have."""
         with RUNNING:
-            self._run(self.address, (ctypes.c_int64 * len(numbers))(*numbers), threads, 0)
+            self._run(self.address, ctypes.byref(arguments), threads, 0)
 
 
 def load(kernels: Sequence[Kernel]) -> None:
@@ -105,8 +106,8 @@ def _kernel(name: str, number: int, level: CpuLevel) -> Kernel:
     return Kernel(name, number, level)
 
 
-Call = tuple[Kernel, tuple[int, ...]]
-"""A kernel and its numbers. What these point to must stay while it runs."""
+Call = tuple[Kernel, Arguments]
+"""A kernel and its arguments. What these point to must stay while it runs."""
 
 
 @cache

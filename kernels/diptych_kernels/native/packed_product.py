@@ -7,21 +7,14 @@ from __future__ import annotations
 
 from numba import carray, njit
 
-from diptych_kernels.native.packed_tile import (
-    FACTOR_BYTES,
-    FLOAT,
-    GROUP_BYTES,
-    QUAD,
-    QUADS,
-    group_bytes,
-    tile_product,
-)
+from diptych_kernels.native.arguments import PackedProduct, record_of
+from diptych_kernels.native.packed_tile import FACTOR_BYTES, FLOAT, GROUP_BYTES, tile_product
 from diptych_kernels.native.primitives import await_others, num_threads, thread_index
 from diptych_kernels.native.rounded_group import round_group
+from diptych_kernels.native.tile_layout import GROUP, group_bytes
 from diptych_kernels.native.vectors import LANES
 
-GROUP = QUADS * QUAD
-NUM_NUMBERS = 11
+ARGUMENTS = record_of(PackedProduct)
 LARGEST_BLOCK = 8
 """Rows that are computed together, a power of two; the last ones in smaller and smaller blocks."""
 
@@ -32,21 +25,22 @@ def entry(bits):
     of_group = group_bytes(bits)
 
     @njit(error_model="numpy")
-    def multiply(numbers):
+    def multiply(given):
         """What each thread does: rounds some groups of the input, then computes some tiles."""
-        x, x_stride, rows, groups, tiles, num_tiles = numbers[:6]
-        out, stride, add, inputs, factors = numbers[6:NUM_NUMBERS]
+        rows, groups, num_tiles = given.rows, given.groups, given.num_tiles
+        stride, add, inputs, factors = given.out_stride, given.add, given.inputs, given.factors
         thread, threads = thread_index(), num_threads()
         count = rows * groups
         for index in range(count * thread // threads, count * (thread + 1) // threads):
             row, group = index // groups, index % groups
             first, size = _block_of(row, rows)
             place = first * groups + group * size + row - first
-            source = x + row * x_stride + group * GROUP * FLOAT
+            source = given.x + row * given.x_stride + group * GROUP * FLOAT
             round_group(source, inputs + place * GROUP_BYTES, factors + place * FACTOR_BYTES)
         await_others()
         for index in range(num_tiles * thread // threads, num_tiles * (thread + 1) // threads):
-            tile, target = tiles + index * groups * of_group, out + index * LANES * FLOAT
+            tile = given.tiles + index * groups * of_group
+            target = given.out + index * LANES * FLOAT
             row = 0
             while row + 8 <= rows:
                 eight(tile, groups, inputs, factors, target, stride, add, row)
@@ -60,8 +54,8 @@ def entry(bits):
             if row < rows:
                 one(tile, groups, inputs, factors, target, stride, add, row)
 
-    def packed_product(numbers):
-        multiply(carray(numbers, NUM_NUMBERS))
+    def packed_product(address):
+        multiply(carray(address, 1, ARGUMENTS)[0])
 
     return packed_product
 

@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from diptych_kernels.native.tile_layout import GROUP, HALF, QUAD, QUADS, group_bytes
 from diptych_kernels.native.vectors import (
     FLOAT32,
     INT16,
@@ -27,21 +28,14 @@ from diptych_kernels.native.vectors import (
     zeros,
 )
 
-QUADS = 8
-"""How many quads make a group of 32 values. A tile holds a quad's four values in one place."""
-FLOAT, QUAD, HALF, WORD = 4, 4, 2, 2
+FLOAT, WORD = 4, 2
 """Their sizes, in bytes."""
-GROUP_BYTES, FACTOR_BYTES = QUADS * QUAD * WORD, 2 * FLOAT
+GROUP_BYTES, FACTOR_BYTES = GROUP * WORD, 2 * FLOAT
 """The sizes of a group of one row's inputs, and of its scale and its scaled sum."""
 ORDER = (0, 2, 1, 3)
 """The order in which the four inputs of a quad lie: a word of a tile holds values 0 and 1 of a
 quad, or 2 and 3, so a lane's two words, masked or shifted alike, hold values 0 and 2, or 1 and
 3."""
-
-
-def group_bytes(bits):
-    """Size, in bytes, of one group of a tile: its levels, scales and offsets."""
-    return LANES * (QUADS * QUAD * bits // 8 + 2 * HALF)
 
 
 HAS_WORD_DOTS = target_has("avx512vnni")

@@ -10,14 +10,10 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from diptych_kernels.native.arguments import ChunkAttention, record_of
 from diptych_kernels.native.attention_tile import FLOAT, ROWS, WIDTH, score_tile, value_tile
 from diptych_kernels.native.cache_rows import read_floats
-from diptych_kernels.native.prefill_chunk import (
-    NUM_NUMBERS,
-    OF_LAYER,
-    PARTITION,
-    ROWS_TOGETHER,
-)
+from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
 from diptych_kernels.native.primitives import (
     FAST,
     await_others,
@@ -31,6 +27,7 @@ from diptych_kernels.native.vectors import largest_of_64
 
 KEYS_TOGETHER = 16
 """Keys that are transposed together, which is the lanes of a vector, or whose values are added."""
+ARGUMENTS = record_of(ChunkAttention)
 LOG2_E = math.log2(math.e)
 ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
 """The second is less than any score, and finite: a difference of two of them is 0."""
@@ -48,17 +45,18 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
     """
 
     @njit(error_model="numpy")
-    def prefill(numbers):
+    def prefill(given):
         """What each thread does: prepares some keys, then attends from some of the rows."""
-        queries, query_stride, cache, block_stride, attended, item = numbers[:OF_LAYER]
-        tokens, heads, kv_heads, block_size, table, length, window = numbers[OF_LAYER:13]
-        begin, keys, num_keys, scratch, scratch_bytes = numbers[13:NUM_NUMBERS]
+        tokens, heads, kv_heads = given.tokens, given.heads, given.kv_heads
+        length, window, begin, num_keys = given.length, given.window, given.begin, given.num_keys
         thread, threads = thread_index(), num_threads()
         sharing = heads // kv_heads
-        blocks = ints(table, -(-length // block_size))
-        geometry = cache, block_stride, block_size, kv_heads, blocks, item
-        layout = keys, num_keys, begin
-        own_queries = scratch + thread * scratch_bytes
+        blocks = ints(given.blocks, -(-length // given.block_size))
+        geometry = (
+            given.cache, given.block_stride, given.block_size, kv_heads, blocks, given.item,
+        )  # fmt: skip
+        layout = given.keys, num_keys, begin
+        own_queries = given.scratch + thread * given.scratch_bytes
         sums = own_queries + ROWS_TOGETHER * dim * FLOAT
         scores = sums + ROWS_TOGETHER * dim * FLOAT
         spare = scores + ROWS_TOGETHER * PARTITION * FLOAT
@@ -75,7 +73,8 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
             num_rows = min(ROWS_TOGETHER, tokens * sharing - first_row)
             for row in range(ROWS_TOGETHER):
                 token, place = (first_row + row) // sharing, (first_row + row) % sharing
-                source = queries + token * query_stride + (head * sharing + place) * dim * FLOAT
+                source = given.queries + token * given.query_stride
+                source += (head * sharing + place) * dim * FLOAT
                 begin_row(source if row < num_rows else 0, own_queries, row, dim)
                 _begin_sums(sums + row * dim * FLOAT, states + 2 * row * FLOAT, dim)
             before = length - tokens
@@ -97,12 +96,12 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
                 part += PARTITION
             for row in range(num_rows):
                 token, place = (first_row + row) // sharing, (first_row + row) % sharing
-                target = attended + (token * heads + head * sharing + place) * dim * FLOAT
+                target = given.attended + (token * heads + head * sharing + place) * dim * FLOAT
                 _finish(sums + row * dim * FLOAT, states + 2 * row * FLOAT, target, dim)
         end_thread()
 
-    def prefill_attention(numbers):
-        prefill(carray(numbers, NUM_NUMBERS))
+    def prefill_attention(address):
+        prefill(carray(address, 1, ARGUMENTS)[0])
 
     return prefill_attention
 

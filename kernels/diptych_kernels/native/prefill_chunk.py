@@ -10,9 +10,6 @@ PARTITION = 64
 prompt is cut into chunks changes no bit of what its tokens yield."""
 ROWS_TOGETHER = 16
 """Rows that a thread takes together, so that they share what they read."""
-NUM_NUMBERS = 18
-OF_LAYER = 6
-"""So many of the kernel's numbers change from layer to layer; they come first."""
 EVERYTHING = 1 << 40
 """A window that is wider than any context."""
 
@@ -37,11 +34,11 @@ class ChunkNumbers:
         self._window = window or EVERYTHING
         first_key = max(length - self._num_tokens + 1 - self._window, 0)
         self._begin = first_key // PARTITION * PARTITION
-        self._numbers: tuple[int, ...] = ()
+        self._arguments: tuple[int, ...] = ()
         self._threads = 0
 
-    def numbers(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
-        """The kernel's numbers behind the first `OF_LAYER`."""
+    def arguments(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
+        """Those of `ChunkAttention` that are the same for all layers: from the seventh on."""
         if threads != self._threads:  # each has memory of its own
             self._threads = threads
             num_keys = -(-(self._length - self._begin) // PARTITION) * PARTITION
@@ -51,7 +48,7 @@ class ChunkNumbers:
             # and one number for the configuration of a matrix unit.
             of_row = 2 * head_dim + PARTITION + max(PARTITION, head_dim) + 3
             self._scratch = np.empty((threads, ROWS_TOGETHER, of_row), np.float32)
-            self._numbers = (
+            self._arguments = (
                 self._num_tokens,
                 heads,
                 kv_heads,
@@ -65,4 +62,4 @@ class ChunkNumbers:
                 self._scratch.ctypes.data,
                 self._scratch[0].nbytes,
             )
-        return self._numbers
+        return self._arguments

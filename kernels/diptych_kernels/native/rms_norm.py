@@ -5,29 +5,31 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from diptych_kernels.native.arguments import RmsNorm, record_of
 from diptych_kernels.native.primitives import FAST, float_of, floats, num_threads, thread_index
 
 FLOAT = 4
 """Bytes."""
-NUM_NUMBERS = 7
+ARGUMENTS = record_of(RmsNorm)
 
 
 def entry(number):
     """One kernel for all sizes: `number` is 0."""
 
-    def rms_norm(numbers):
-        _rms_norm(carray(numbers, NUM_NUMBERS))
+    def rms_norm(address):
+        _rms_norm(carray(address, 1, ARGUMENTS)[0])
 
     return rms_norm
 
 
 @njit(error_model="numpy")
-def _rms_norm(numbers):
+def _rms_norm(given):
     """What each thread does: some of the rows."""
-    x, stride, weight, out, rows, size, eps = numbers[:NUM_NUMBERS]
+    rows, size, eps = given.rows, given.size, float_of(given.eps)
     thread, threads = thread_index(), num_threads()
     for row in range(rows * thread // threads, rows * (thread + 1) // threads):
-        norm(x + row * stride, weight, out + row * size * FLOAT, size, float_of(eps))
+        source, target = given.x + row * given.x_stride, given.out + row * size * FLOAT
+        norm(source, given.weight, target, size, eps)
 
 
 @njit(fastmath=FAST, error_model="numpy")

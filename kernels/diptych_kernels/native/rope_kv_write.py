@@ -8,35 +8,36 @@ from __future__ import annotations
 
 from numba import carray, njit
 
+from diptych_kernels.native.arguments import RopeKvWrite, record_of
 from diptych_kernels.native.cache_rows import write
 from diptych_kernels.native.primitives import float_of, floats, ints, num_threads, thread_index
 from diptych_kernels.native.rms_norm import norm
 
 FLOAT = 4
 """Bytes."""
-NUM_NUMBERS = 16
+ARGUMENTS = record_of(RopeKvWrite)
 
 
 def entry(number):
     """One kernel for all sizes: `number` is 0."""
 
-    def rope_kv_write(numbers):
-        _rope_kv_write(carray(numbers, NUM_NUMBERS))
+    def rope_kv_write(address):
+        _rope_kv_write(carray(address, 1, ARGUMENTS)[0])
 
     return rope_kv_write
 
 
 @njit(error_model="numpy")
-def _rope_kv_write(numbers):
+def _rope_kv_write(given):
     """What each thread does: some of the tokens. A weight that the model has not is at 0."""
-    heads, rotations, cache, blocks, offsets, bias, query_norm, key_norm, eps = numbers[:9]
-    tokens, num_heads, kv_heads, dim, block_size, block_stride, item = numbers[9:NUM_NUMBERS]
-    block_of, offset_of = ints(blocks, tokens), ints(offsets, tokens)
+    tokens, num_heads, kv_heads, dim = given.tokens, given.num_heads, given.kv_heads, given.head_dim
+    bias, query_norm, key_norm, eps = given.bias, given.query_norm, given.key_norm, given.eps
+    block_of, offset_of = ints(given.blocks, tokens), ints(given.offsets, tokens)
     head_size = dim * FLOAT
     thread, threads = thread_index(), num_threads()
     for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
-        rotation = rotations + token * head_size
-        source = heads + token * num_heads * head_size
+        rotation = given.rotations + token * head_size
+        source = given.heads + token * num_heads * head_size
         keys = source + (num_heads - 2 * kv_heads) * head_size
         values = keys + kv_heads * head_size
         if bias != 0:
@@ -46,10 +47,11 @@ def _rope_kv_write(numbers):
             if weight != 0:
                 norm(head, weight, head, dim, float_of(eps))
             _rotate(head, rotation, dim)
-        token_size = kv_heads * dim * item
-        target = cache + block_of[token] * block_stride + offset_of[token] * token_size
-        write(keys, target, kv_heads * dim, item)
-        write(values, target + block_size * token_size, kv_heads * dim, item)
+        token_size = kv_heads * dim * given.item
+        target = given.cache + block_of[token] * given.block_stride
+        target += offset_of[token] * token_size
+        write(keys, target, kv_heads * dim, given.item)
+        write(values, target + given.block_size * token_size, kv_heads * dim, given.item)
 
 
 @njit

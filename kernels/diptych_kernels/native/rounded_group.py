@@ -6,7 +6,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.packed_tile import FLOAT, ORDER, QUAD, WORD
+from diptych_kernels.native.packed_tile import FLOAT, ORDER, WORD
+from diptych_kernels.native.tile_layout import QUAD
 from diptych_kernels.native.vectors import (
     FLOAT32,
     FLOATS,

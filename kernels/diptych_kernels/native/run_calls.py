@@ -6,9 +6,10 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from diptych_kernels.native.arguments import Table, record_of
 from diptych_kernels.native.primitives import await_others, ints
 
-NUM_NUMBERS = 2
+ARGUMENTS = record_of(Table)
 INT = 8
 """Bytes."""
 
@@ -17,30 +18,30 @@ def entry(width):
     """The kernel for a table whose rows have so many numbers."""
 
     @njit
-    def run(numbers):
+    def run(given):
         """What each thread does: its part of every call, when all have done theirs of the one
         before."""
-        row, count = numbers[:NUM_NUMBERS]
-        for _ in range(count):
+        row = given.rows
+        for _ in range(given.num_calls):
             _call(ints(row, 1)[0], row + INT)
             await_others()
             row += width * INT
 
-    def run_calls(numbers):
-        run(carray(numbers, NUM_NUMBERS))
+    def run_calls(address):
+        run(carray(address, 1, ARGUMENTS)[0])
 
     return run_calls
 
 
 @intrinsic
-def _call(context, address, numbers):
-    """Call a kernel, which is at an address, with the numbers at another."""
+def _call(context, address, record):
+    """Call a kernel, which is at an address, with the record at another."""
 
     def generate(context, builder, signature, arguments):
-        to_numbers = ir.IntType(64).as_pointer()
-        kernel = ir.FunctionType(ir.VoidType(), [to_numbers]).as_pointer()
-        address, numbers = arguments
-        builder.call(builder.inttoptr(address, kernel), [builder.inttoptr(numbers, to_numbers)])
+        to_record = ir.IntType(8).as_pointer()
+        kernel = ir.FunctionType(ir.VoidType(), [to_record]).as_pointer()
+        address, record = arguments
+        builder.call(builder.inttoptr(address, kernel), [builder.inttoptr(record, to_record)])
         return context.get_dummy_value()
 
-    return types.void(address, numbers), generate
+    return types.void(address, record), generate

@@ -7,27 +7,28 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from diptych_kernels.native.arguments import SiluMul, record_of
 from diptych_kernels.native.primitives import FAST, exp2, floats, num_threads, thread_index
 
 FLOAT = 4
 """Bytes."""
-NUM_NUMBERS = 4
+ARGUMENTS = record_of(SiluMul)
 ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(math.log2(math.e))
 
 
 def entry(number):
     """One kernel for all sizes: `number` is 0."""
 
-    def silu_mul(numbers):
-        _silu_mul(carray(numbers, NUM_NUMBERS))
+    def silu_mul(address):
+        _silu_mul(carray(address, 1, ARGUMENTS)[0])
 
     return silu_mul
 
 
 @njit(error_model="numpy")
-def _silu_mul(numbers):
+def _silu_mul(given):
     """What each thread does: some of the rows."""
-    gate_up, out, rows, size = numbers[:NUM_NUMBERS]
+    gate_up, out, rows, size = given.gate_up, given.out, given.rows, given.size
     thread, threads = thread_index(), num_threads()
     for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         _gate(gate_up + 2 * row * size * FLOAT, out + row * size * FLOAT, size)

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.packed_tile import HALF, QUAD, QUADS, group_bytes
+from diptych_kernels.native.tile_layout import HALF, QUAD, QUADS, group_bytes
 from diptych_kernels.native.vectors import (
     FLOATS,
     INT64,

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import AmxProduct, PackedProduct, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
-from diptych_kernels.packed_product.tiles import GROUP, TILE_ROWS, group_bytes
+from diptych_kernels.native.tile_layout import GROUP, TILE_ROWS, group_bytes
 from diptych_kernels.trust import is_trusted
 
 FLOAT, BFLOAT, WORD = 4, 2, 2
 """Their sizes, in bytes."""
-ROWS, DECODE_TILES = 2, 4
-"""Their places among the numbers of a decode call."""
-FIRST, END, CHUNK_TILES = 2, 3, 5
-"""Their places among the numbers of a chunk call."""
+ROWS, DECODE_TILES = places_of(PackedProduct, "rows", "tiles")
+FIRST, END, CHUNK_TILES = places_of(AmxProduct, "first", "end", "tiles")
+"""Where the arguments of a decode call, and of a chunk call, stand in a table's row."""
 CONFIGURATION_BYTES = 64
 """Size, in bytes, of the matrix unit's configuration."""
 BITS_OF = {group_bytes(bits): bits for bits in (4, 8)}
@@ -68,20 +68,20 @@ def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add
     """The call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
-    numbers = (
-        x.data_ptr(),
-        x.stride(0) * FLOAT,
-        rows,
-        groups,
-        tiles.data_ptr(),
-        num_tiles,
-        out.data_ptr(),
-        out.stride(0) * FLOAT,
-        int(add),
-        workspace.data_ptr(),
-        workspace.data_ptr() + rows * columns * WORD,
+    arguments = PackedProduct(
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * FLOAT,
+        rows=rows,
+        groups=groups,
+        tiles=tiles.data_ptr(),
+        num_tiles=num_tiles,
+        out=out.data_ptr(),
+        out_stride=out.stride(0) * FLOAT,
+        add=int(add),
+        inputs=workspace.data_ptr(),
+        factors=workspace.data_ptr() + rows * columns * WORD,
     )
-    return decode_kernel(BITS_OF[num_bytes]), numbers
+    return decode_kernel(BITS_OF[num_bytes]), arguments
 
 
 def chunk_call(
@@ -91,21 +91,21 @@ def chunk_call(
     `decode_call`."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
-    numbers = (
-        x.data_ptr(),
-        x.stride(0) * FLOAT,
-        first,
-        rows,
-        groups,
-        tiles.data_ptr(),
-        num_tiles,
-        out.data_ptr(),
-        out.stride(0) * FLOAT,
-        int(add),
-        workspace.data_ptr(),
-        workspace.data_ptr() + _rounded_bytes(rows, columns),
+    arguments = AmxProduct(
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * FLOAT,
+        first=first,
+        end=rows,
+        groups=groups,
+        tiles=tiles.data_ptr(),
+        num_tiles=num_tiles,
+        out=out.data_ptr(),
+        out_stride=out.stride(0) * FLOAT,
+        add=int(add),
+        inputs=workspace.data_ptr(),
+        memory=workspace.data_ptr() + _rounded_bytes(rows, columns),
     )
-    return chunk_kernel(BITS_OF[num_bytes]), numbers
+    return chunk_kernel(BITS_OF[num_bytes]), arguments
 
 
 def _rounded_bytes(rows: int, columns: int) -> int:

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_kernels.packed_product.tiles import GROUP, values_of
+from diptych_kernels.native.tile_layout import GROUP
+from diptych_kernels.packed_product.tiles import values_of
 
 LEVELS: Final = 32767
 """On either side of zero."""

@@ -1,10 +1,4 @@
-"""How a packed matrix lies in memory: in the order in which the kernel reads it.
-
-A tile is 16 rows of the matrix; of each group of 32 columns it holds the levels, then 16 scales and
-16 offsets in float16. Levels stand in quads, four columns of a row after each other, so that the
-same quad of 16 rows fills a vector of 512 bits. Two quads of 4-bit levels share their bytes: the
-first four of a group are the low halves.
-"""
+"""Packs a matrix into tiles, and takes it out again; `native/tile_layout.py` says how they lie."""
 
 from __future__ import annotations
 
@@ -13,18 +7,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-TILE_ROWS: Final = 16
-GROUP: Final = 32
-QUAD: Final = 4
-QUADS: Final = GROUP // QUAD
-FACTOR_BYTES: Final = 2 * TILE_ROWS * 2
-"""Size, in bytes, of the scales and offsets of one group of a tile."""
+from diptych_kernels.native.tile_layout import (
+    FACTOR_BYTES,
+    GROUP,
+    QUAD,
+    QUADS,
+    TILE_ROWS,
+    group_bytes,
+)
+
 MAX_HALF: Final = torch.finfo(torch.float16).max
-
-
-def group_bytes(bits: int) -> int:
-    """Size, in bytes, of one group of a tile whose levels have `bits` bits."""
-    return TILE_ROWS * GROUP * bits // 8 + FACTOR_BYTES
 
 
 def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
@@ -29,8 +30,8 @@ FLOAT = 4
 """Bytes."""
 WIDTH = 32
 """Heads of the kernel for chunks have a multiple of so many dimensions."""
-CACHE = 2
-"""Which of a call's numbers is the address of the layer's keys and values."""
+[CACHE] = places_of(DecodeAttention, "cache")
+"""Where the address of the layer's keys and values stands in a table's row, of chunks too."""
 COMMON_DIMS = frozenset({64, 128})
 """Sizes of heads that have a kernel of their own, which is a quarter faster."""
 
@@ -52,12 +53,12 @@ def paged_attention(
     attended = torch.empty(queries.shape)
     threads = torch.get_num_threads()
     if has_kernels(queries.shape[2]):
-        for kernel, numbers in calls(queries, kv_layer, metadata, attended, may_round=may_round):
-            kernel.run(numbers, threads)
+        for kernel, arguments in calls(queries, kv_layer, metadata, attended, may_round=may_round):
+            kernel.run(arguments, threads)
         return attended
     if metadata.num_decodes:
-        kernel, numbers = _decode_call(queries, kv_layer, metadata, attended)
-        kernel.run(numbers, threads)
+        kernel, arguments = _decode_call(queries, kv_layer, metadata, attended)
+        kernel.run(arguments, threads)
     for chunk in metadata.prefill_chunks:
         attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk)
     return attended
@@ -95,7 +96,7 @@ def calls(
 ) -> list[Call]:
     """What computes the attention of a step, for what `fits` and sizes that have kernels.
 
-    They can also be used for another layer, whose address then goes in place of number `CACHE`.
+    They can also be used for another layer, whose address then goes in place of argument `CACHE`.
     """
     found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
     if metadata.num_decodes < len(metadata.context_lens):
@@ -103,48 +104,48 @@ def calls(
         in_tiles = may_round and is_trusted("amx_attention", head_dim)
         kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
         for own in metadata.chunk_numbers:
-            found.append((kernel, chunk_numbers(queries, kv_layer, own, attended)))
+            found.append((kernel, chunk_arguments(queries, kv_layer, own, attended)))
     return found
 
 
 def _decode_call(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
 ) -> Call:
-    numbers = decode_numbers(queries, kv_layer, metadata, attended)
-    return decode_kernel(queries.shape[2], kv_layer.dtype), numbers
+    arguments = decode_arguments(queries, kv_layer, metadata, attended)
+    return decode_kernel(queries.shape[2], kv_layer.dtype), arguments
 
 
-def decode_numbers(
+def decode_arguments(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
-) -> tuple[int, ...]:
-    """The numbers of a call that computes all decodes of a step, by either kernel."""
+) -> DecodeAttention:
+    """What computes all decodes of a step, by either kernel."""
     _, heads, head_dim = queries.shape
     threads = torch.get_num_threads()
-    return (
+    return DecodeAttention(
         queries.data_ptr(),
         queries.stride(0) * FLOAT,
         kv_layer.data_ptr(),
         kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr(),
         kv_layer.itemsize,
-        *metadata.decode_batch.numbers(heads, kv_layer.shape[3], head_dim, threads),
+        *metadata.decode_batch.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
 
-def chunk_numbers(
+def chunk_arguments(
     queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
-) -> tuple[int, ...]:
-    """The numbers of a call that computes a chunk, by either kernel."""
+) -> ChunkAttention:
+    """What computes a chunk, by either kernel."""
     _, heads, head_dim = queries.shape
     threads, first = torch.get_num_threads(), own.rows.start
-    return (
+    return ChunkAttention(
         queries.data_ptr() + first * queries.stride(0) * FLOAT,
         queries.stride(0) * FLOAT,
         kv_layer.data_ptr(),
         kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr() + first * attended.stride(0) * FLOAT,
         kv_layer.itemsize,
-        *own.numbers(heads, kv_layer.shape[3], head_dim, threads),
+        *own.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
 

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import RopeKvWrite, places_of
 from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.trust import is_trusted
 
-CACHE, BIAS, QUERY_NORM, KEY_NORM = 2, 5, 6, 7
-"""Which of a call's numbers are addresses of what each layer has for itself."""
-TOKENS = 9
+CACHE, BIAS, QUERY_NORM, KEY_NORM = places_of(
+    RopeKvWrite, "cache", "bias", "query_norm", "key_norm"
+)
+"""Where the addresses of what each layer has for itself stand in a table's row."""
 MIN_TOKENS_TO_SHARE = 16
 """Fewer are done before a second thread has begun."""
 
@@ -40,10 +42,10 @@ def rope_kv_write(
     eps: float,
 ) -> None:
     """As `diptych_kernels.rope_kv_write.rope_kv_write`, for what `fits`."""
-    own, numbers = call(
+    own, arguments = call(
         heads, rotations, kv_layer, blocks, offsets, bias, query_norm, key_norm, eps
     )
-    own.run(numbers, torch.get_num_threads() if numbers[TOKENS] >= MIN_TOKENS_TO_SHARE else 1)
+    own.run(arguments, torch.get_num_threads() if heads.shape[0] >= MIN_TOKENS_TO_SHARE else 1)
 
 
 def call(
@@ -59,25 +61,25 @@ def call(
 ) -> Call:
     """What does it; for another layer too, whose addresses then go in place of these."""
     tokens, num_heads, head_dim = heads.shape
-    numbers = (
-        heads.data_ptr(),
-        rotations.data_ptr(),
-        kv_layer.data_ptr(),
-        blocks.data_ptr(),
-        offsets.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if query_norm is None else query_norm.data_ptr(),
-        0 if key_norm is None else key_norm.data_ptr(),
-        bits_of(eps),
-        tokens,
-        num_heads,
-        kv_layer.shape[3],
-        head_dim,
-        kv_layer.shape[2],
-        kv_layer.stride(0) * kv_layer.itemsize,
-        kv_layer.itemsize,
+    arguments = RopeKvWrite(
+        heads=heads.data_ptr(),
+        rotations=rotations.data_ptr(),
+        cache=kv_layer.data_ptr(),
+        blocks=blocks.data_ptr(),
+        offsets=offsets.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        query_norm=0 if query_norm is None else query_norm.data_ptr(),
+        key_norm=0 if key_norm is None else key_norm.data_ptr(),
+        eps=bits_of(eps),
+        tokens=tokens,
+        num_heads=num_heads,
+        kv_heads=kv_layer.shape[3],
+        head_dim=head_dim,
+        block_size=kv_layer.shape[2],
+        block_stride=kv_layer.stride(0) * kv_layer.itemsize,
+        item=kv_layer.itemsize,
     )
-    return kernel(), numbers
+    return kernel(), arguments
 
 
 @remembered

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import SiluMul, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.trust import is_trusted
 
-ROWS = 2
-"""Which of a call's numbers it is."""
+[ROWS] = places_of(SiluMul, "rows")
+"""Where it stands in a table's row."""
 MIN_ROWS_TO_SHARE = 8
 """Fewer are done before a second thread has begun."""
 
@@ -24,14 +25,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """As `diptych_kernels.silu_mul.silu_mul`, for what `fits`."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size)
-    own, numbers = call(gate_up, out)
-    own.run(numbers, torch.get_num_threads() if rows >= MIN_ROWS_TO_SHARE else 1)
+    own, arguments = call(gate_up, out)
+    own.run(arguments, torch.get_num_threads() if rows >= MIN_ROWS_TO_SHARE else 1)
     return out
 
 
 def call(gate_up: Tensor, out: Tensor) -> Call:
     """What computes `out`, [rows, n] contiguous."""
-    return kernel(), (gate_up.data_ptr(), out.data_ptr(), *out.shape)
+    rows, size = out.shape
+    return kernel(), SiluMul(gate_up.data_ptr(), out.data_ptr(), rows, size)
 
 
 @remembered

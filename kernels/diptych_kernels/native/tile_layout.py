@@ -1,0 +1,25 @@
+"""How a packed matrix lies in memory: in the order in which the kernels read it.
+
+A tile is 16 rows of the matrix; of each group of 32 columns it holds the levels, then 16 scales and
+16 offsets in float16. Levels stand in quads, four columns of a row after each other, so that the
+same quad of 16 rows fills a vector of 512 bits. Two quads of 4-bit levels share their bytes: the
+first four of a group are the low halves.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+TILE_ROWS: Final = 16
+GROUP: Final = 32
+QUAD: Final = 4
+QUADS: Final = GROUP // QUAD
+HALF: Final = 2
+"""Size, in bytes, of a factor."""
+FACTOR_BYTES: Final = 2 * TILE_ROWS * HALF
+"""Size, in bytes, of the scales and offsets of one group of a tile."""
+
+
+def group_bytes(bits: int) -> int:
+    """Size, in bytes, of one group of a tile whose levels have `bits` bits."""
+    return TILE_ROWS * GROUP * bits // 8 + FACTOR_BYTES
