@@ -130,15 +130,13 @@ def test_every_row_of_the_contract_has_a_quick_test() -> None:
 
 PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels", "operator", "cli")
 MOST_MODULES = 25
-CROWDED = {"native": 29}
-"""Folders that still have more modules, and how many they may have."""
 
 
 def test_no_folder_of_the_product_is_crowded() -> None:
     folders = {path.parent for room in PACKAGES for path in (TESTS.parent / room).rglob("*.py")}
     for folder in folders:
         modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(modules) <= CROWDED.get(folder.name, MOST_MODULES), folder
+        assert len(modules) <= MOST_MODULES, folder
 
 
 def test_a_docstring_is_understood_alone() -> None:

@@ -59,7 +59,7 @@ def compiled_with(change: tuple[str, str], source: str, name: str, folder: Path)
     """The object file of a kernel, had its source been another one."""
     package = folder / "diptych_kernels"
     shutil.copytree(Path(diptych_kernels.__file__).parent, package)
-    file = package / "native" / source
+    file = package / "native" / "compiled" / source
     text = file.read_text()
     assert change[0] in text
     file.write_text(text.replace(*change))

@@ -87,7 +87,7 @@ class DecodeAttention(Arguments):
     partials: int
     scratch: int
     scratch_bytes: int
-    """Of each thread."""
+    """Each thread has so many."""
     head_dim: int
 
 
@@ -113,7 +113,7 @@ class ChunkAttention(Arguments):
     num_keys: int
     scratch: int
     scratch_bytes: int
-    """Of each thread."""
+    """Each thread has so many."""
 
 
 @record

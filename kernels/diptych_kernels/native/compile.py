@@ -14,11 +14,11 @@ from pathlib import Path
 import llvmlite.binding as llvm
 from numba import cfunc, config, types
 
-from diptych_kernels.native.primitives import await_others, num_threads, thread_index
+from diptych_kernels.native.compiled.primitives import await_others, num_threads, thread_index
 
 
 def compile_kernel(name: str, number: int) -> bytes:
-    """`entry(number)` of a module beside this one, as an object file for the target that Numba has
+    """`entry(number)` of a module in `compiled/`, as an object file for the target that Numba has
     from its environment, `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`.
 
     The function in it is called `kernel`.
@@ -27,7 +27,7 @@ def compile_kernel(name: str, number: int) -> bytes:
     nowhere = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
     for function in (await_others, num_threads, thread_index):  # nothing is called here
         llvm.add_symbol(function.symbol, nowhere)
-    entry = importlib.import_module(f"diptych_kernels.native.{name}").entry(number)
+    entry = importlib.import_module(f"diptych_kernels.native.compiled.{name}").entry(number)
     compiled = cfunc(types.void(types.voidptr))(entry)
     module = llvm.parse_assembly(compiled.inspect_llvm())
     module.get_function(compiled.native_name).name = "kernel"

@@ -54,7 +54,7 @@ class Kernel:
     """A compiled function of one argument, the address of a record of `native/arguments.py`."""
 
     def __init__(self, name: str, number: int, level: CpuLevel) -> None:
-        """`entry(number)` of a module beside this one, compiled for a level, which is loaded when
+        """`entry(number)` of a module in `compiled/`, compiled for a level, which is loaded when
         it is first needed.
 
         Raises `RuntimeError` if torch brings no OpenMP library of GNU's.

@@ -119,7 +119,7 @@ def _leave(compiled: bytes, place: Path) -> None:
 def _fingerprint(sources: Path, target: Target) -> str:
     """A hash of all that a compiled kernel depends on: sources, compiler, and target."""
     digest = hashlib.sha256()
-    for path in sorted(sources.glob("*.py")):
+    for path in sorted(sources.rglob("*.py")):
         digest.update(path.read_bytes())
     digest.update(f"{version('numba')} {version('llvmlite')} {target}".encode())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.arguments import SiluMul, record_of
-from diptych_kernels.native.primitives import FAST, exp2, floats, num_threads, thread_index
+from diptych_kernels.native.compiled.primitives import FAST, exp2, floats, num_threads, thread_index
 
 FLOAT = 4
 """Bytes."""

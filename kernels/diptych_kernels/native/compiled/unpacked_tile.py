@@ -8,8 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.tile_layout import HALF, QUAD, QUADS, group_bytes
-from diptych_kernels.native.vectors import (
+from diptych_kernels.native.compiled.vectors import (
     FLOATS,
     INT64,
     INTS,
@@ -21,6 +20,7 @@ from diptych_kernels.native.vectors import (
     repeat,
     store,
 )
+from diptych_kernels.native.tile_layout import HALF, QUAD, QUADS, group_bytes
 
 VECTOR = 64
 """Size, in bytes, of a vector."""

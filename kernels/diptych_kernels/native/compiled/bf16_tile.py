@@ -7,7 +7,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.vectors import (
+from diptych_kernels.native.compiled.vectors import (
     FLOATS,
     INT16,
     INT32,

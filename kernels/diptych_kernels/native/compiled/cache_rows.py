@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from diptych_kernels.native.primitives import FLOAT, bfloat, floats, halves_of
-from diptych_kernels.native.vectors import LANES, copy_16, widen_16
+from diptych_kernels.native.compiled.primitives import FLOAT, bfloat, floats, halves_of
+from diptych_kernels.native.compiled.vectors import LANES, copy_16, widen_16
 
 
 @njit

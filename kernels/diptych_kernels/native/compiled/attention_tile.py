@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.vectors import (
+from diptych_kernels.native.compiled.vectors import (
     FLOAT32,
     FLOATS,
     INT64,

@@ -6,7 +6,13 @@ import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.arguments import RmsNorm, record_of
-from diptych_kernels.native.primitives import FAST, float_of, floats, num_threads, thread_index
+from diptych_kernels.native.compiled.primitives import (
+    FAST,
+    float_of,
+    floats,
+    num_threads,
+    thread_index,
+)
 
 FLOAT = 4
 """Bytes."""

@@ -10,8 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.tile_layout import GROUP, HALF, QUAD, QUADS, group_bytes
-from diptych_kernels.native.vectors import (
+from diptych_kernels.native.compiled.vectors import (
     FLOAT32,
     INT16,
     INT32,
@@ -27,6 +26,7 @@ from diptych_kernels.native.vectors import (
     target_has,
     zeros,
 )
+from diptych_kernels.native.tile_layout import GROUP, HALF, QUAD, QUADS, group_bytes
 
 FLOAT, WORD = 4, 2
 """Their sizes, in bytes."""

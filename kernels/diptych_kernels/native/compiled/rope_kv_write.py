@@ -9,9 +9,15 @@ from __future__ import annotations
 from numba import carray, njit
 
 from diptych_kernels.native.arguments import RopeKvWrite, record_of
-from diptych_kernels.native.cache_rows import write
-from diptych_kernels.native.primitives import float_of, floats, ints, num_threads, thread_index
-from diptych_kernels.native.rms_norm import norm
+from diptych_kernels.native.compiled.cache_rows import write
+from diptych_kernels.native.compiled.primitives import (
+    float_of,
+    floats,
+    ints,
+    num_threads,
+    thread_index,
+)
+from diptych_kernels.native.compiled.rms_norm import norm
 
 FLOAT = 4
 """Bytes."""

@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numba import njit
 
-from diptych_kernels.native.bf16_tile import (
+from diptych_kernels.native.compiled.bf16_tile import (
     BFLOAT,
     PAIR,
     PAIRS_TOGETHER,
@@ -19,10 +19,10 @@ from diptych_kernels.native.bf16_tile import (
     pair_32,
     score_16,
 )
-from diptych_kernels.native.decode_attention import FLOAT, INT, LOG2_E, attention
+from diptych_kernels.native.compiled.decode_attention import FLOAT, INT, LOG2_E, attention
+from diptych_kernels.native.compiled.primitives import bfloat, floats, halves_of, ints, prefetch
+from diptych_kernels.native.compiled.vectors import LANES, round_32
 from diptych_kernels.native.decode_batch import PARTITION
-from diptych_kernels.native.primitives import bfloat, floats, halves_of, ints, prefetch
-from diptych_kernels.native.vectors import LANES, round_32
 
 KEYS_TOGETHER = PAIR * PAIRS_TOGETHER
 

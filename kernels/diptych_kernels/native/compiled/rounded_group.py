@@ -6,9 +6,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.packed_tile import FLOAT, ORDER, WORD
-from diptych_kernels.native.tile_layout import QUAD
-from diptych_kernels.native.vectors import (
+from diptych_kernels.native.compiled.packed_tile import FLOAT, ORDER, WORD
+from diptych_kernels.native.compiled.vectors import (
     FLOAT32,
     FLOATS,
     INT16,
@@ -20,6 +19,7 @@ from diptych_kernels.native.vectors import (
     load,
     store,
 )
+from diptych_kernels.native.tile_layout import QUAD
 
 LEVELS = 32767.0
 """The largest level of a rounded input; the smallest is its negative."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.amx import (
+from diptych_kernels.native.arguments import AmxProduct, record_of
+from diptych_kernels.native.compiled.amx import (
     CONFIGURATION_BYTES,
     ROW_BYTES,
     TILE_BYTES,
@@ -18,12 +19,11 @@ from diptych_kernels.native.amx import (
     multiply_block,
     release,
 )
-from diptych_kernels.native.arguments import AmxProduct, record_of
-from diptych_kernels.native.packed_tile import FLOAT
-from diptych_kernels.native.primitives import await_others, num_threads, thread_index
+from diptych_kernels.native.compiled.packed_tile import FLOAT
+from diptych_kernels.native.compiled.primitives import await_others, num_threads, thread_index
+from diptych_kernels.native.compiled.unpacked_tile import unpack_half, unpack_tile
+from diptych_kernels.native.compiled.vectors import repeat, round_32
 from diptych_kernels.native.tile_layout import GROUP, group_bytes
-from diptych_kernels.native.unpacked_tile import unpack_half, unpack_tile
-from diptych_kernels.native.vectors import repeat, round_32
 
 ARGUMENTS = record_of(AmxProduct)
 

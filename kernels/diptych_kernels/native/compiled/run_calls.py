@@ -7,7 +7,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from diptych_kernels.native.arguments import Table, record_of
-from diptych_kernels.native.primitives import await_others, ints
+from diptych_kernels.native.compiled.primitives import await_others, ints
 
 ARGUMENTS = record_of(Table)
 INT = 8

@@ -8,11 +8,16 @@ from __future__ import annotations
 from numba import carray, njit
 
 from diptych_kernels.native.arguments import PackedProduct, record_of
-from diptych_kernels.native.packed_tile import FACTOR_BYTES, FLOAT, GROUP_BYTES, tile_product
-from diptych_kernels.native.primitives import await_others, num_threads, thread_index
-from diptych_kernels.native.rounded_group import round_group
+from diptych_kernels.native.compiled.packed_tile import (
+    FACTOR_BYTES,
+    FLOAT,
+    GROUP_BYTES,
+    tile_product,
+)
+from diptych_kernels.native.compiled.primitives import await_others, num_threads, thread_index
+from diptych_kernels.native.compiled.rounded_group import round_group
+from diptych_kernels.native.compiled.vectors import LANES
 from diptych_kernels.native.tile_layout import GROUP, group_bytes
-from diptych_kernels.native.vectors import LANES
 
 ARGUMENTS = record_of(PackedProduct)
 LARGEST_BLOCK = 8

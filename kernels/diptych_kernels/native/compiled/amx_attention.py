@@ -10,13 +10,19 @@ import math
 import numpy as np
 from numba import njit
 
-from diptych_kernels.native.amx import TILE_BYTES, TILE_ROWS, block_product, configure, release
-from diptych_kernels.native.attention_tile import FLOAT
-from diptych_kernels.native.cache_rows import read_halves
-from diptych_kernels.native.prefill_attention import LOG2_E, ZERO, attention, place_of
+from diptych_kernels.native.compiled.amx import (
+    TILE_BYTES,
+    TILE_ROWS,
+    block_product,
+    configure,
+    release,
+)
+from diptych_kernels.native.compiled.attention_tile import FLOAT
+from diptych_kernels.native.compiled.cache_rows import read_halves
+from diptych_kernels.native.compiled.prefill_attention import LOG2_E, ZERO, attention, place_of
+from diptych_kernels.native.compiled.primitives import FAST, floats, halves_of, words_of
+from diptych_kernels.native.compiled.vectors import round_32
 from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
-from diptych_kernels.native.primitives import FAST, floats, halves_of, words_of
-from diptych_kernels.native.vectors import round_32
 
 PAIR = 2
 STEP = 2 * TILE_ROWS

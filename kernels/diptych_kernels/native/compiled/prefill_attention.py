@@ -11,10 +11,15 @@ import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.arguments import ChunkAttention, record_of
-from diptych_kernels.native.attention_tile import FLOAT, ROWS, WIDTH, score_tile, value_tile
-from diptych_kernels.native.cache_rows import read_floats
-from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
-from diptych_kernels.native.primitives import (
+from diptych_kernels.native.compiled.attention_tile import (
+    FLOAT,
+    ROWS,
+    WIDTH,
+    score_tile,
+    value_tile,
+)
+from diptych_kernels.native.compiled.cache_rows import read_floats
+from diptych_kernels.native.compiled.primitives import (
     FAST,
     await_others,
     exp2,
@@ -23,7 +28,8 @@ from diptych_kernels.native.primitives import (
     num_threads,
     thread_index,
 )
-from diptych_kernels.native.vectors import largest_of_64
+from diptych_kernels.native.compiled.vectors import largest_of_64
+from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
 
 KEYS_TOGETHER = 16
 """Keys that are transposed together, which is the lanes of a vector, or whose values are added."""

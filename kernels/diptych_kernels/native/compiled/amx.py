@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from diptych_kernels.native.primitives import small_ints
-from diptych_kernels.native.vectors import INT64, at, function, repeat
+from diptych_kernels.native.compiled.primitives import small_ints
+from diptych_kernels.native.compiled.vectors import INT64, at, function, repeat
 
 TILE_ROWS = 16
 ROW_BYTES = 64

@@ -13,9 +13,8 @@ import numpy as np
 from numba import carray, njit
 
 from diptych_kernels.native.arguments import DecodeAttention, record_of
-from diptych_kernels.native.cache_rows import read_floats
-from diptych_kernels.native.decode_batch import PARTITION
-from diptych_kernels.native.primitives import (
+from diptych_kernels.native.compiled.cache_rows import read_floats
+from diptych_kernels.native.compiled.primitives import (
     FAST,
     await_others,
     exp2,
@@ -25,7 +24,8 @@ from diptych_kernels.native.primitives import (
     prefetch,
     thread_index,
 )
-from diptych_kernels.native.vectors import largest_of_64
+from diptych_kernels.native.compiled.vectors import largest_of_64
+from diptych_kernels.native.decode_batch import PARTITION
 
 FLOAT, INT = 4, 8
 """Bytes."""

@@ -1,0 +1,1 @@
+"""What Numba compiles: each kernel has a module with its `entry`; the others are their parts."""
