@@ -44,7 +44,7 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 	$(if $(SEED),,DIPTYCH_TEST_MESSAGES=1000000 DIPTYCH_TEST_REJECTIONS=100 \
 		DIPTYCH_TEST_REPLACEMENTS=100 DIPTYCH_TEST_CALLS=100000 $(BIN)/pytest --timeout 7200 -q -s tests/chaos \
-		tests/kv_transfer/test_hinge_hostile.py tests/contract/wire/test_every_call_is_answered.py)
+		tests/kv_transfer/tables/test_hinge_hostile.py tests/contract/wire/test_every_call_is_answered.py)
 	$(if $(SEED),,PYTHONPATH=tests/support $(BIN)/python tests/chaos/rude_service.py)
 
 simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md

@@ -53,7 +53,14 @@ def test_every_patch_is_tried() -> None:
 
 @pytest.mark.slow
 def test_a_model_family_is_one_file_and_its_row(copy: Path) -> None:
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engine/test_model_families.py"]
+    tests = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/engine/models/test_model_families.py",
+    ]
     printed = attempt(copy, patch_of("families/"), [*tests, "-k", "seed_oss or compared"])
     assert re.search(r"^[3-9] passed", printed, re.MULTILINE), printed
 

@@ -2,7 +2,7 @@
 
 Processors round differently, and so do kernels. An answer may be expected word for word only if
 each of its tokens leads its rival by more than `MARGIN` logits in float32;
-`tests/engine/test_questions.py` computes that for everything that stands here."""
+`tests/engine/models/test_questions.py` computes that for everything that stands here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The families of models that can be run, one file each.
 
 A file here that defines `FAMILY` is a family: nothing else lists them. Whoever adds one writes that
-file, a row of `CONFIGS` in `tests/engine/test_model_families.py`, and, if its layers compute what
-no other's do, a model class in `engine/diptych_engine/models/`.
+file, a row of `CONFIGS` in `tests/engine/models/test_model_families.py`, and, if its layers compute
+what no other's do, a model class in `engine/diptych_engine/models/`.
 """
 
 from __future__ import annotations

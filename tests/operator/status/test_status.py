@@ -742,7 +742,7 @@ def test_conditions_of_another_operator_are_read_and_replaced() -> None:
 # --- the reference ----------------------------------------------------------------------------
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_reference_is_what_the_code_says() -> None:

@@ -28,7 +28,7 @@ from diptych_operator.api.crd import (
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VERSION = custom_resource_definition()["spec"]["versions"][0]
 SCALER_VERSION = scaler_definition()["spec"]["versions"][0]
 SCALER_SCHEMA: dict[str, Any] = SCALER_VERSION["schema"]["openAPIV3Schema"]

@@ -14,7 +14,7 @@ from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.cpu_level import CpuLevel, forced
 
-CHATS = Path(__file__).parents[2] / "benchmarks" / "data" / "chats.txt"
+CHATS = Path(__file__).parents[3] / "benchmarks" / "data" / "chats.txt"
 EACH = 25
 """One of so many chats is asked."""
 MAX_TOKENS = 128

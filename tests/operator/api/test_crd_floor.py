@@ -17,7 +17,7 @@ from cluster_kit.crds import rules_of
 
 from diptych_operator.api.crd import custom_resource_definition, scaler_definition
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Release = tuple[int, int]
 
 SINCE_1_16 = (1, 16)  # apiextensions.k8s.io/v1 itself

@@ -28,7 +28,7 @@ spec:
 
 
 def test_the_example_is_the_smallest_service_and_takes_every_default() -> None:
-    example = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
+    example = Path(__file__).parents[3] / "examples" / "smollm2.yaml"
     service = parse(example.read_text())
     assert service.served_name == "smollm2"
     assert service.metadata.namespace == "default"

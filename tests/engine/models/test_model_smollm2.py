@@ -26,7 +26,7 @@ from diptych_kernels.packed_product import is_available
 from diptych_protocol import EngineConfig, FinishReason, SamplingParams
 
 NUM_PROMPTS, NUM_OUTPUT = 20, 64
-TEXT = Path(__file__).parents[2] / "benchmarks" / "data" / "alice.txt"
+TEXT = Path(__file__).parents[3] / "benchmarks" / "data" / "alice.txt"
 TIE = 1e-3
 """Logits closer than this may come out in either order."""
 

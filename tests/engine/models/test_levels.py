@@ -16,7 +16,7 @@ from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 from diptych_protocol import InvalidRequestError
 
-TEXT = Path(__file__).parents[2] / "README.md"
+TEXT = Path(__file__).parents[3] / "README.md"
 
 
 @pytest.fixture(scope="module")
