@@ -104,6 +104,9 @@ class EngineCore:
         """This engine is about to leave; every client is to know."""
         self.leaving = False
         """It takes neither requests nor calls any more."""
+        self.dummy_steps = 0
+        """See `SchedulerStats`; this and the next are counted by whoever drives the core."""
+        self.malformed_messages = 0
         self.residency = Residency()
         self.weights = WeightUpdate()
         self.deferred = Deferred()
@@ -374,6 +377,8 @@ class EngineCore:
         snapshot.draining = self.draining
         snapshot.paused = self.scheduler.paused
         snapshot.sleep_level = self.residency.level
+        snapshot.dummy_steps = self.dummy_steps
+        snapshot.malformed_messages = self.malformed_messages
         return snapshot
 
     def drain(self) -> DrainReport:

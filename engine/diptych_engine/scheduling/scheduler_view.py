@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from diptych_engine.scheduling.pause import is_under_way
 from diptych_engine.scheduling.scheduler_state import SchedulerState
 from diptych_protocol import SchedulerStats
@@ -68,13 +70,14 @@ class SchedulerView:
 
 
 def snapshot(state: SchedulerState) -> SchedulerStats:
-    """The running totals with the gauges of this moment."""
-    stats = state.stats
-    stats.num_running = len(state.running)
-    stats.num_waiting = state.num_waiting
-    stats.num_waiting_for_remote_kv = len(state.loading)
-    stats.num_waiting_for_input = len(state.idle)
-    stats.blocks_total = state.pool.num_blocks
-    stats.blocks_free = state.pool.num_free
-    stats.queued_prompt_tokens = state.prefixes.queued_prompt_tokens(state.requests.values())
-    return stats
+    """The running totals with the gauges of this moment. They are the caller's, to be added to."""
+    return msgspec.structs.replace(
+        state.stats,
+        num_running=len(state.running),
+        num_waiting=state.num_waiting,
+        num_waiting_for_remote_kv=len(state.loading),
+        num_waiting_for_input=len(state.idle),
+        blocks_total=state.pool.num_blocks,
+        blocks_free=state.pool.num_free,
+        queued_prompt_tokens=state.prefixes.queued_prompt_tokens(state.requests.values()),
+    )

@@ -19,7 +19,7 @@ from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kv_transfer import open_connector
-from diptych_protocol import CurveKeys, EngineConfig, EngineDescription
+from diptych_protocol import CurveKeys, EngineConfig, EngineDescription, SchedulerStats
 from diptych_protocol.lora import numbered
 from diptych_protocol.pooling import POOLING_TASKS
 
@@ -70,6 +70,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         tasks=("generate", *POOLING_TASKS),
         scheduling_policy=config.scheduling_policy,
     )
+    cpu_level, num_set_aside = runner.cpu_facts
     scheduler = Scheduler(
         BlockPool(runner.num_blocks),
         config.block_size,
@@ -82,8 +83,8 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         journey=JourneyLog() if config.follows_requests else None,
         max_loras=config.max_loras,
         enough_prompt_tokens=runner.enough_prompt_tokens,
+        stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )
-    scheduler.stats.cpu_level, scheduler.stats.cpu_kernels_set_aside = runner.cpu_facts
     connector = None
     if config.kv_transfer is not None:
         connector = open_connector(

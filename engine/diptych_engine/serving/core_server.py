@@ -245,7 +245,7 @@ class CoreServer:
     def _answer_malformed(self, client: bytes, frames: list[bytes], error: Exception) -> None:
         """Who waits for the answer to a message that cannot be read gets an error, if the message
         says so much."""
-        self._core.scheduler.stats.malformed_messages += 1
+        self._core.malformed_messages += 1
         kind, message, *_ = (*frames, b"", b"")
         reason = f"the message cannot be read: {error}"
         request_id = call_id = None

@@ -62,7 +62,7 @@ class LockstepServer(CoreServer):
         plan, pending = super()._start_step()
         if not plan.scheduled:
             self._core.runner.collective_rpc("execute_dummy_batch")
-            self._core.scheduler.stats.dummy_steps += 1
+            self._core.dummy_steps += 1
         self._waves.on_step()
         return plan, pending
 

@@ -401,3 +401,14 @@ def test_an_illegal_transition_raises_and_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="WAITING -> PREEMPTED"):
         request.become(RequestStatus.PREEMPTED)
     assert request.status is RequestStatus.WAITING
+
+
+def test_a_snapshot_is_its_readers() -> None:
+    scheduler, runner = make_scheduler(16), ToyRunner()
+    before = scheduler.snapshot()
+    before.paused, before.steps = True, 100
+    scheduler.add(make_request("a", PROMPT, 2))
+    run(scheduler, runner)
+    after = scheduler.snapshot()
+    assert (before.steps, before.tokens_generated) == (100, 0)
+    assert (after.paused, after.steps, after.tokens_generated) == (False, 4, 2)
