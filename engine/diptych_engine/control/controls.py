@@ -104,7 +104,7 @@ class Controls:
         return self._core.deferred.when(self._hinge_at_rest, lambda: self._fall_asleep(level))
 
     def _hinge_at_rest(self) -> bool:
-        return self._at_rest() and self._core.scheduler.view().hinge_at_rest
+        return self._at_rest() and self._core.scheduler.hinge_at_rest
 
     def _fall_asleep(self, level: int) -> None:
         residency, runner = self._core.residency, self._core.runner
@@ -167,9 +167,7 @@ class Controls:
         scheduler = self._core.scheduler
         if connector is None:
             return scheduler.forget_cache()
-        return self._core.deferred.when(
-            lambda: not scheduler.view().num_leases, scheduler.forget_cache
-        )
+        return self._core.deferred.when(lambda: not scheduler.has_leases, scheduler.forget_cache)
 
     def reset_mm_cache(self) -> str:
         """Forget multimodal inputs. Returns what there is to say about it."""

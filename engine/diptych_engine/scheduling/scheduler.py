@@ -107,7 +107,7 @@ class Scheduler(SchedulerState):
     # --- what others read ---------------------------------------------------------------------
 
     def view(self) -> SchedulerView:
-        """This moment, frozen."""
+        """What there is at this moment."""
         return SchedulerView.of(self)
 
     @property
@@ -126,12 +126,28 @@ class Scheduler(SchedulerState):
         return self.gate.paused
 
     @property
+    def can_finish_more(self) -> bool:
+        """Some request is not parked, and steps are computed."""
+        return len(self.requests) > len(self.gate.parked) and not self.gate.frozen
+
+    @property
     def has_waiting(self) -> bool:
         """Some request waits in the queue."""
         return bool(self.waiting)
 
     @property
+    def has_leases(self) -> bool:
+        """Some lease holds blocks."""
+        return len(self.leased) > 0
+
+    @property
+    def hinge_at_rest(self) -> bool:
+        """Nothing is lent, and nothing is fetched."""
+        return not (self.loading or self.early.loads or self.has_leases)
+
+    @property
     def now_running(self) -> Sequence[Request]:
+        """The running requests; whoever wants them after this step makes a copy."""
         return self.running
 
     @property

@@ -14,48 +14,31 @@ from diptych_protocol.admin import DrainReport
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """A scheduler at one moment. Made for questions that are asked seldom, not in every step."""
+    """A scheduler at one moment. It costs a look at all that wait: it is made when somebody pauses
+    or drains the engine. What is asked in every step is a property of the scheduler."""
 
-    frozen: bool
-    """Nothing is computed at all, because of a pause."""
     num_running: int
     num_waiting: int
     """In the queue, before it, and while everything is paused."""
-    num_parked: int
-    """Those of them that came during a pause, and wait for its end."""
     num_loading: int
     """Requests whose blocks the hinge writes to."""
     num_idle: int
     """Sessions that wait for their next piece."""
-    num_early_loads: int
-    """What the hinge fetches for requests that are only announced."""
     num_leases: int
     """Leases that hold blocks."""
     any_begun: bool
     """Some request runs, waits with KV, or was preempted."""
-    any_can_finish: bool
-    """Some request is not parked, and steps are computed."""
 
     @classmethod
     def of(cls, state: SchedulerState) -> SchedulerView:
-        gate = state.gate
         return cls(
-            frozen=gate.frozen,
             num_running=len(state.running),
             num_waiting=state.num_waiting,
-            num_parked=len(gate.parked),
             num_loading=len(state.loading),
             num_idle=len(state.idle),
-            num_early_loads=len(state.early.loads),
             num_leases=len(state.leased),
             any_begun=bool(state.running) or any(map(is_under_way, state.waiting)),
-            any_can_finish=len(state.requests) > len(gate.parked) and not gate.frozen,
         )
-
-    @property
-    def hinge_at_rest(self) -> bool:
-        """Nothing is lent, and nothing is fetched."""
-        return not (self.num_loading or self.num_early_loads or self.num_leases)
 
     def drain_report(self, *, draining: bool) -> DrainReport:
         """What still keeps the engine from leaving; sessions that wait for their users count."""

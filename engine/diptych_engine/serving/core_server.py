@@ -147,7 +147,7 @@ class CoreServer:
             self._core.leaving = True
             self._shutdown.request(now, self._shutdown_timeout_s)
             self._reject_pending()
-        more = self._core.scheduler.view().any_can_finish
+        more = self._core.scheduler.can_finish_more
         return self._shutdown.advance(now, can_finish_more=more)
 
     def _turn(self) -> None:
