@@ -75,23 +75,41 @@ def test_no_test_asserts_that_something_was_quick() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_no_other_room_reaches_into_the_scheduler() -> None:
-    """Its queues, pool and tables are its own; others use its view, its properties and its
-    commands. The running totals are shared, and two fields tell it of adapters."""
+MOVES = {"add", "can_add", "finish", "hold", "load_ended", "preempt_all", "queue_held"}
+MOVES |= {"resume", "surplus", "suspend"}
+"""What other rooms may call of `SchedulerState`; its other moves are parts of a step."""
+OF_ADAPTERS = {"max_loras", "pinned_adapters"}
+"""Two fields in which the scheduler is told of adapters."""
+
+
+def test_other_rooms_use_only_the_view_and_the_commands_of_the_scheduler() -> None:
+    """Its queues, pool, tables and totals are its own."""
     engine = TESTS.parent / "engine" / "diptych_engine"
-    state = (engine / "scheduling" / "scheduler_state.py").read_text()
-    [parts_of] = [n for n in parts(ast.ClassDef, state) if n.name == "SchedulerState"]
-    fields = (n.target for n in parts_of.body if isinstance(n, ast.AnnAssign))
-    own = {field.id for field in fields if isinstance(field, ast.Name)}
-    own -= {"stats", "max_loras", "pinned_adapters"}
-    reaches = re.compile(rf"scheduler\.({'|'.join(sorted(own))})\b")
-    assert reaches.search("self._core.scheduler.waiting")
-    found = {
-        str(path.relative_to(engine)): reaches.findall(path.read_text())
+    source = (engine / "scheduling" / "scheduler.py").read_text()
+    [scheduler] = [node for node in parts(ast.ClassDef, source) if node.name == "Scheduler"]
+    offered = {n.name for n in scheduler.body if isinstance(n, ast.FunctionDef)}
+    offered = {name for name in offered if not name.startswith("_")} | MOVES | OF_ADAPTERS
+    used = {
+        (str(path.relative_to(engine)), name)
         for path in engine.rglob("*.py")
         if path.parent.name != "scheduling"
+        for name in used_of_schedulers(path.read_text())
     }
-    assert {name: reads for name, reads in found.items() if reads} == {}
+    assert {name for _, name in used} >= {"view", "paused", "pause", "lend"}, "else it sees nothing"
+    assert {(path, name) for path, name in used if name not in offered} == set()
+
+
+def used_of_schedulers(source: str) -> Iterator[str]:
+    """The attributes of whatever is called a scheduler."""
+    for node in parts(ast.Attribute, source):
+        if re.search(r"(^|\W)_?scheduler$", ast.unparse(node.value)):
+            yield node.attr
+
+
+def test_that_rule_sees_what_it_forbids() -> None:
+    assert [*used_of_schedulers("self._core.scheduler.waiting.peek()")] == ["waiting"]
+    assert [*used_of_schedulers("self._scheduler.load_orders = []")] == ["load_orders"]
+    assert [*used_of_schedulers("scheduler.stats.steps += 1")] == ["stats"]
 
 
 def test_there_is_one_profile_of_hypothesis_and_it_looks_at_no_clock() -> None:

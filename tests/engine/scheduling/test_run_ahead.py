@@ -69,7 +69,7 @@ def wait_for_kv(scheduler: Scheduler) -> None:
 
 
 def freeze(scheduler: Scheduler) -> None:
-    scheduler.gate.close("keep", scheduler.waiting)
+    scheduler.pause("keep")
 
 
 def no_news(scheduler: Scheduler) -> None:
