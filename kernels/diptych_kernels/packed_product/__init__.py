@@ -1,10 +1,9 @@
 """Products with matrices that stay as small in memory as in their file, on a CPU.
 
-Of decodes, the other factor is rounded to 8 bits, a scale for each 16 values, so that these are
-summed up in integers: exactly, and at four values an instruction (as llama.cpp does it, with 32).
-Chunks of prompts have the same, or, where the processor has a matrix unit, both factors rounded to
-bfloat16. What a row yields depends on nothing but which of both it is, neither on the rows beside
-it nor on the number of threads.
+For generated tokens the other factor is rounded to 16 bits, with one scale for 32 values, and the
+products are summed up exactly, in integers. Prompts are computed alike, or, where the processor has
+a matrix unit, with both factors rounded to bfloat16. What a row yields depends only on which of the
+two it is: neither on the rows beside it nor on the number of threads.
 """
 
 from __future__ import annotations
