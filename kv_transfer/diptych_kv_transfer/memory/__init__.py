@@ -1,1 +1,1 @@
-"""Where blocks lie: their layout, staging buffers, repacking, devices."""
+"""Where blocks lie: regions of memory, shards of blocks, their layout, staging and repacking."""

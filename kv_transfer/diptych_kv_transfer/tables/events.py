@@ -32,7 +32,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """A `send_blocks` or `receive_blocks` has ended, and touches its buffers no more."""
+    """A `send_blocks` or `receive_blocks` has ended, and touches its regions no more."""
 
     key: Hashable
     """What the transfer was begun with; a transport does not look into it."""

@@ -92,18 +92,18 @@ class Exchange:
     # --- what the owner asks ------------------------------------------------------------------
 
     def send(self, key: Hashable, tag: int, regions: Sequence[MemoryRegion]) -> None:
-        """Offer buffers to the other side. Raises `ExchangeError`."""
+        """Offer regions to the other side. Raises `ExchangeError`."""
         if tag in self._outgoing:
             raise ExchangeError("it has two transfers under one tag")
         self._outgoing[tag] = _Outgoing(key, regions)
         self._say(Offer(tag, [(region.address, region.length) for region in regions]))
 
     def receive(self, key: Hashable, tag: int, regions: Sequence[MemoryRegion]) -> None:
-        """Have what is or will be offered under a tag moved into buffers.
+        """Have what is or will be offered under a tag moved into regions.
 
         Raises `ExchangeError`.
         """
-        if tag in self._incoming:  # UCX would go on writing to the buffers of the former
+        if tag in self._incoming:  # UCX would go on writing to the regions of the former
             raise ExchangeError("it has two transfers under one tag")
         self._incoming[tag] = _Incoming(key, regions)
         offer = self._offers.pop(tag, None)

@@ -170,7 +170,6 @@ class UcxTransport:
         self._connections[peer] = connection
         if handshake.opening:
             connection.stream.shake(handshake.opening)
-
         strangers = [x for x in self._connections.values() if x.is_stranger]
         if len(strangers) > MAX_STRANGERS:
             strangers[0].cut("too many have connected that prove nothing")
