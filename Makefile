@@ -93,7 +93,7 @@ cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an 
 	export DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config}; \
 	$(BIN)/pytest --timeout 600 tests/charts/test_chart_on_cluster.py -k the_crds_are_upgraded && \
 	KUBECONFIG=$$DIPTYCH_TEST_KUBECONFIG PYTHONPATH=tests/support $(BIN)/python -m cluster_kit.apply_crds && \
-	$(BIN)/pytest --timeout 600 -n $(JOBS) --dist loadfile tests/*/test_*_on_cluster.py
+	$(BIN)/pytest --timeout 600 -n $(JOBS) --dist loadfile tests/*/test_*_on_cluster.py tests/operator/on_cluster/test_*_on_cluster.py
 
 e2e: $(VENV)/.test ## install, chat, disrupt and count, on the cluster of $$KUBECONFIG; see e2e/README.md
 	$(BIN)/python -m pytest e2e
