@@ -1,4 +1,4 @@
-"""KVConnector: the engine core's end of the hinge."""
+"""KVConnector: the interface through which an engine core uses the hinge."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ from diptych_protocol import (
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 STAGING_BYTES = 256 << 20
-"""Where only blocks of another geometry are staged."""
+"""Default of an engine on a CPU, which stages only blocks of another geometry."""
 STAGING_BYTES_ON_DEVICE = 2 << 30
-"""Where everything is: 16,000 tokens of a model of 8 billion weights."""
+"""Default of an engine on a device, which stages all blocks. It holds 16,000 tokens of a model of
+8 billion weights."""
 
 
 class HingeDriver(Protocol):
-    """Who carries out what a hinge decides: `HingeThread`, or a simulation."""
+    """Carries out what a hinge decides. `HingeThread` implements it, and so does a simulation."""
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port at which the hinge listens."""
 
     @property
     def wake_fd(self) -> int:
         """Readable while `poll_events` has something to return."""
 
     def tell(self, command: Command) -> None:
-        """Have a command carried out soon."""
+        """Queue a command, which the driver carries out soon."""
 
     def poll_events(self) -> list[LeaseEnded | LoadEnded]:
-        """What has ended since the last call."""
+        """Return the leases and loads that have ended since the last call."""
 
     def stats(self) -> KVTransferStats:
-        """Totals since the start, and what is held now."""
+        """Return totals since the start, and what is held now."""
 
     def close(self) -> None:
         """Cut all connections. Safe to call twice."""
@@ -101,9 +102,9 @@ def open_connector(
 
 
 def with_literals(config: KVTransferConfig) -> KVTransferConfig:
-    """The same with addresses for names, which are looked up here and now, and never again.
+    """Return the configuration with host names replaced by addresses.
 
-    Raises `OSError` for a name that has none.
+    Names are looked up once, here. Raises `OSError` for a name that has no address.
     """
     return msgspec.structs.replace(
         config,
@@ -120,9 +121,9 @@ def _literal(host: str) -> str:
 
 
 def key_of(config: KVTransferConfig, keys: CurveKeys | None) -> HingeKey:
-    """What an engine proves itself with, and all that it speaks to.
+    """Return the key that an engine and all its peers must have.
 
-    Raises `InvalidRequestError` without keys, unless it listens on loopback.
+    Raises `InvalidRequestError` without keys, unless the engine listens on loopback.
     """
     if keys is not None:
         return HingeKey.of(keys)
@@ -136,7 +137,7 @@ def key_of(config: KVTransferConfig, keys: CurveKeys | None) -> HingeKey:
 
 
 def make_hinge(config: KVTransferConfig, me: Hello, *, on_device: bool = False) -> Hinge:
-    """The hinge of an engine that calls itself `me`, with its KV memory on a device or not."""
+    """Make the hinge of the engine `me`. `on_device`: its KV memory is on a device."""
     room = config.staging_bytes
     if room is None:
         room = STAGING_BYTES_ON_DEVICE if on_device else STAGING_BYTES
@@ -145,9 +146,9 @@ def make_hinge(config: KVTransferConfig, me: Hello, *, on_device: bool = False) 
 
 
 class KVConnector:
-    """Lends the blocks of finished prefills to others, and fetches theirs.
+    """Lends the blocks of finished prefills to other engines, and fetches blocks from them.
 
-    The core calls it from its own thread; whatever it asks for happens in the driver's.
+    The core calls it from its own thread. The driver's thread does the work.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class KVConnector:
         references: References,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
-        """`random_bits(k)` is k bits nobody can guess; only a simulation brings its own."""
+        """`random_bits(k)` returns k unpredictable bits. Only a simulation passes its own."""
         self._me = me
         self._driver = driver
         self._references = references
@@ -168,7 +169,7 @@ class KVConnector:
         self.port = driver.port
         self.wake_fd = driver.wake_fd
         self.proof = references.proof_of_engine(self._named())
-        """What announcements of this engine's leases bear."""
+        """The `proof` in announcements of this engine's leases."""
 
     # --- lending ------------------------------------------------------------------------------
 
@@ -180,9 +181,9 @@ class KVConnector:
         token_ids: list[int],
         cache_salt: str | None,
     ) -> str:
-        """There will be a lease of the blocks that hold the KV of `token_ids`.
+        """Promise a lease of the blocks that will hold the KV of `token_ids`.
 
-        Returns its id: the given one, which no lease that has not ended may have, or a new one.
+        Returns the lease's id: the given one, or a new one. No live lease may have the given id.
         """
         lease_id = lease_id or f"{self._random_bits(128):032x}"
         name, digest = lease_id, digest_of(token_ids, cache_salt)
@@ -192,7 +193,7 @@ class KVConnector:
         return lease_id
 
     def lend(self, lease_id: str, block_ids: list[int]) -> None:
-        """The first blocks of a promised lease are computed; nothing if it has ended."""
+        """Lend the first blocks of a promised lease, which are computed. No effect if it ended."""
         self._driver.tell(lambda hinge, _now: hinge.leases.lend(lease_id, block_ids))
 
     def grant(
@@ -206,8 +207,8 @@ class KVConnector:
     ) -> KVTransferParams:
         """Lend the blocks that hold the KV of `token_ids`; LeaseEnded gives them back.
 
-        lease_id: of the promise, if there was one. The answer tells a decode engine how to fetch
-        the blocks, and what was sampled after them.
+        `lease_id` is the id of the promise, if there was one. The result tells a decode engine how
+        to fetch the blocks, and which tokens were sampled after them.
         """
         promised = lease_id or self.promise(request_id, None, len(block_ids), token_ids, cache_salt)
         self._driver.tell(lambda hinge, now: hinge.leases.grant(promised, block_ids, now))
@@ -223,7 +224,7 @@ class KVConnector:
         return self._references.sign(lent, self._lease_seconds)
 
     def _named(self) -> KVTransferParams:
-        """What all our leases say of us."""
+        """Return the fields that describe this engine in all its leases."""
         return KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self._me.engine_id,
@@ -237,7 +238,7 @@ class KVConnector:
         )
 
     def withdraw(self, lease_id: str) -> None:
-        """End a lease of our own; nothing if it has ended."""
+        """End a lease of our own. No effect if it has ended."""
         self._driver.tell(lambda hinge, _now: hinge.leases.revoke(lease_id))
 
     def revoke(self, params: KVTransferParams) -> None:
@@ -249,43 +250,43 @@ class KVConnector:
         self.withdraw(params.lease_id or "")
 
     def revoke_all(self) -> None:
-        """End every lease of our own; those that are being read end when that is over."""
+        """End every lease of our own. Blocks that are being sent stay pinned until that is over."""
         self._driver.tell(lambda hinge, _now: hinge.leases.revoke_all())
 
     # --- fetching -----------------------------------------------------------------------------
 
-    # Whatever parameters are given here is proven before anything is made of it: all of these
-    # raise `UnprovenReferenceError` for what no engine of the service has signed.
+    # The methods that take `params` check their signature before they use them, except
+    # `take`. They raise `UnprovenReferenceError` unless an engine of the service has signed them.
 
     def check(self, params: KVTransferParams, token_ids: list[int], cache_salt: str | None) -> None:
-        """Likewise for a reference that is not for these tokens, too old, or was taken already."""
+        """Raise also if the reference is for other tokens, has expired, or was taken already."""
         self._references.check_use(params, digest_of(token_ids, cache_salt))
 
     def prove(self, params: KVTransferParams) -> None:
-        """Likewise for a reference of which any field was edited, whoever it is for."""
+        """Raise also if any field of the reference was edited. The tokens are not compared."""
         self._references.check(params)
 
     def take(self, params: KVTransferParams) -> None:
-        """A request has come with a reference that was checked: it serves no other."""
+        """Record that a request has arrived with a checked reference, which serves no other."""
         self._references.take(params)
 
     def is_taken(self, params: KVTransferParams) -> bool:
-        """A request has come with this reference: the lease is its own affair."""
+        """Whether a request has arrived with this reference. That request then owns the lease."""
         self._references.check_lease(params)
         return self._references.is_taken(params)
 
     def check_announced(self, params: KVTransferParams) -> None:
-        """Likewise for the parameters of an announcement."""
+        """Raise unless an engine of the service signed the parameters of an announcement."""
         self._references.check_engine(params)
 
     def reach(self, params: KVTransferParams) -> None:
-        """Connect to a prefill engine whose blocks will be wanted, by an announcement."""
+        """Connect to a prefill engine, because an announcement says its blocks will be wanted."""
         self._references.check_engine(params)
         address = self._lease_of(params).address
         self._driver.tell(lambda hinge, _now: hinge.loads.reach(address))
 
     def hold(self, request_id: str, params: KVTransferParams) -> None:
-        """A request with a hand-off queues: connect to its P, and keep the lease alive."""
+        """Connect to P and keep the lease alive while a request with a hand-off queues."""
         self._references.check(params)
         lease = self._lease_of(params)
         self._driver.tell(lambda hinge, now: hinge.loads.hold(request_id, lease, now))
@@ -303,11 +304,11 @@ class KVConnector:
     ) -> None:
         """Fetch block `indices[i]` of the lease into `local_block_ids[i]`; ends in LoadEnded.
 
-        Blocks are counted as ours: a lease in blocks of another size is repacked.
+        Indices count blocks of our size. A lease with blocks of another size is repacked.
 
-        `token_ids` are those whose KV the lease must be for. early: the request is only announced,
-        and the lease may be only promised; unless `adopt_load` follows, it ends by itself after
-        `load_timeout_s`, once more in a LoadEnded if it was complete by then.
+        The lease must be for the KV of `token_ids`. `early`: the request is only announced, and
+        the lease may be only promised. Unless `adopt_load` follows, the load ends by itself after
+        `load_timeout_s`. If it was complete by then, it reports a second LoadEnded.
         """
         if early:
             self._references.check_engine(params)
@@ -323,13 +324,13 @@ class KVConnector:
         )
 
     def adopt_load(self, request_id: str) -> None:
-        """The request of an early load has come."""
+        """Tell the hinge that the request of an early load has arrived."""
         self._driver.tell(lambda hinge, now: hinge.loads.adopt(request_id, now))
 
     def cancel_load(self, request_id: str) -> None:
-        """Give up a held or started load, and tell P; the lease of an early one goes on.
+        """Give up a held or started load, and tell P. The lease of an early load lives on.
 
-        A started one still ends in LoadEnded, unless that has come already.
+        A started load still ends in LoadEnded, unless it was reported already.
         """
         self._driver.tell(lambda hinge, now: hinge.loads.cancel(request_id, now))
 
@@ -342,14 +343,14 @@ class KVConnector:
     # --- the driver ---------------------------------------------------------------------------
 
     def poll_events(self) -> list[LeaseEnded | LoadEnded]:
-        """What has ended since the last call.
+        """Return the leases and loads that have ended since the last call.
 
-        Raises `RuntimeError` when the driver has failed: the engine cannot go on without it.
+        Raises `RuntimeError` if the driver has failed. The engine cannot continue without it.
         """
         return self._driver.poll_events()
 
     def stats(self) -> KVTransferStats:
-        """Totals since the start, and what is held now."""
+        """Return totals since the start, and what is held now."""
         return self._driver.stats()
 
     def close(self) -> None:
@@ -357,7 +358,7 @@ class KVConnector:
         self._driver.close()
 
     def _lease_of(self, params: KVTransferParams) -> LeaseRef:
-        """The lease that proven `do_remote_prefill` parameters name."""
+        """Return the lease that verified `do_remote_prefill` parameters name."""
         return LeaseRef(
             lease_id=params.lease_id or "",
             address=(params.remote_host or "", params.remote_port or 0),
@@ -368,10 +369,10 @@ class KVConnector:
 
 
 def digest_of(token_ids: list[int], cache_salt: str | None) -> str:
-    """What a lease is for: these tokens, under this salt.
+    """Return the digest of the tokens and the salt that a lease is for.
 
-    An engine's salt names all that KV depends on besides tokens: adapter, embeddings, the client's
-    own salt. The number of tokens says where they end and the salt begins.
+    An engine's salt names everything else that the KV depends on: the adapter, embeddings, and the
+    client's own salt. The digest includes the number of tokens, to separate them from the salt.
     """
     content = hashlib.blake2b(array("q", [len(token_ids), *token_ids]).tobytes(), digest_size=16)
     content.update((cache_salt or "").encode())

@@ -1,4 +1,4 @@
-"""What the pure tables ask of the world; the connector carries it out."""
+"""Actions that the pure tables request. The driver (`HingeThread` or a simulation) runs them."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class SendBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveBlocks:
-    """Receive runs into our blocks, run i under tag + i; report the end likewise."""
+    """Receive runs into our blocks, run i under tag + i; report the end as `TransferEnded(key)`."""
 
     peer: Peer
     request_id: str
     tag: int
     runs: list[range]
     staged: bool = False
-    """The runs are of the request's staging area."""
+    """The runs are in the request's staging area."""
 
     @property
     def key(self) -> ReceiveKey:
@@ -74,7 +74,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """What was staged for a request is valid: copy it into our blocks."""
+    """Copy the staged blocks of a request, which are valid, into our blocks."""
 
     request_id: str
 
@@ -88,14 +88,14 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Cut a connection. `peer_lost` follows when nothing touches memory on its behalf any more."""
+    """Cut a connection. `peer_lost` follows when none of its transfers touches memory any more."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The blocks of a lease are free again, whatever was lent in its name."""
+    """A lease has ended, and all blocks that were lent under it are free again."""
 
     request_id: str
     block_ids: list[int]

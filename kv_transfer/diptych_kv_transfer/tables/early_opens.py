@@ -1,4 +1,7 @@
-"""Readers that came before the lease: D is told of a request as soon as P, and may be faster."""
+"""Early Opens: claims that arrive before P has promised the lease.
+
+R tells D and P about a request at the same time, so D may be faster than P.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from diptych_kv_transfer.tables.actions import Peer
 from diptych_kv_transfer.tables.messages import Open
 
 MAX_EARLY, MAX_EARLY_RUNS = 256, 1024
-"""How many, and how many runs each may name: they are a stranger's claim on our memory. Beyond,
-the oldest is forgotten; its reader asks again when it is told."""
+"""Limits on the number of early Opens and on the runs in each. They bound the memory that peers can
+make us use. Beyond the limit the oldest is forgotten; its reader asks again when its request
+arrives."""
 
 
 @dataclass(slots=True)
 class EarlyOpen:
-    """One that waits for its lease."""
+    """An Open that waits for its lease."""
 
     peer: Peer
     message: Open
@@ -27,7 +31,7 @@ class EarlyOpens:
     """The last Open of each lease that is not known yet. Pure: time is passed in."""
 
     keep_seconds: float
-    """Who is not renewed for so long is forgotten: the message may be a late copy."""
+    """An Open that is not renewed for this time is forgotten, because it may be a late copy."""
     _opens: OrderedDict[str, EarlyOpen] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -41,17 +45,17 @@ class EarlyOpens:
             self._opens.popitem(last=False)
 
     def pop(self, lease_id: str) -> EarlyOpen | None:
-        """The Open that waits for this lease, which is there now."""
+        """Take the Open that waits for this lease, because the lease exists now."""
         return self._opens.pop(lease_id, None)
 
     def renew(self, lease_id: str, now: float) -> None:
-        """Somebody still wants the lease."""
+        """Keep the Open of a lease that a reader still wants."""
         early = self._opens.get(lease_id)
         if early is not None:
             early.forget_at = now + self.keep_seconds
 
     def close(self, peer: Peer, lease_id: str, tag: int) -> None:
-        """A reader does not want the lease any more."""
+        """Forget the Open of a reader that does not want the lease any more."""
         early = self._opens.get(lease_id)
         if early is not None and (early.peer, early.message.tag) == (peer, tag):
             del self._opens[lease_id]
@@ -61,10 +65,10 @@ class EarlyOpens:
             del self._opens[lease_id]
 
     def tick(self, now: float) -> None:
-        """Forget who is overdue."""
+        """Forget the overdue Opens."""
         for lease_id in [name for name, early in self._opens.items() if early.forget_at <= now]:
             del self._opens[lease_id]
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; infinity: never."""
+        """Return when `tick` has something to do; infinity means never."""
         return min((early.forget_at for early in self._opens.values()), default=float("inf"))

@@ -1,4 +1,4 @@
-"""What the world reports to the pure tables; a transport makes these, and so does a simulation."""
+"""Events that the pure tables receive. A transport or a simulation creates them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diptych_kv_transfer.tables.actions import Address, Peer
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A connection exists: to `address` if we asked for it, else from somebody (None)."""
+    """A connection exists: to `address` if we opened it; None if the peer opened it."""
 
     peer: Peer
     address: Address | None
@@ -24,7 +24,7 @@ class ConnectFailed:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A control message."""
+    """A control message has arrived."""
 
     peer: Peer
     data: bytes
@@ -35,7 +35,7 @@ class TransferEnded:
     """A `send_blocks` or `receive_blocks` has ended, and touches its regions no more."""
 
     key: Hashable
-    """What the transfer was begun with; a transport does not look into it."""
+    """The key that began the transfer. A transport does not interpret it."""
     ok: bool
 
 

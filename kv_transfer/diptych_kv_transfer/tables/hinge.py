@@ -1,4 +1,4 @@
-"""Both tables of one engine, and who it is in touch with: all that the hinge decides.
+"""The decisions of the hinge: both tables of one engine, and the peers that have said Hello.
 
 Pure: events and the time go in, actions come out. `hinge_thread.py` runs it over UCX.
 """
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Hinge:
-    """One engine's part in all hand-offs, be it as prefill or as decode engine."""
+    """One engine's state in all hand-offs, as a prefill engine and as a decode engine."""
 
     me: Hello
     leases: LeaseTable
     loads: LoadTable
     greeted: set[Peer] = field(default_factory=set)
-    """Peers that have said who they are."""
+    """Peers that have said Hello."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about something that happened."""
+        """Return the actions that an event requires."""
         match event:
             case Connected(peer, address):
                 if address is None:
@@ -64,11 +64,11 @@ class Hinge:
                 return [*self.leases.peer_lost(peer), *self.loads.peer_lost(peer)]
 
     def tick(self, now: float) -> list[Action]:
-        """What to do because time has passed."""
+        """Return the actions that are due because time has passed."""
         return [*self.leases.tick(now), *self.loads.tick(now)]
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; infinity: never."""
+        """Return when `tick` has something to do; infinity means never."""
         return min(self.leases.next_deadline(), self.loads.next_deadline())
 
     def _receive(self, peer: Peer, data: bytes, now: float) -> list[Action]:

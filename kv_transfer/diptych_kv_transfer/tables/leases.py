@@ -76,9 +76,9 @@ class Lease:
     request_id: str
     digest: str
     num_blocks: int
-    """How many there will be in all."""
+    """How many blocks the lease will have in all."""
     block_ids: list[int] = field(default_factory=list)
-    """The blocks that hold their KV already: a prefix of all its blocks."""
+    """The blocks whose KV is computed already: the first blocks of the lease."""
     expires_at: float = NEVER
     state: LeaseState = LeaseState.PROMISED
     claim: Claim | None = None
@@ -107,12 +107,12 @@ class LeaseTable:
 
     lease_seconds: float
     leases: dict[str, Lease] = field(default_factory=dict)
-    """Live ones, and ended ones whose blocks are still being sent."""
+    """Live leases, and ended leases whose blocks are still being sent."""
     counts: Counter[LeaseState] = field(default_factory=Counter)
     """How many leases were promised, granted, first read, and ended in each way."""
     stale_reads_refused: int = 0
     rejections: int = 0
-    """Leases that were ended by somebody other than this engine."""
+    """Leases that another engine ended with Reject."""
     _early: EarlyOpens = field(init=False)
     _ended: OrderedDict[str, tuple[LeaseState, Claim | None]] = field(default_factory=OrderedDict)
     """How leases ended, and the claim by which one was released."""
@@ -125,9 +125,9 @@ class LeaseTable:
     def promise(
         self, lease_id: str, request_id: str, num_blocks: int, digest: str, now: float
     ) -> list[Action]:
-        """There will be a lease of so many blocks. The id of a lease that is here changes nothing.
+        """Promise a lease of `num_blocks` blocks. No effect if a lease of this id is in the table.
 
-        It does not expire before it is granted.
+        The lease does not expire before it is granted.
         """
         if lease_id in self.leases:
             return []
@@ -138,7 +138,7 @@ class LeaseTable:
         return [] if early is None else self._open(early.peer, early.message, now)
 
     def lend(self, lease_id: str, block_ids: list[int]) -> list[Action]:
-        """The first blocks of a promised lease hold their KV; the list only ever grows."""
+        """Record which first blocks of a promised lease are computed. The list only ever grows."""
         lease = self.leases.get(lease_id)
         if lease is None or lease.state is not LeaseState.PROMISED:
             return []  # it was withdrawn meanwhile
@@ -146,7 +146,7 @@ class LeaseTable:
         return self._send_ready(lease)
 
     def grant(self, lease_id: str, block_ids: list[int], now: float) -> list[Action]:
-        """All blocks of a promised lease hold their KV: from now on it ages."""
+        """Grant a promised lease, all of whose blocks are computed. From now on it ages."""
         lease = self.leases.get(lease_id)
         if lease is None or lease.state is not LeaseState.PROMISED:
             return []
@@ -159,7 +159,7 @@ class LeaseTable:
         return self._send_ready(lease)
 
     def revoke(self, lease_id: str) -> list[Action]:
-        """End a lease before its time. Unknown or ended ones are left alone."""
+        """End a lease early. Unknown or ended leases are left alone."""
         lease = self.leases.get(lease_id)
         if lease is None or lease.state not in LIVE:
             return []
@@ -167,7 +167,7 @@ class LeaseTable:
         return self._end(lease, LeaseState.WITHDRAWN if promised else LeaseState.REVOKED)
 
     def revoke_all(self) -> list[Action]:
-        """End every live lease before its time."""
+        """End every live lease early."""
         return [action for lease_id in list(self.leases) for action in self.revoke(lease_id)]
 
     # --- what readers say ---------------------------------------------------------------------
@@ -252,7 +252,7 @@ class LeaseTable:
     # --- what the transport reports -----------------------------------------------------------
 
     def sends_ended(self, lease_id: str, tag: int) -> list[Action]:
-        """The sends from this tag on are not in flight any more, however that came."""
+        """Record that the sends from this tag on have ended, whether they succeeded or not."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return []
@@ -260,7 +260,7 @@ class LeaseTable:
         return self._give_back_if_done(lease)
 
     def peer_lost(self, peer: Peer) -> list[Action]:
-        """A connection is gone, and with it every send on it."""
+        """Handle the loss of a connection, and of every send on it."""
         self._early.peer_lost(peer)
         actions: list[Action] = []
         for lease in list(self.leases.values()):
@@ -270,14 +270,14 @@ class LeaseTable:
                 if lease.state is LeaseState.READING:
                     actions += self._end(lease, LeaseState.REVOKED)
                     continue
-                # Whoever was told of the promise may still come, from a new connection.
+                # The reader that knows the promise may still open it, from a new connection.
             actions += self._give_back_if_done(lease)
         return actions
 
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """End what is overdue."""
+        """End overdue leases, and cut off readers whose sends are overdue."""
         self._early.tick(now)
         actions: list[Action] = []
         for lease in [x for x in self.leases.values() if x.deadline <= now]:
@@ -292,7 +292,7 @@ class LeaseTable:
         return actions
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; infinity: never."""
+        """Return when `tick` has something to do; infinity means never."""
         leases = min((lease.deadline for lease in self.leases.values()), default=NEVER)
         return min(leases, self._early.next_deadline())
 
@@ -343,10 +343,10 @@ class LeaseTable:
 
     @property
     def held(self) -> Counter[LeaseState]:
-        """Leases that are here, by state. Safe to ask from another thread."""
+        """Count the leases in the table by state. Safe to call from another thread."""
         return Counter(lease.state for lease in list(self.leases.values()))
 
     @property
     def blocks_held(self) -> int:
-        """Blocks that leases keep from being reused. Safe to ask from another thread."""
+        """Count the blocks that leases keep pinned. Safe to call from another thread."""
         return sum(len(lease.block_ids) for lease in list(self.leases.values()))

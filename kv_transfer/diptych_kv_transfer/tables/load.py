@@ -1,4 +1,4 @@
-"""One request's hand-off as D sees it: from which lease, how far, and what is still missing."""
+"""One request's load on D: its lease, its state, and the blocks that are still missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from diptych_protocol.kv_transfer_params import differences
 
 NEVER, AT_ONCE = float("inf"), float("-inf")
 MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
-"""Leases outside are renewed as often as the shortest; their length comes from outside."""
+"""A lease whose length is outside these limits is renewed as often as the shortest one. The length
+comes from the peer and is not trusted."""
 
 
 class LoadState(enum.Enum):
@@ -34,14 +35,14 @@ UNDER_WAY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LeaseRef:
-    """Where a lease is, as `kv_transfer_params` name it."""
+    """Where a lease is, as named in `kv_transfer_params`."""
 
     lease_id: str
     address: Address
     engine_id: str
     epoch: str
     seconds: float = 30.0
-    """How long it lasts without a sign of life."""
+    """How long the lease lasts without a renewal."""
 
     @property
     def renew_every_s(self) -> float:
@@ -50,15 +51,15 @@ class LeaseRef:
 
 @dataclass(slots=True)
 class Remote:
-    """The engine at an address, as far as we are in touch with it."""
+    """The state of our connection to the engine at an address."""
 
     peer: Peer | None = None
     hello: Hello | None = None
     greet_by: float = NEVER
-    """When it is cut off if it has not said who it is: rejects may wait for that."""
+    """When the connection is cut if the peer has not said Hello. Rejects may wait for its Hello."""
 
     def tick(self, now: float) -> list[Fence]:
-        """What to do because time has passed."""
+        """Return the actions that are due because time has passed."""
         if self.peer is None or self.greet_by > now:
             return []
         self.greet_by = NEVER
@@ -67,46 +68,46 @@ class Remote:
 
 @dataclass(slots=True)
 class Load:
-    """One request's hand-off."""
+    """The load of one request."""
 
     request_id: str
     lease: LeaseRef
     renew_at: float
     state: LoadState = LoadState.HOLDING
     deadline: float = NEVER
-    """When it is overdue; `AT_ONCE`: the next `tick` sets it."""
+    """When the load is overdue. `AT_ONCE`: the next `tick` sets the deadline."""
     early: bool = False
-    """Nobody waits for it yet: what goes wrong harms only it, and the lease outlives it."""
+    """The request has not arrived yet. A failure harms this load only; the lease outlives it."""
     waiting_since: float = 0.0
-    """When somebody began to wait for it."""
+    """When the request began to wait for the load."""
     digest: str = ""
     tag: int = 0
     wanted: dict[int, int] = field(default_factory=dict)
-    """Block of the lease -> block of ours, of those that are not on their way yet."""
+    """Block of the lease -> our block, for blocks that P has not announced yet."""
     num_blocks: int = 0
-    """How many of ours were wanted at first."""
+    """How many of our blocks were wanted at first."""
     num_tokens: int = 0
-    """Whose KV the lease is for."""
+    """The number of tokens whose KV the lease is for."""
     staging: Staging | None = None
-    """The peer's geometry is another one, or our blocks are on a device: `wanted` leads there, not
-    to our blocks."""
+    """Set if the peer has another geometry or if our blocks are on a device. `wanted` then maps to
+    blocks of the staging area, not to our own blocks."""
     asked: bool = False
     """Open was sent."""
     batches: set[int] = field(default_factory=set)
-    """First tags of everything that was announced."""
+    """The first tag of every announced batch."""
     receiving: set[int] = field(default_factory=set)
-    """Those whose receives are posted and have not ended."""
+    """The batches whose receives are posted and have not ended."""
     over: bool = False
     """P will send nothing more."""
     last_chance: bool = False
-    """It was overdue or given up before: next, the connection is cut."""
+    """The load was overdue or given up before. If it is overdue again, the connection is cut."""
     problem: str = ""
-    """Why it cannot succeed any more."""
+    """Why the load cannot succeed any more; empty if it can."""
 
     def fit_to(self, theirs: Hello, mine: Hello, *, stages_all: bool = False) -> None:
-        """Plan how to receive from an engine that `mismatch` has nothing against.
+        """Plan how to receive from an engine for which `mismatch` found no problem.
 
-        stages_all: though its blocks may be like ours.
+        `stages_all`: stage the blocks even if their geometry is equal to ours.
         """
         there, here = layout_of(theirs), layout_of(mine)
         direct = theirs.geometry == mine.geometry and not stages_all
@@ -118,16 +119,17 @@ class Load:
 
     @property
     def staged(self) -> bool:
-        """Its blocks do not come straight into ours."""
+        """Whether the blocks arrive in a staging area instead of in our own blocks."""
         return self.staging is not None
 
     @property
     def waits_for_room(self) -> bool:
-        """It will be opened when there is room for what it brings."""
+        """Whether the load waits for room in the staging areas before it is opened."""
         return self.staged and not self.asked and self.state is LoadState.OPENING
 
     def ask(self) -> Open:
-        """What asks P for the blocks; a load that waited for room is given its time now."""
+        """Return the Open that asks P for the blocks. A load that waited for room gets its deadline
+        now."""
         self.asked = True
         if self.deadline == NEVER:
             self.deadline = AT_ONCE
@@ -135,10 +137,10 @@ class Load:
         return Open(self.lease.lease_id, self.digest, self.tag, runs, self.early)
 
     def take(self, runs: list[Run]) -> list[range]:
-        """Where announced blocks belong, run by run.
+        """Return where announced blocks belong, run by run.
 
         Raises `ValueError`, and takes nothing, for blocks that are not wanted (any more), or that
-        are not neighbours here.
+        are not contiguous in our memory.
         """
         if sum(count for _, count in runs) > len(self.wanted):
             raise ValueError("it sends more than is wanted")
@@ -158,10 +160,11 @@ class Load:
 
 
 def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, Staging]]:
-    """Those of the loads that wait for room, in bytes, that can have it now.
+    """Return the waiting loads that get room now. `room` is in bytes.
 
-    Those that somebody waits for come first, in their order; if none of them has room, the first
-    may be of any size. Early ones never have more than a half, and none while others wait.
+    Loads of arrived requests come first, in order. If none of these has room yet, the first may
+    have any size. Early loads never have more than half of the room, and get none while others
+    wait.
     """
     staged = [(load, load.staging) for load in loads if load.staging is not None]
     taken: Counter[bool] = Counter()
@@ -183,19 +186,19 @@ def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, Staging]
 
 
 def waiting_for_room(loads: Iterable[Load]) -> int:
-    """How many of them."""
+    """Return how many loads wait for room."""
     return sum(load.waits_for_room for load in loads)
 
 
 def layout_of(hello: Hello) -> Layout | None:
-    """How an engine keeps its KV; None if it does not say so in a way that we understand."""
+    """Return how an engine keeps its KV; None if we do not understand its description."""
     return Layout.of(hello.compat, hello.geometry)
 
 
 def coalesce(wanted: dict[int, int]) -> list[Run]:
-    """Join neighbours into runs that are contiguous in the lease and in our memory.
+    """Join adjacent blocks into runs that are contiguous in the lease and in our memory.
 
-    wanted: block of the lease -> block of ours.
+    `wanted` maps blocks of the lease to our blocks.
     """
     runs: list[Run] = []
     stop = -1
@@ -209,7 +212,7 @@ def coalesce(wanted: dict[int, int]) -> list[Run]:
 
 
 def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello) -> str:
-    """Why the engine that answers is not the one the lease is from, or does not fit ours."""
+    """Return why the answering engine is not the lease's, or is incompatible; empty if neither."""
     if theirs.version != mine.version:
         return f"the prefill engine speaks version {theirs.version}, we speak {mine.version}"
     if (theirs.engine_id, theirs.epoch) != (lease.engine_id, lease.epoch):

@@ -6,16 +6,16 @@
        │                  ├──cancel, time──▶ STOPPING ──Closed and all receives ended──┐
        └──────────────────┴──────────────────────────────────────────┴────────────────▶ failed
 
-While a request queues its load is HOLDING: the peer is connected, and the lease is renewed from
-then on. An *early* load is started for a request that is only announced: it may find the lease
-still promised, or not even that. It ends KEPT until somebody adopts it or its time is over; and
-what becomes of it is no reason to end the lease, which others may come for.
+While a request queues, its load is HOLDING: D connects to P and renews the lease. An *early* load
+is started for a request that is only announced. At that time the lease may be only promised, or not
+even that. A complete early load is KEPT until its request adopts it or its time is over. Whatever
+its outcome, an early load does not end the lease, because another load may still need it.
 
-`LoadEnded` is reported exactly once for every started load (and once more for one that was KEPT in
-vain), and only when nothing can write to its blocks any more. It says `ok` only after P confirmed
-that the lease was held throughout. A load that is given up asks P to stop, and ends when P has said
-so and its receives are over; only a peer that does not answer has its connection cut, with all that
-goes over it. Pure: time is passed in.
+`LoadEnded` is reported exactly once for every started load (and once more for a KEPT load that no
+request adopted), and only when nothing can write to its blocks any more. It says `ok` only after P
+confirmed that the lease was held throughout. If D gives up a load, it asks P to stop. The load ends
+when P has confirmed this and the receives are over. If P does not answer, D cuts the connection,
+which fails all loads on it. Pure: time is passed in.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from diptych_kv_transfer.tables.messages import (
 from diptych_protocol.wire import HAND_OFF_BOUNDS_S
 
 STOP_SECONDS = 5.0
-"""How long P may take to stop what was given up before its connection is cut."""
+"""How long P may take to stop a load that was given up, before the connection is cut."""
 
 
 @dataclass(slots=True)
@@ -70,20 +70,20 @@ class LoadTable:
     me: Hello
     load_timeout_s: float
     staging_bytes: int = 256 << 20
-    """For blocks that are staged, of all loads together; a single one may take more."""
+    """Room for the staged blocks of all loads together. A single load may take more."""
     stages_all: bool = False
-    """No transfer reaches our own blocks, which are on a device."""
+    """Stage all loads, because our blocks are on a device, which no transfer reaches."""
     loads: dict[str, Load] = field(default_factory=dict)
     remotes: dict[Address, Remote] = field(default_factory=dict)
     rejects: list[LeaseRef] = field(default_factory=list)
-    """Leases to reject as soon as their engine is in touch."""
+    """Leases to reject as soon as their engine has said Hello."""
     started: int = 0
     completed: int = 0
     failed: int = 0
     rejected: int = 0
-    """Leases that were told to be not needed."""
+    """Number of leases for which Reject was sent."""
     waited: list[int] = field(default_factory=lambda: [0] * (len(HAND_OFF_BOUNDS_S) + 1))
-    """Completed loads by how long somebody waited for them, as `HAND_OFF_BOUNDS_S` says."""
+    """Completed loads by how long their requests waited, in the buckets of `HAND_OFF_BOUNDS_S`."""
     seconds_waited: float = 0.0
 
     # --- what the engine asks -----------------------------------------------------------------
@@ -106,10 +106,11 @@ class LoadTable:
         *,
         early: bool = False,
     ) -> list[Action]:
-        """Fetch the wanted blocks: block of the lease, counted as ours -> block of ours.
+        """Fetch the wanted blocks.
 
-        num_tokens: of the lease; the wanted blocks are its last ones.
-        The request may be held, or new. Raises `RuntimeError` if its load is under way already.
+        `wanted` maps blocks of the lease, counted in our block size, to our blocks; they are the
+        last ones of the lease. `num_tokens` is the number of tokens of the lease. The request may
+        be held, or new. Raises `RuntimeError` if its load is under way already.
         """
         if not self._is_free(request_id):
             raise RuntimeError(f"the load of request {request_id} was started before")
@@ -122,7 +123,7 @@ class LoadTable:
         return [*self.reach(lease.address), *self._open(load, now)]
 
     def adopt(self, request_id: str, now: float) -> list[Action]:
-        """Somebody waits for an early load, or takes what it brought."""
+        """Make an early load an ordinary one, because its request has arrived."""
         load = self.loads.get(request_id)
         if load is None or not load.early:
             return []
@@ -137,7 +138,7 @@ class LoadTable:
         return self._open(load, now) if load.state is LoadState.OPENING else []
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
-        """Nobody wants the blocks any more; P is told so as soon as it can be."""
+        """Give up a load, and tell P as soon as possible."""
         load = self.loads.get(request_id)
         if load is None:
             return []
@@ -155,7 +156,7 @@ class LoadTable:
         return [*self.reach(lease.address), *self._send_rejects(lease.address)]
 
     def reach(self, address: Address) -> list[Action]:
-        """Be or get in touch with an engine."""
+        """Connect to an engine, unless a connection exists or is being made."""
         if address in self.remotes:
             return []
         self.remotes[address] = Remote()
@@ -172,7 +173,7 @@ class LoadTable:
         return self._fail_all(address, f"cannot connect to {address[0]}:{address[1]}: {reason}")
 
     def peer_lost(self, peer: Peer) -> list[Action]:
-        """A connection is gone; nothing writes to our blocks on its behalf any more."""
+        """Fail the loads of a lost connection, which no longer writes to our blocks."""
         for address, remote in list(self.remotes.items()):
             if remote.peer == peer:
                 del self.remotes[address]
@@ -180,7 +181,7 @@ class LoadTable:
         return []
 
     def greeted(self, peer: Peer, hello: Hello, now: float) -> list[Action]:
-        """The engine at the other end says who it is."""
+        """Handle the Hello of a peer."""
         for address, remote in self.remotes.items():
             if remote.peer == peer and remote.hello is None:
                 remote.hello, remote.greet_by = hello, NEVER
@@ -211,7 +212,7 @@ class LoadTable:
         return self._go_on(load, peer, now)
 
     def receives_ended(self, request_id: str, tag: int, *, ok: bool, now: float) -> list[Action]:
-        """The receives from this tag on have ended; False: some were cut off."""
+        """Record that the receives from this tag on have ended. `ok` is False if some failed."""
         load = self.loads.get(request_id)
         if load is None or tag not in load.receiving:
             return []
@@ -224,7 +225,7 @@ class LoadTable:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """Renew the leases of all loads; give up what is overdue."""
+        """Renew the leases of all loads, and give up overdue loads."""
         actions: list[Action] = []
         for load in list(self.loads.values()):
             if load.deadline == AT_ONCE:
@@ -237,7 +238,7 @@ class LoadTable:
         return [*actions, *(cut for remote in self.remotes.values() for cut in remote.tick(now))]
 
     def next_deadline(self) -> float:
-        """When `tick` has something to do; infinity: never."""
+        """Return when `tick` has something to do; infinity means never."""
         loads = min((min(x.deadline, x.renew_at) for x in self.loads.values()), default=NEVER)
         return min(loads, min((x.greet_by for x in self.remotes.values()), default=NEVER))
 
@@ -263,18 +264,18 @@ class LoadTable:
 
     @property
     def in_flight(self) -> int:
-        """Loads that were started and have not ended. Safe to ask from another thread."""
+        """The number of loads that have started and not ended. Safe to call from another thread."""
         return sum(load.state in UNDER_WAY for load in list(self.loads.values()))
 
     # --- inside -------------------------------------------------------------------------------
 
     def _is_free(self, request_id: str) -> bool:
-        """A load may begin under this name: what is here of it touches no blocks."""
+        """Whether a load may begin for this request: no earlier load of it is under way."""
         load = self.loads.get(request_id)
         return load is None or load.state not in UNDER_WAY
 
     def _open(self, load: Load, now: float) -> list[Action]:
-        """Ask for the blocks, once it is known that this is the engine that was meant."""
+        """Ask for the blocks, once the peer's Hello shows that it is the right engine."""
         remote = self.remotes[load.lease.address]
         if remote.peer is None or remote.hello is None:
             return []
@@ -291,7 +292,7 @@ class LoadTable:
         return [*self._let_go(load), *self._end(load, now)]
 
     def _open_staged(self) -> list[Action]:
-        """Ask for what has to be staged, while there is room."""
+        """Open loads that need staging, as long as there is room."""
         actions: list[Action] = []
         for load, staging in next_to_stage(self.loads.values(), self.staging_bytes):
             peer = self.remotes.get(load.lease.address, Remote()).peer
@@ -300,8 +301,8 @@ class LoadTable:
         return actions
 
     def _receive_batch(self, load: Load, peer: Peer, message: Sending, now: float) -> list[Action]:
-        """P is about to send: say where the blocks belong, even if nobody wants them any more, so
-        that its sends end."""
+        """Post receives for an announced batch. This happens even if the load was given up, so that
+        P's sends end."""
         if message.first in load.batches:
             return []  # repeated
         if load.state is LoadState.OPENING:
@@ -316,7 +317,7 @@ class LoadTable:
         return [ReceiveBlocks(peer, load.request_id, message.first, places, load.staged)]
 
     def _go_on(self, load: Load, peer: Peer, now: float) -> list[Action]:
-        """Close, stop or end a load of which something has changed."""
+        """Close, stop or end a load after a change of its state."""
         if load.over:
             return [] if load.receiving else self._end(load, now)
         if load.state is not LoadState.RECEIVING:
@@ -329,7 +330,7 @@ class LoadTable:
         return [Send(peer, Close(load.lease.lease_id, True, load.tag))]
 
     def _stop(self, load: Load, now: float) -> list[Action]:
-        """Have P stop; its answer and the end of the receives are awaited, but not for ever."""
+        """Ask P to stop. The load waits for the answer and its receives, up to a deadline."""
         if load.last_chance:
             return []
         load.last_chance = True
@@ -344,7 +345,7 @@ class LoadTable:
         return [close, *self._let_go(load)]
 
     def _let_go(self, load: Load) -> list[Action]:
-        """Its lease is not needed here; that of an early one may be by others."""
+        """Reject the lease, unless the load is early: another load may need that lease."""
         return [] if load.early else self.reject(load.lease)
 
     def _send_rejects(self, address: Address) -> list[Action]:
@@ -360,7 +361,7 @@ class LoadTable:
         return [load for load in self.loads.values() if load.lease.address == address]
 
     def _find(self, peer: Peer, message: FromOwner) -> Load | None:
-        """The load that a message is about: that of its claim, not of an earlier one."""
+        """Return the load whose claim a message names; None for an earlier claim."""
         for load in self.loads.values():
             if (load.lease.lease_id, load.tag) == (message.lease_id, message.tag):
                 remote = self.remotes.get(load.lease.address)
@@ -377,7 +378,7 @@ class LoadTable:
         return actions
 
     def _end(self, load: Load, now: float) -> list[Action]:
-        """Nothing touches its blocks any more."""
+        """End a load, because nothing touches its blocks any more."""
         held = load.state is LoadState.HOLDING
         ok = not load.problem
         if ok and load.early:

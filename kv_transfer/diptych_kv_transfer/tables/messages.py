@@ -1,4 +1,4 @@
-"""What a decode engine (D) and a prefill engine (P) say to each other about a lease.
+"""The messages that a decode engine (D) and a prefill engine (P) exchange about a lease.
 
     D                                     P
     Hello  ─────────────────────────────▶      who I am, and what KV I understand
@@ -45,7 +45,7 @@ class Hello(Message, frozen=True):
     engine_id: Name
     epoch: Name
     compat: dict[Name, int | Name]
-    """Everything that must be equal to exchange KV, by name."""
+    """Everything that must be equal in engines that exchange KV, by name."""
     version: int = VERSION
     geometry: dict[Name, int] = {}
     """What may differ, because blocks can be repacked: see `layout.GEOMETRY`."""
@@ -56,18 +56,19 @@ class Open(Message, frozen=True):
     digest: Name
     """Digest of the tokens whose KV the reader expects; a lease for another prompt is refused."""
     tag: Tag
-    """Names the claim. Blocks travel under tags from here on, one up each run."""
+    """Names the claim. It is the tag of the first run; each further run has the next higher tag."""
     runs: list[Run]
-    """What the reader lacks, each run contiguous in its own memory; a block is in one at most."""
+    """The blocks that the reader lacks. Each run is contiguous in the reader's memory, and no block
+    is in two runs."""
     early: bool = False
-    """The lease may not be known yet: then there is no answer until it is."""
+    """P does not refuse an unknown lease, but answers when it knows the lease."""
 
 
 class Close(Message, frozen=True):
     lease_id: LeaseId
     ok: bool
-    """True: all that was asked for has come, and the lease may end if it was held. False: the
-    reader lets go of its claim; another may open the lease."""
+    """True: all requested blocks have arrived, and the lease may end if it was held. False: the
+    reader gives up its claim, and others may open the lease."""
     tag: Tag = 0
 
 
@@ -97,13 +98,13 @@ class Sending(Message, frozen=True):
     first: Tag
     """The first run travels under this tag; each further run travels under the next higher tag."""
     runs: Annotated[list[Run], msgspec.Meta(min_length=1)]
-    """Parts of those that were asked for, each contiguous on both sides."""
+    """Parts of the requested runs, each contiguous in the memory of both engines."""
 
 
 class Closed(Message, frozen=True):
     lease_id: LeaseId
     held: bool
-    """The claim was held from Open to Close: only then may the reader use what it read."""
+    """The claim was held from Open to Close. Only then may the reader use the blocks."""
     tag: Tag = 0
 
 

@@ -1,4 +1,5 @@
-"""Whose turn it is to have blocks copied to the host, where they lie until they are sent. Pure."""
+"""Decides which sends may copy their blocks from a device to the host, where the copies stay until
+they are sent. Pure."""
 
 from __future__ import annotations
 
@@ -11,32 +12,32 @@ from diptych_kv_transfer.tables.actions import Peer, SendBlocks
 
 @dataclass(slots=True)
 class SendRoom:
-    """Sends wait in their order while those before them fill the room.
+    """Limits the room for copies. Sends wait in order while those before them fill the room.
 
-    What waits keeps its lease's blocks pinned like any send in flight, so they can be copied
-    whenever its turn comes.
+    A waiting send keeps its lease's blocks pinned, like any send in flight, so they can be copied
+    later.
     """
 
     room: int
-    """In blocks, of all sends together; a single one may take more."""
+    """Room in blocks for all sends together. A single send may take more."""
     _waiting: deque[SendBlocks] = field(default_factory=deque)
     _taken: dict[Hashable, int] = field(default_factory=dict)
-    """By the keys of sends that have begun."""
+    """Blocks taken by each send that has begun, by its key."""
 
     def ask(self, send: SendBlocks) -> list[SendBlocks]:
-        """What may begin now that this send is wanted, too."""
+        """Add a send to the queue. Returns the sends that may begin now."""
         self._waiting.append(send)
         return self._next()
 
     def ended(self, key: Hashable) -> list[SendBlocks]:
-        """What may begin now that a send has ended; nothing changes if it had not begun."""
+        """Free the room of a send, if it had begun. Returns the sends that may begin now."""
         self._taken.pop(key, None)
         return self._next()
 
     def peer_lost(self, peer: Peer) -> list[SendBlocks]:
-        """What may begin now that nothing more can be sent to a peer.
+        """Drop the waiting sends to a lost peer. Returns the sends that may begin now.
 
-        Its sends that had begun have ended before.
+        The sends to this peer that had begun have ended before.
         """
         self._waiting = deque(send for send in self._waiting if send.peer != peer)
         return self._next()
