@@ -31,11 +31,11 @@ demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a strea
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minutes
-	$(BIN)/python -m diptych_kernels.native
+	$(BIN)/python -m diptych_kernels
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
-	$(BIN)/python -m diptych_kernels.native
+	$(BIN)/python -m diptych_kernels
 	$(PYTEST) -m slow
 
 test-all: test test-slow ## both, one after the other

@@ -28,7 +28,7 @@ COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --target /opt/diptych/code .
 # Kernels for processors of every level, whichever the builder has.
-RUN PYTHONPATH=/opt/diptych/code python -m diptych_kernels.native --levels all
+RUN PYTHONPATH=/opt/diptych/code python -m diptych_kernels --levels all
 
 FROM python:3.11.16-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG VERSION=0.1.0

@@ -125,7 +125,7 @@ def package_layer(layer: Path, pip_arguments: Sequence[str], *, with_kernels: bo
 
 def compile_kernels(site: Path) -> None:
     """Leave the engine's kernels for this processor's levels; the `kube` node has it too."""
-    command = [sys.executable, "-m", "diptych_kernels.native"]
+    command = [sys.executable, "-m", "diptych_kernels"]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(site)}, check=True)
 
 

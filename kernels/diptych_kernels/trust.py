@@ -1,14 +1,19 @@
-"""A kernel is believed only after it has been tried: once in each process, before its first use.
+"""A kernel is trusted only after it has been tried: once in each process, before its first use.
 
-Compilers, processors and hypervisors have faults, and object files may come from elsewhere. What
-is wrong by more than rounding shows in one small case; torch's reference takes its place then.
+Compilers, processors and hypervisors have faults, and object files may come from elsewhere. An
+error that is larger than rounding shows in one small case. Torch's reference takes the place of a
+kernel that fails its case.
 """
 
 from __future__ import annotations
 
 import logging
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from diptych_kernels.cpu_level import (
     CpuLevel,
@@ -22,8 +27,48 @@ from diptych_kernels.native.targets import lowest_level, needs_bfloat16_dots
 
 log = logging.getLogger(__name__)
 
+Results = tuple[Tensor, Tensor]
+"""The kernel's, and the reference's."""
+
 _set_aside: dict[str, str] = {}
 forgotten(_set_aside.clear)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownCase:
+    """A small case whose result is known, which a kernel is tried with.
+
+    It stands beside each kernel's reference. Its numbers are the same in every process. Its sizes
+    are no multiples of anything where a kernel allows that, so that remainders are computed too.
+    It takes some milliseconds.
+    """
+
+    name: str
+    """The kernel's."""
+    results: Callable[[Kernel], Results]
+    tolerance: float
+    """Largest norm of the difference, over the reference's norm."""
+
+    @torch.inference_mode()
+    def distance(self, kernel: Kernel) -> float:
+        """One thread computes: on a busy machine, several wait for each other longer than that."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            actual, expected = self.results(kernel)
+            return float((actual - expected).norm() / expected.norm())
+        finally:
+            torch.set_num_threads(threads)
+
+
+def random_values(*shape: int) -> Tensor:
+    """Inputs of a case: float32, always the same for a number of dimensions."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def unwritten(*shape: int) -> Tensor:
+    """Memory for the results of a case. NaN shows what a kernel does not write."""
+    return torch.full(shape, torch.nan)
 
 
 def set_aside() -> Mapping[str, str]:
@@ -41,16 +86,16 @@ def is_there(name: str) -> bool:
 
 
 @remembered
-def is_trusted(name: str, number: int) -> bool:
-    """Whether a kernel is there, and gives the known answer to its known case.
+def is_trusted(case: KnownCase, number: int) -> bool:
+    """Whether a case's kernel is there, and gives the known result.
 
-    It is loaded, or even compiled, and tried when this is first asked; if it does not do what it
-    should it is put aside, with a warning.
+    The first question loads the kernel, or even compiles it, and tries it. A kernel that fails is
+    set aside, with a warning.
     """
-    if not is_there(name):
+    if not is_there(case.name):
         return False
-    kernel = kernel_of(name, number)
-    fault = _fault_of(kernel)
+    kernel = kernel_of(case.name, number)
+    fault = _fault_of(kernel, case)
     if fault:
         _set_aside[kernel.file] = fault
         log.warning(
@@ -60,15 +105,12 @@ def is_trusted(name: str, number: int) -> bool:
     return not fault
 
 
-def _fault_of(kernel: Kernel) -> str:
+def _fault_of(kernel: Kernel, case: KnownCase) -> str:
     """What is wrong with a kernel; empty if nothing is."""
-    from diptych_kernels.self_check import CASES
-
     try:
         load([kernel])
     except (RuntimeError, OSError, subprocess.SubprocessError) as exc:
         return str(exc) or repr(exc)
-    case = CASES[kernel.name]
     distance = case.distance(kernel)
     if distance <= case.tolerance:
         return ""

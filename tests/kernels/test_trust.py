@@ -20,10 +20,10 @@ from engine_kit.core import core_request, make_core, run
 
 import diptych_kernels
 from diptych_engine.models.layer_calls import have_kernels
-from diptych_kernels import packed_product, self_check, trust
+from diptych_kernels import packed_product, trust
+from diptych_kernels.cpu_kernels import CASES, KERNELS
 from diptych_kernels.cpu_level import CpuLevel, cpu_level, forget
 from diptych_kernels.native import kernel, object_files
-from diptych_kernels.native.__main__ import KERNELS
 from diptych_kernels.native.targets import target_of
 from diptych_kernels.silu_mul import cpu as silu_mul
 
@@ -80,8 +80,8 @@ def compiled_with(change: tuple[str, str], source: str, name: str, folder: Path)
 
 def test_every_kernel_is_right_in_its_case(compiled_level: CpuLevel) -> None:
     there = [each for each in KERNELS if trust.is_there(each[0])]
-    assert {name for name, _ in there} <= set(self_check.CASES)
-    assert [each for each in there if not trust.is_trusted(*each)] == []
+    assert {name for name, _ in there} <= set(CASES)
+    assert [each for each in there if not trust.is_trusted(CASES[each[0]], each[1])] == []
     assert not trust.set_aside()
     assert ("amx_product", 4) not in there or compiled_level is CpuLevel.AMX
 
@@ -98,7 +98,7 @@ def test_a_wrong_kernel_is_put_aside_for_torch(
     assert f"silu_mul-0 for {cpu_level().word} is put aside" in caplog.text
     assert "of a known result it differs by" in caplog.text
     assert not have_kernels(64)
-    assert trust.is_trusted("rms_norm", 0)
+    assert trust.is_trusted(CASES["rms_norm"], 0)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_wrong_kernel_is_put_aside_for_torch(
 )
 def test_what_cannot_be_loaded_is_put_aside(plant: Plant, fault: Exception, why: str) -> None:
     plant({"silu_mul-0": fault})
-    assert not trust.is_trusted("silu_mul", 0)
+    assert not trust.is_trusted(CASES["silu_mul"], 0)
     assert why in trust.set_aside()["silu_mul-0"]
 
 

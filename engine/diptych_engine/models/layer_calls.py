@@ -18,14 +18,20 @@ from diptych_engine.models.layer import LayerWeights
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
 from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_kernels import call_table
 from diptych_kernels.call_table import WIDTH, rows_of, run_all
 from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.kernel import Call
-from diptych_kernels.packed_product import cpu as packed_product
+from diptych_kernels.packed_product import calls as packed_product
+from diptych_kernels.packed_product import is_available as has_packed_product
+from diptych_kernels.packed_product.cpu import integer_rows
 from diptych_kernels.paged_attention import cpu as paged_attention
-from diptych_kernels.rms_norm import cpu as rms_norm
-from diptych_kernels.rope_kv_write import cpu as rope_kv_write
-from diptych_kernels.silu_mul import cpu as silu_mul
+from diptych_kernels.rms_norm import calls as rms_norm
+from diptych_kernels.rms_norm.known_case import CASE as NORM
+from diptych_kernels.rope_kv_write import calls as rope_kv_write
+from diptych_kernels.rope_kv_write.known_case import CASE as ROTATION
+from diptych_kernels.silu_mul import calls as silu_mul
+from diptych_kernels.silu_mul.known_case import CASE as GATE
 from diptych_kernels.trust import is_trusted
 
 CACHE = rope_kv_write.CACHE
@@ -111,7 +117,7 @@ class LayerCalls:
         rotations: [T, 1, D / 2, 2]. kv_layers: as `CausalLM.forward` takes them.
         """
         tokens = len(hidden)
-        in_integers = packed_product.integer_rows(inputs.attention.num_decodes, tokens)
+        in_integers = integer_rows(inputs.attention.num_decodes, tokens)
         kinds = in_integers > 0, in_integers < tokens
         if kinds not in self._tables:
             self._tables[kinds] = LastingTable(
@@ -193,9 +199,9 @@ class LayerCalls:
 @remembered
 def have_kernels(head_dim: int) -> bool:
     """Whether there is a kernel for every call of a layer, and one that runs tables of them."""
-    small = ("rms_norm", 0), ("rope_kv_write", 0), ("silu_mul", 0), ("run_calls", WIDTH)
     attends = paged_attention.has_decodes(head_dim) and paged_attention.has_kernels(head_dim)
-    return attends and packed_product.is_available() and all(is_trusted(*each) for each in small)
+    small = all(is_trusted(case, 0) for case in (NORM, ROTATION, GATE))
+    return attends and small and has_packed_product() and call_table.is_available()
 
 
 def _places(numbers: Iterable[int | None]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

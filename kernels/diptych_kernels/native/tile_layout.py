@@ -14,6 +14,8 @@ TILE_ROWS: Final = 16
 GROUP: Final = 32
 QUAD: Final = 4
 QUADS: Final = GROUP // QUAD
+LEVEL_BITS: Final = (4, 8)
+"""Sizes of a level, in bits, that tiles can hold."""
 HALF: Final = 2
 """Size, in bytes, of a factor."""
 FACTOR_BYTES: Final = 2 * TILE_ROWS * HALF

@@ -10,31 +10,22 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import AmxProduct, PackedProduct, places_of
-from diptych_kernels.native.kernel import Call, Kernel, kernel_of
-from diptych_kernels.native.tile_layout import GROUP, TILE_ROWS, group_bytes
+from diptych_kernels.native.tile_layout import LEVEL_BITS
+from diptych_kernels.packed_product.calls import chunk_call, decode_call, workspace_bytes
+from diptych_kernels.packed_product.known_cases import AMX_PRODUCT, PACKED_PRODUCT
 from diptych_kernels.trust import is_trusted
-
-FLOAT, BFLOAT, WORD = 4, 2, 2
-"""Their sizes, in bytes."""
-ROWS, DECODE_TILES = places_of(PackedProduct, "rows", "tiles")
-FIRST, END, CHUNK_TILES = places_of(AmxProduct, "first", "end", "tiles")
-"""Where the arguments of a decode call, and of a chunk call, stand in a table's row."""
-CONFIGURATION_BYTES = 64
-"""Size, in bytes, of the matrix unit's configuration."""
-BITS_OF = {group_bytes(bits): bits for bits in (4, 8)}
 
 
 @remembered
 def is_available() -> bool:
     """Whether the level in use has the packed product, and all of its kernels are trusted."""
-    return all(is_trusted("packed_product", bits) for bits in BITS_OF.values())
+    return all(is_trusted(PACKED_PRODUCT, bits) for bits in LEVEL_BITS)
 
 
 @remembered
 def has_matrix_unit() -> bool:
     """Whether chunks of prompts go through the matrix unit."""
-    return all(is_trusted("amx_product", bits) for bits in BITS_OF.values())
+    return all(is_trusted(AMX_PRODUCT, bits) for bits in LEVEL_BITS)
 
 
 def integer_rows(num_decodes: int, rows: int) -> int:
@@ -55,71 +46,3 @@ def packed_product(
     if in_integers < rows:
         own, numbers = chunk_call(x, in_integers, tiles, out, workspace, add=add)
         own.run(numbers, torch.get_num_threads())
-
-
-def workspace_bytes(rows: int, columns: int) -> int:
-    """Size, in bytes, of a workspace that is enough for either call."""
-    integers = rows * columns * WORD + rows * (columns // GROUP) * 2 * FLOAT
-    unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
-    return max(integers, _rounded_bytes(rows, columns) + unpacked)
-
-
-def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
-    """The call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
-    rows, columns = x.shape
-    num_tiles, groups, num_bytes = tiles.shape
-    arguments = PackedProduct(
-        x=x.data_ptr(),
-        x_stride=x.stride(0) * FLOAT,
-        rows=rows,
-        groups=groups,
-        tiles=tiles.data_ptr(),
-        num_tiles=num_tiles,
-        out=out.data_ptr(),
-        out_stride=out.stride(0) * FLOAT,
-        add=int(add),
-        inputs=workspace.data_ptr(),
-        factors=workspace.data_ptr() + rows * columns * WORD,
-    )
-    return decode_kernel(BITS_OF[num_bytes]), arguments
-
-
-def chunk_call(
-    x: Tensor, first: int, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool
-) -> Call:
-    """The call that computes the rows from `first` on with the matrix unit; workspace: as for
-    `decode_call`."""
-    rows, columns = x.shape
-    num_tiles, groups, num_bytes = tiles.shape
-    arguments = AmxProduct(
-        x=x.data_ptr(),
-        x_stride=x.stride(0) * FLOAT,
-        first=first,
-        end=rows,
-        groups=groups,
-        tiles=tiles.data_ptr(),
-        num_tiles=num_tiles,
-        out=out.data_ptr(),
-        out_stride=out.stride(0) * FLOAT,
-        add=int(add),
-        inputs=workspace.data_ptr(),
-        memory=workspace.data_ptr() + _rounded_bytes(rows, columns),
-    )
-    return chunk_kernel(BITS_OF[num_bytes]), arguments
-
-
-def _rounded_bytes(rows: int, columns: int) -> int:
-    """Size, in bytes, of inputs rounded to bfloat16, in blocks of 16 rows."""
-    return -(-rows // TILE_ROWS) * TILE_ROWS * columns * BFLOAT
-
-
-@remembered
-def decode_kernel(bits: int) -> Kernel:
-    """The kernel of decode calls, for levels of so many bits; loaded when it is first needed."""
-    return kernel_of("packed_product", bits)
-
-
-@remembered
-def chunk_kernel(bits: int) -> Kernel:
-    """The kernel of chunk calls; otherwise as `decode_kernel`."""
-    return kernel_of("amx_product", bits)

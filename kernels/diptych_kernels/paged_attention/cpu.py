@@ -18,22 +18,23 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.layout import is_known
-from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
+from diptych_kernels.paged_attention.calls import (
+    chunk_arguments,
+    decode_arguments,
+    fills_vectors,
+    number_of,
+)
+from diptych_kernels.paged_attention.known_cases import (
+    AMX_CHUNK,
+    BF16_DECODES,
+    CHUNK,
+    DECODES,
+)
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 from diptych_kernels.trust import is_trusted
-
-FLOAT = 4
-"""Bytes."""
-WIDTH = 32
-"""Heads of the kernel for chunks have a multiple of so many dimensions."""
-[CACHE] = places_of(DecodeAttention, "cache")
-"""Where the address of the layer's keys and values stands in a table's row, of chunks too."""
-COMMON_DIMS = frozenset({64, 128})
-"""Sizes of heads that have a kernel of their own, which is a quarter faster."""
 
 
 def fits(queries: Tensor, kv_layer: Tensor) -> bool:
@@ -67,23 +68,13 @@ def paged_attention(
 @remembered
 def has_decodes(head_dim: int) -> bool:
     """Whether decodes have a kernel, without which none is used."""
-    return is_trusted("decode_attention", number_of(head_dim))
+    return is_trusted(DECODES, number_of(head_dim))
 
 
 @remembered
 def has_kernels(head_dim: int) -> bool:
     """Whether chunks of prompts have a kernel too."""
-    return fills_vectors(head_dim) and is_trusted("prefill_attention", head_dim)
-
-
-def fills_vectors(head_dim: int) -> bool:
-    """Whether heads have a size that all kernels but the first take."""
-    return head_dim % WIDTH == 0
-
-
-def number_of(head_dim: int) -> int:
-    """Which of the kernels for decodes takes heads of this size; 0 takes any."""
-    return head_dim if head_dim in COMMON_DIMS else 0
+    return fills_vectors(head_dim) and is_trusted(CHUNK, head_dim)
 
 
 def calls(
@@ -96,12 +87,13 @@ def calls(
 ) -> list[Call]:
     """What computes the attention of a step, for what `fits` and sizes that have kernels.
 
-    They can also be used for another layer, whose address then goes in place of argument `CACHE`.
+    They can also be used for another layer: its address then takes the place of argument
+    `calls.CACHE`.
     """
     found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
     if metadata.num_decodes < len(metadata.context_lens):
         head_dim = queries.shape[2]
-        in_tiles = may_round and is_trusted("amx_attention", head_dim)
+        in_tiles = may_round and is_trusted(AMX_CHUNK, head_dim)
         kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
         for own in metadata.chunk_numbers:
             found.append((kernel, chunk_arguments(queries, kv_layer, own, attended)))
@@ -115,52 +107,18 @@ def _decode_call(
     return decode_kernel(queries.shape[2], kv_layer.dtype), arguments
 
 
-def decode_arguments(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
-) -> DecodeAttention:
-    """What computes all decodes of a step, by either kernel."""
-    _, heads, head_dim = queries.shape
-    threads = torch.get_num_threads()
-    return DecodeAttention(
-        queries.data_ptr(),
-        queries.stride(0) * FLOAT,
-        kv_layer.data_ptr(),
-        kv_layer.stride(0) * kv_layer.itemsize,
-        attended.data_ptr(),
-        kv_layer.itemsize,
-        *metadata.decode_batch.arguments(heads, kv_layer.shape[3], head_dim, threads),
-    )
-
-
-def chunk_arguments(
-    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
-) -> ChunkAttention:
-    """What computes a chunk, by either kernel."""
-    _, heads, head_dim = queries.shape
-    threads, first = torch.get_num_threads(), own.rows.start
-    return ChunkAttention(
-        queries.data_ptr() + first * queries.stride(0) * FLOAT,
-        queries.stride(0) * FLOAT,
-        kv_layer.data_ptr(),
-        kv_layer.stride(0) * kv_layer.itemsize,
-        attended.data_ptr() + first * attended.stride(0) * FLOAT,
-        kv_layer.itemsize,
-        *own.arguments(heads, kv_layer.shape[3], head_dim, threads),
-    )
-
-
 @remembered
 def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
     """Loaded when it is first needed."""
     number = number_of(head_dim)
     may_pair = kv_dtype is torch.bfloat16 and fills_vectors(head_dim)
-    in_pairs = may_pair and is_trusted("bf16_decode_attention", number)
+    in_pairs = may_pair and is_trusted(BF16_DECODES, number)
     return kernel_of("bf16_decode_attention" if in_pairs else "decode_attention", number)
 
 
 @remembered
 def prefill_kernel(head_dim: int) -> Kernel:
-    """For heads whose size is a multiple of `WIDTH`."""
+    """For heads whose size is a multiple of `calls.WIDTH`."""
     return kernel_of("prefill_attention", head_dim)
 
 

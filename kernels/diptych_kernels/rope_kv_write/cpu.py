@@ -6,16 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import RopeKvWrite, places_of
-from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.native.layout import is_known
+from diptych_kernels.rope_kv_write.calls import call
+from diptych_kernels.rope_kv_write.known_case import CASE
 from diptych_kernels.trust import is_trusted
 
-CACHE, BIAS, QUERY_NORM, KEY_NORM = places_of(
-    RopeKvWrite, "cache", "bias", "query_norm", "key_norm"
-)
-"""Where the addresses of what each layer has for itself stand in a table's row."""
 MIN_TOKENS_TO_SHARE = 16
 """Fewer are done before a second thread has begun."""
 
@@ -26,7 +21,7 @@ def fits(heads: Tensor, kv_layer: Tensor) -> bool:
         heads.dtype is torch.float32
         and heads.is_contiguous()
         and is_known(kv_layer)
-        and is_trusted("rope_kv_write", 0)
+        and is_trusted(CASE, 0)
     )
 
 
@@ -46,43 +41,3 @@ def rope_kv_write(
         heads, rotations, kv_layer, blocks, offsets, bias, query_norm, key_norm, eps
     )
     own.run(arguments, torch.get_num_threads() if heads.shape[0] >= MIN_TOKENS_TO_SHARE else 1)
-
-
-def call(
-    heads: Tensor,
-    rotations: Tensor,
-    kv_layer: Tensor,
-    blocks: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
-) -> Call:
-    """What does it; for another layer too, whose addresses then go in place of these."""
-    tokens, num_heads, head_dim = heads.shape
-    arguments = RopeKvWrite(
-        heads=heads.data_ptr(),
-        rotations=rotations.data_ptr(),
-        cache=kv_layer.data_ptr(),
-        blocks=blocks.data_ptr(),
-        offsets=offsets.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        query_norm=0 if query_norm is None else query_norm.data_ptr(),
-        key_norm=0 if key_norm is None else key_norm.data_ptr(),
-        eps=bits_of(eps),
-        tokens=tokens,
-        num_heads=num_heads,
-        kv_heads=kv_layer.shape[3],
-        head_dim=head_dim,
-        block_size=kv_layer.shape[2],
-        block_stride=kv_layer.stride(0) * kv_layer.itemsize,
-        item=kv_layer.itemsize,
-    )
-    return kernel(), arguments
-
-
-@remembered
-def kernel() -> Kernel:
-    """Loaded when it is first needed."""
-    return kernel_of("rope_kv_write", 0)

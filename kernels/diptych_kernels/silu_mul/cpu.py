@@ -5,20 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import SiluMul, places_of
-from diptych_kernels.native.kernel import Call, Kernel, kernel_of
+from diptych_kernels.silu_mul.calls import call
+from diptych_kernels.silu_mul.known_case import CASE
 from diptych_kernels.trust import is_trusted
 
-[ROWS] = places_of(SiluMul, "rows")
-"""Where it stands in a table's row."""
 MIN_ROWS_TO_SHARE = 8
 """Fewer are done before a second thread has begun."""
 
 
 def fits(gate_up: Tensor) -> bool:
     """Whether there is a kernel, which knows this type and layout."""
-    return gate_up.dtype is torch.float32 and gate_up.is_contiguous() and is_trusted("silu_mul", 0)
+    return gate_up.dtype is torch.float32 and gate_up.is_contiguous() and is_trusted(CASE, 0)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -28,15 +25,3 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     own, arguments = call(gate_up, out)
     own.run(arguments, torch.get_num_threads() if rows >= MIN_ROWS_TO_SHARE else 1)
     return out
-
-
-def call(gate_up: Tensor, out: Tensor) -> Call:
-    """What computes `out`, [rows, n] contiguous."""
-    rows, size = out.shape
-    return kernel(), SiluMul(gate_up.data_ptr(), out.data_ptr(), rows, size)
-
-
-@remembered
-def kernel() -> Kernel:
-    """Loaded when it is first needed."""
-    return kernel_of("silu_mul", 0)

@@ -1,8 +1,4 @@
-"""Tables of kernel calls for CPUs, which one call from Python runs: what a CUDA graph is to a GPU.
-
-A layer is some nine kernels, and for a few tokens each of them takes less time than Python needs
-to call it.
-"""
+"""The rows of a table of kernel calls, and the kernel that runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import Table
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 
 MAX_NUMBERS: Final = 20
@@ -29,15 +24,6 @@ def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
         numbers = np.frombuffer(memoryview(arguments), np.int64)
         row[1 : 1 + numbers.size] = numbers
     return rows
-
-
-def run_all(table: NDArray[np.int64], threads: int) -> None:
-    """Have so many threads run the calls of a table [..., WIDTH] together, one after the other.
-
-    What its numbers point to must stay until this returns.
-    """
-    rows = np.ascontiguousarray(table)
-    run_calls().run(Table(rows.ctypes.data, rows.size // WIDTH), threads)
 
 
 @remembered

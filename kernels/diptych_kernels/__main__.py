@@ -1,8 +1,8 @@
-"""`python -m diptych_kernels.native [--levels all]`: every kernel, beside its source.
+"""`python -m diptych_kernels [--levels all]`: compiles every kernel, beside its source.
 
-For images and other installations that nobody can write to: there, an engine would compile what
-it needs, for some seconds, each time that it starts. And for tests, whose first engines would all
-compile at once. Without `--levels all` only for the levels that this machine has.
+Images need it, and other installations that nobody can write to: there, an engine would compile
+what it needs, for some seconds, each time that it starts. Tests need it, whose first engines would
+all compile at once. Without `--levels all` it compiles for the levels that this machine has.
 """
 
 from __future__ import annotations
@@ -12,23 +12,10 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 
-from diptych_kernels.call_table import WIDTH
+from diptych_kernels.cpu_kernels import KERNELS
 from diptych_kernels.cpu_level import CpuLevel, is_x86_64, machine_level
 from diptych_kernels.native.object_files import object_files
 from diptych_kernels.native.targets import lowest_level, needs_bfloat16_dots
-from diptych_kernels.paged_attention.cpu import COMMON_DIMS
-
-DIMS, BITS = sorted(COMMON_DIMS), (4, 8)
-KERNELS = [
-    *(("decode_attention", head_dim) for head_dim in (0, *DIMS)),
-    *(("prefill_attention", head_dim) for head_dim in DIMS),
-    *((name, 0) for name in ("rms_norm", "rope_kv_write", "silu_mul")),
-    ("run_calls", WIDTH),
-    *(("packed_product", bits) for bits in BITS),
-    *(("bf16_decode_attention", head_dim) for head_dim in (0, *DIMS)),
-    *(("amx_attention", head_dim) for head_dim in DIMS),
-    *(("amx_product", bits) for bits in BITS),
-]
 
 
 def compile_all(highest: CpuLevel) -> None:
@@ -47,7 +34,7 @@ def compile_all(highest: CpuLevel) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m diptych_kernels.native")
+    parser = argparse.ArgumentParser(prog="python -m diptych_kernels")
     parser.add_argument(
         "--levels",
         choices=("own", "all"),

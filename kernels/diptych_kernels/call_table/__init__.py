@@ -1,0 +1,12 @@
+"""Tables of kernel calls for CPUs, which one call from Python runs: what a CUDA graph is to a GPU.
+
+A layer is some nine kernels, and for a few tokens each of them takes less time than Python needs
+to call it.
+"""
+
+from __future__ import annotations
+
+from diptych_kernels.call_table.calls import WIDTH, rows_of
+from diptych_kernels.call_table.cpu import is_available, run_all
+
+__all__ = ["WIDTH", "is_available", "rows_of", "run_all"]
