@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -14,29 +14,65 @@ from diptych_protocol.field_ranges import check_fields
 Staging = Literal["auto", "always"]
 
 
+LEASE_MEANING: Final = (
+    "How long prefilled blocks stay pinned without a sign of life from the decode engine that is "
+    "to read them."
+)
+"""The custom resource has this setting too, under the same name."""
+
+
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The engine's end of the hinge. Its role is decided per request, by `kv_transfer_params`."""
 
-    listen_host: str = "127.0.0.1"
-    listen_port: int = 0
-    """0 takes a free port."""
-    advertise_host: str = ""
-    """The address other pods reach this engine at; empty means `listen_host`. A name is looked up
-    once, when the engine starts."""
-    lease_seconds: float = 30.0
-    """How long prefilled blocks stay pinned without a sign of life from the decode engine."""
-    load_timeout_s: float = 60.0
-    """A decode engine gives a hand-off up after this long, a wait for staging left out."""
-    staging_bytes: int | None = None
-    """Room in host memory for what comes and cannot be received in its place, until it is unpacked,
-    and as much again for what is sent from a device; further such hand-offs wait. A single one may
-    take more. None: 256 MiB, or 2 GiB for KV on a device."""
-    transport: str = "ucx"
-    """What moves the blocks: the name of a module of `diptych_kv_transfer.transports`. Engines that
-    exchange KV have the same."""
-    staging: Staging = "auto"
-    """`auto`: blocks go through copies in host memory if KV is on a device, or comes from an engine
-    of another geometry. `always`: all blocks do, which is how a GPU's path runs on a CPU."""
+    listen_host: Annotated[
+        str, Meta(description="The address that the hinge listens on: an IPv4 address or a name.")
+    ] = "127.0.0.1"
+    listen_port: Annotated[int, Meta(ge=0, le=65535, description="0 takes a free port.")] = 0
+    advertise_host: Annotated[
+        str,
+        Meta(
+            description="The address other pods reach this engine at; empty means `listen_host`. "
+            "A name is looked up once, when the engine starts."
+        ),
+    ] = ""
+    lease_seconds: Annotated[float, Meta(ge=0.001, le=3600, description=LEASE_MEANING)] = 30.0
+    load_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0.001,
+            le=3600,
+            description="A decode engine gives a hand-off up after this long; the time that it "
+            "waits for staging memory does not count.",
+        ),
+    ] = 60.0
+    staging_bytes: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="Host memory for blocks that cannot be received in their place, until "
+                "they are unpacked, and as much again for blocks that are sent from a device. "
+                "Further hand-offs of this kind wait; a single one may take more. Left out: "
+                "256 MiB, or 2 GiB for KV on a device.",
+            ),
+        ]
+        | None
+    ) = None
+    transport: Annotated[
+        str,
+        Meta(
+            description="What moves the blocks: the name of a module of "
+            "`diptych_kv_transfer.transports`. Engines that exchange KV have the same."
+        ),
+    ] = "ucx"
+    staging: Annotated[
+        Staging,
+        Meta(
+            description="auto: blocks go through copies in host memory if KV is on a device, or "
+            "comes from an engine of another geometry. always: all blocks do, which is how a "
+            "GPU's path runs on a CPU."
+        ),
+    ] = "auto"
 
 
 class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -95,6 +131,15 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
             description="How long a front-end waits for the next piece of a prompt.",
         ),
     ] = 300.0
+    stream_interval: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="A stream gets its first token at once, and then this many tokens at a "
+            "time, which costs the front-end less.",
+        ),
+    ] = 1
     journey_events: Annotated[
         bool, Meta(description="Tell each client the stations of its requests' lives.")
     ] = False
@@ -133,6 +178,13 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
     worker_extension: Annotated[
         str,
         Meta(description="module:Class with worker methods of your own for collective_rpc."),
+    ] = ""
+    executor_class: Annotated[
+        str,
+        Meta(
+            description="module:Class of your own that runs the model: a subclass of the engine's "
+            "ModelRunner, or of LeadRunner where ranks share a model."
+        ),
     ] = ""
     pipeline_parallel_size: Annotated[
         int,
@@ -173,6 +225,13 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
             "0 aborts them.",
         ),
     ] = 0.0
+
+    @property
+    def observability_config(self) -> Self:
+        """vLLM has its settings in groups; here one struct is all of them."""
+        return self
+
+    parallel_config = scheduler_config = observability_config
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
@@ -217,21 +276,44 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a router needs to know of the service it fronts; travels to it as JSON."""
 
-    model: Annotated[str, Meta(min_length=1)]
-    """Where the tokenizer is found; the same text as `EngineConfig.model`."""
-    served_name: str = ""
-    """The name clients use; empty means the last part of `model`."""
-    verify: Literal["required", "warn", "off"] = "required"
-    """Before an engine gets requests, a canary crosses the hinge through it: `required` keeps an
-    engine out until that worked, `warn` only reports, `off` sends none."""
-    hold_seconds: Annotated[float, Meta(ge=0, le=86400)] = 30.0
-    """How long a request waits for a pool that is empty before it is refused."""
-    max_held: Annotated[int, Meta(ge=0)] = 512
-    """More waiting requests than this are refused at once."""
-    drain_seconds: Annotated[float, Meta(ge=0, le=86400)] = 30.0
-    """After SIGTERM, how long answers under way may take."""
-    lora_modules: dict[str, str] = {}
-    """Adapters that clients may ask for as models; the same as `EngineConfig.lora_modules`."""
+    model: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Where the tokenizer is found; the same text as the engines' `model`.",
+        ),
+    ]
+    served_name: Annotated[
+        str, Meta(description="The name clients use; empty means the last part of `model`.")
+    ] = ""
+    verify: Annotated[
+        Literal["required", "warn", "off"],
+        Meta(
+            description="Before an engine gets requests, a canary crosses the hinge through it. "
+            "required keeps an engine out until that worked; warn only reports; off sends none."
+        ),
+    ] = "required"
+    hold_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="How long a request waits for a pool that is empty before it is refused.",
+        ),
+    ] = 30.0
+    max_held: Annotated[
+        int, Meta(ge=0, description="More waiting requests than this are refused at once.")
+    ] = 512
+    drain_seconds: Annotated[
+        float, Meta(ge=0, le=86400, description="After SIGTERM, how long answers may take to end.")
+    ] = 30.0
+    lora_modules: Annotated[
+        dict[str, str],
+        Meta(
+            description="Adapters that clients may ask for as models; the same as the engines' "
+            "`lora_modules`."
+        ),
+    ] = {}
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

@@ -1,4 +1,4 @@
-"""Checks the fields of a configuration against their types and `Meta`, and says what is wanted.
+"""What a configuration's types say of its fields: their meaning, and the values that they take.
 
 msgspec checks what it decodes, but not what a program constructs.
 """
@@ -16,14 +16,42 @@ from diptych_protocol.errors import InvalidRequestError
 
 
 def check_fields(config: msgspec.Struct) -> None:
-    """Raise `InvalidRequestError`, naming the field, for the first value out of its range."""
+    """Raise `InvalidRequestError`, naming the field, for the first value out of its range, here or
+    in a configuration that is a value."""
     for name, kind, wanted in _fields(type(config)):
         value = getattr(config, name)
-        try:
-            msgspec.convert(value, kind)
-        except msgspec.ValidationError:
+        if not _is_valid(value, kind):
             message = f"{name} must be {wanted}, not {value!r}"
-            raise InvalidRequestError(message, param=name) from None
+            raise InvalidRequestError(message, param=name)
+        if isinstance(value, msgspec.Struct):
+            check_fields(value)
+
+
+def _is_valid(value: Any, kind: Any) -> bool:
+    try:
+        # A dict would become a struct.
+        return bool(msgspec.convert(value, kind) == value)
+    except msgspec.ValidationError:
+        return False
+
+
+def descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Field -> what its `Meta` says of it; fields that say nothing are left out."""
+    fields = msgspec.json.schema(struct)["$defs"][struct.__name__]["properties"]
+    found = {
+        name: [
+            part["description"]
+            for part in (about, *about.get("anyOf", ()))
+            if "description" in part
+        ]
+        for name, about in fields.items()
+    }
+    return {name: texts[0] for name, texts in found.items() if texts}
+
+
+def ranges(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Field -> what its value may be, in words."""
+    return {name: wanted for name, _, wanted in _fields(kind)}
 
 
 @lru_cache(64)
@@ -52,6 +80,8 @@ def _wanted(hint: Any, meta: Meta | None = None) -> str:
         return "true or false"
     if hint in (int, float):
         return "a number" if meta is None else _between(meta.ge, meta.le)
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return f"a {hint.__name__}"
     return "names with texts" if origin is dict else "of its type"
 
 

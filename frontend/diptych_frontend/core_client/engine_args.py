@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal, Self, Union, get_args, get_or
 import msgspec
 from msgspec import Meta
 
-from diptych_protocol import EngineConfig, KVTransferConfig
+from diptych_protocol import EngineConfig, KVTransferConfig, UsageContext
+from diptych_protocol.field_ranges import descriptions
 
 OUR_NAMES: Final = {
     "served_model_name": "served_name",
@@ -37,7 +38,9 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         bool, Meta(description="Write a line to the log for each request.")
     ] = False
 
-    def create_engine_config(self) -> EngineConfig:
+    def create_engine_config(
+        self, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
+    ) -> EngineConfig:
         """What the engine gets. Raises `InvalidRequestError` for a value out of range."""
         values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
         for theirs, ours in OUR_NAMES.items():
@@ -71,20 +74,6 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         """From what a parser with `add_cli_args` has read; other attributes are left alone."""
         given = vars(args)
         return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
-
-
-def descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> what its `Meta` says of it; fields that say nothing are left out."""
-    fields = msgspec.json.schema(struct)["$defs"][struct.__name__]["properties"]
-    found = {
-        name: [
-            part["description"]
-            for part in (about, *about.get("anyOf", ()))
-            if "description" in part
-        ]
-        for name, about in fields.items()
-    }
-    return {name: texts[0] for name, texts in found.items() if texts}
 
 
 def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from diptych_operator.api.model import MODEL_RULES, Model
 from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PrefillPool, Router
 from diptych_operator.api.status import Status
 from diptych_protocol import EngineSettings
+from diptych_protocol.config import LEASE_MEANING
 
 GROUP = "diptych.dev"
 VERSION = "v1alpha1"
@@ -71,12 +72,7 @@ else:
 class Transfer(SpecPart, frozen=True):
     lease_seconds: Annotated[
         float,
-        Meta(
-            ge=1,
-            le=3600,
-            description="How long prefilled blocks stay pinned without a sign of life from the "
-            "decode engine that is to read them.",
-        ),
+        Meta(ge=1, le=3600, description=LEASE_MEANING),
     ] = 30.0
     transport: Annotated[
         Literal["auto", "rdma", "tcp", "shm"],
