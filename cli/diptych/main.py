@@ -14,7 +14,7 @@ from rich.console import Console
 from diptych.errors import RunError
 
 if TYPE_CHECKING:
-    from diptych.laptop.door import Door
+    from diptych.laptop.api_access import ApiAccess
     from diptych.laptop.rundir import RunState
 
 DEFAULT_PORT = 8080
@@ -77,7 +77,7 @@ def up(file: Path, port: int, host: str, api_keys: Path | None, tls: Path | None
       diptych up examples/smollm2.yaml --port 9000
       diptych up examples/smollm2.yaml --host 0.0.0.0 --api-keys keys/
     """
-    from diptych.laptop.door import Door
+    from diptych.laptop.api_access import ApiAccess
 
     console = Console()
 
@@ -94,7 +94,7 @@ def up(file: Path, port: int, host: str, api_keys: Path | None, tls: Path | None
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         await asyncio.Event().wait()
 
-    _run(file, Door(port, host, api_keys, tls), console, serve)
+    _run(file, ApiAccess(port, host, api_keys, tls), console, serve)
 
 
 @main.command()
@@ -108,10 +108,10 @@ def demo(file: Path, port: int) -> None:
       diptych demo examples/smollm2.yaml
     """
     from diptych.demo import demonstrate
-    from diptych.laptop.door import Door
+    from diptych.laptop.api_access import ApiAccess
 
     console = Console()
-    _run(file, Door(port), console, lambda state: demonstrate(state, console))
+    _run(file, ApiAccess(port), console, lambda state: demonstrate(state, console))
 
 
 @main.command()
@@ -220,7 +220,7 @@ def completion(shell: str) -> None:
     click.echo(found(main, {}, "diptych", "_DIPTYCH_COMPLETE").source())
 
 
-def _run(file: Path, door: Door, console: Console, while_ready: Any) -> None:
+def _run(file: Path, api: ApiAccess, console: Console, while_ready: Any) -> None:
     from diptych.laptop.model import with_local_model
     from diptych.manifest import load
     from diptych.progress import Progress
@@ -228,7 +228,7 @@ def _run(file: Path, door: Door, console: Console, while_ready: Any) -> None:
 
     service = with_local_model(load(file), MODEL_CACHE.expanduser(), console)
     with Progress(console) as progress:
-        asyncio.run(run_service(file, service, door, progress, while_ready))
+        asyncio.run(run_service(file, service, api, progress, while_ready))
 
 
 def _example_credentials(state: RunState) -> list[str]:

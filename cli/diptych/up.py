@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from diptych.errors import BadInputError, RunError
-from diptych.laptop.door import Door
+from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.pods import (
     LocalPod,
     UnsupportedPodError,
@@ -39,48 +39,54 @@ WhileReady = Callable[[RunState], Awaitable[None]]
 
 
 async def up(
-    file: Path, service: InferenceService, door: Door, progress: Progress, while_ready: WhileReady
+    file: Path,
+    service: InferenceService,
+    api: ApiAccess,
+    progress: Progress,
+    while_ready: WhileReady,
 ) -> None:
     """Run a service, read from `file`, from start to end.
 
     Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
 
     Raises:
-        BadInputError: the file is wrong, its model is not here, or the door cannot be as wanted.
+        BadInputError: the file is wrong, its model is not here, or the API cannot have its address.
         RunError: the port is taken, a pod cannot start, or the service never became ready.
     """
-    service = door.fit(file, service)
+    service = api.fit(file, service)
     objects = rendered(file, service)
     check_model(file, service)
-    _check_address(door)
+    _check_address(api)
     with RunDirectory(service.metadata.name) as run_dir:
         try:
             pods = [
                 RunningPod(pod, run_dir.log_path(pod.name))
-                for pod in _local_pods(objects, run_dir, door)
+                for pod in _local_pods(objects, run_dir, api)
             ]
         except UnsupportedPodError as exc:
             raise BadInputError(f"{file}: {exc}") from exc
         threads = model_threads(usable_processors())
         for relative, content in files(objects, threads).items():
             run_dir.write(relative, content)
-        await _Run(service, door, pods, run_dir, progress).until_done(while_ready)
+        await _Run(service, api, pods, run_dir, progress).until_done(while_ready)
 
 
-def _check_address(door: Door) -> None:
-    port = door.port
+def _check_address(api: ApiAccess) -> None:
+    port = api.port
     try:
-        if not is_free(port, door.host):
+        if not is_free(port, api.host):
             raise RunError(
                 f"port {port} is in use; stop what listens there, or choose another --port"
             )
     except (socket.gaierror, UnicodeError) as exc:
-        raise BadInputError(f"--host: {door.host} is no address of this machine: {exc}") from exc
+        raise BadInputError(f"--host: {api.host} is no address of this machine: {exc}") from exc
 
 
-def _local_pods(objects: list[dict[str, Any]], run_dir: RunDirectory, door: Door) -> list[LocalPod]:
-    spare = [free for free in free_ports(count_ports(objects) + 1) if free != door.port]
-    return local_pods(objects, run_dir.path, spare, door.port, door.host)
+def _local_pods(
+    objects: list[dict[str, Any]], run_dir: RunDirectory, api: ApiAccess
+) -> list[LocalPod]:
+    spare = [free for free in free_ports(count_ports(objects) + 1) if free != api.port]
+    return local_pods(objects, run_dir.path, spare, api.port, api.host)
 
 
 class _Run:
@@ -89,15 +95,15 @@ class _Run:
     def __init__(
         self,
         service: InferenceService,
-        door: Door,
+        api: ApiAccess,
         pods: list[RunningPod],
         run_dir: RunDirectory,
         progress: Progress,
     ) -> None:
         self._service = service
-        self._door = door
-        self._key_file = door.furnish(run_dir)
-        self._access = door.access()
+        self._api = api
+        self._key_file = api.furnish(run_dir)
+        self._access = api.access()
         self._pods = pods
         self._run_dir = run_dir
         self._progress = progress
@@ -140,9 +146,9 @@ class _Run:
             waiting = [pod.spec.name for pod in self._pods if not pod.life.ever_ready]
             raise RunError(f"not ready within {READY_TIMEOUT_S:g} s: {', '.join(waiting)}") from exc
         self._progress.settle()
-        self._progress.say(f"ready in {time.monotonic() - begun:.1f} s: {self._door.url}")
+        self._progress.say(f"ready in {time.monotonic() - begun:.1f} s: {self._api.url}")
         key = self._key_file.read_text().strip() if self._key_file is not None else ""
-        self._progress.say(f"the API: {self._door.access(key)}")
+        self._progress.say(f"the API: {self._api.access(key)}")
         await while_ready(self._state())
 
     def _interrupted(self) -> None:
@@ -161,7 +167,7 @@ class _Run:
         return RunState(
             service=self._service.metadata.name,
             model=self._service.served_name,
-            url=self._door.url,
+            url=self._api.url,
             ready=self._supervisor.ready.is_set(),
             started_at=self._started_at,
             pid=os.getpid(),
@@ -180,7 +186,7 @@ class _Run:
             ],
             access=self._access,
             key_file=str(self._key_file or ""),
-            certificate=str(self._door.certificate or ""),
+            certificate=str(self._api.certificate or ""),
         )
 
 

@@ -43,7 +43,7 @@ def raise_descriptor_limit() -> int:
     return most
 
 
-class Door:
+class Connections:
     """The connections of this process, by the address that they come from.
 
     When there are too many, idle connections are closed to make room: the oldest ones of the
@@ -57,7 +57,7 @@ class Door:
         """The connections of each address, in the order in which they came."""
 
     @classmethod
-    def of_this_process(cls) -> Door:
+    def of_this_process(cls) -> Connections:
         """Half of the descriptors are left to others: engines, files, resolvers."""
         return cls(min(MAX_CONNECTIONS, raise_descriptor_limit() // 2))
 
@@ -95,10 +95,10 @@ class Door:
 class LimitedProtocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, door: Door, **options: Any) -> None:
+    def __init__(self, connections: Connections, **options: Any) -> None:
         """`options` are those that uvicorn gives."""
         super().__init__(**options)
-        self._door = door
+        self._connections = connections
         self._address = ""
         self._in_head = False
         """A request has begun whose headers are not complete."""
@@ -126,11 +126,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._head_since = self.loop.time()
-        if not self._door.enter(self._address, self):
+        if not self._connections.enter(self._address, self):
             self._refuse(EngineOverloadedError("too many connections are open; retry later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._door.leave(self._address, self)
+        self._connections.leave(self._address, self)
         super().connection_lost(exc)
         for cycle in self._unanswered:  # uvicorn tells the last one only
             cycle.disconnected = True

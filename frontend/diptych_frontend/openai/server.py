@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from diptych_frontend.observability.loop_watch import LoopWatch
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
-from diptych_frontend.openai.connection_limits import Door, LimitedProtocol
+from diptych_frontend.openai.connection_limits import Connections, LimitedProtocol
 
 BACKLOG = 256
 """Connections that come together are taken together, and each takes the event loop some 0.1 ms."""
@@ -117,9 +117,9 @@ async def serve_sites(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with LoopWatch(on_lag) as watch:
-        door = Door.of_this_process()
+        connections = Connections.of_this_process()
         servers = [
-            _Server(site, door, drain_timeout_s, on_ready if site is sites[0] else None)
+            _Server(site, connections, drain_timeout_s, on_ready if site is sites[0] else None)
             for site in sites
         ]
         servers[0].on_each_tick = watch.tick
@@ -184,11 +184,11 @@ class _Server(uvicorn.Server):
     """uvicorn that says when it is ready, and leaves signals to us (it would raise them again)."""
 
     def __init__(
-        self, site: Site, door: Door, drain_timeout_s: float, on_ready: OnReady | None
+        self, site: Site, connections: Connections, drain_timeout_s: float, on_ready: OnReady | None
     ) -> None:
         config = uvicorn.Config(
             site.app,
-            http=partial(LimitedProtocol, door),  # type: ignore[arg-type]
+            http=partial(LimitedProtocol, connections),  # type: ignore[arg-type]
             backlog=BACKLOG,
             ws="none",
             lifespan="off",

@@ -77,7 +77,7 @@ class EchoEngine(WithoutControl):
     model_name = "echo"
     max_model_len = 2048
     is_running = True
-    errored = False
+    is_stopped = errored = False
     dead_error = RuntimeError("alive")
 
     async def generate(

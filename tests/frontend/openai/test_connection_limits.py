@@ -15,7 +15,7 @@ from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai import build_app, connection_limits, server
-from diptych_frontend.openai.connection_limits import Door, raise_descriptor_limit
+from diptych_frontend.openai.connection_limits import Connections, raise_descriptor_limit
 
 REQUEST = b"GET /version HTTP/1.1\r\nHost: x\r\n"
 
@@ -124,14 +124,14 @@ async def test_a_reader_that_stopped_leaves_no_socket_behind(
     engine: Any, serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_limits, "WRITE_TIMEOUT_S", 0.5)
-    doors: list[Door] = []
-    of_this_process = Door.of_this_process
+    made: list[Connections] = []
+    of_this_process = Connections.of_this_process
 
-    def remembered() -> Door:
-        doors.append(of_this_process())
-        return doors[-1]
+    def remembered() -> Connections:
+        made.append(of_this_process())
+        return made[-1]
 
-    monkeypatch.setattr(Door, "of_this_process", remembered)
+    monkeypatch.setattr(Connections, "of_this_process", remembered)
     async with serve(build_app(engine)) as url:
         address = httpx.URL(url)
         transport, _ = await asyncio.get_running_loop().create_connection(
@@ -143,8 +143,8 @@ async def test_a_reader_that_stopped_leaves_no_socket_behind(
         body = b'{"model":"echo","prompt":"a","max_tokens":1000000000,"stream":true,"n":100}'
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         transport.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        await eventually(lambda: len(doors[0]) == 1)
-        await eventually(lambda: len(doors[0]) == 0)
+        await eventually(lambda: len(made[0]) == 1)
+        await eventually(lambda: len(made[0]) == 0)
         await eventually(lambda: bool(engine.left_early))
         transport.abort()
 
@@ -177,7 +177,7 @@ async def test_nor_what_the_system_has_taken_to_send(
 
 
 class Connection:
-    """As much of a connection as a door looks at."""
+    """What `Connections` looks at."""
 
     def __init__(self, is_idle: bool) -> None:
         self.is_idle = is_idle
@@ -189,29 +189,29 @@ class Connection:
 
 
 def test_idle_connections_make_room_for_new_ones() -> None:
-    door: Any = Door(32)
+    connections: Any = Connections(32)
     idle = [Connection(is_idle=True) for _ in range(10)]
     busy = [Connection(is_idle=False) for _ in range(6)]
     for connection in (*busy, *idle):
-        assert door.enter("greedy", connection)
+        assert connections.enter("greedy", connection)
     newcomer = Connection(is_idle=False)
-    assert door.enter("greedy", newcomer), "two idle ones give way to it"
+    assert connections.enter("greedy", newcomer), "two idle ones give way to it"
     assert [each.closed for each in idle] == [True] * 2 + [False] * 8
     assert not any(each.closed for each in (*busy, newcomer))
     others = [(f"address {i}", Connection(is_idle=False)) for i in range(17)]
-    assert all(door.enter(*other) for other in others)
-    assert len(door) == 32
-    assert door.enter("one more", Connection(is_idle=False))
+    assert all(connections.enter(*other) for other in others)
+    assert len(connections) == 32
+    assert connections.enter("one more", Connection(is_idle=False))
     assert sum(each.closed for each in idle) == 4, "the address with most makes room for others"
 
 
 def test_busy_connections_give_way_to_nobody() -> None:
-    door: Any = Door(8)
-    assert all(door.enter("greedy", Connection(is_idle=False)) for _ in range(4))
-    assert not door.enter("greedy", Connection(is_idle=True)), "one address has half at most"
-    assert all(door.enter(str(number), Connection(is_idle=False)) for number in range(4))
-    assert not door.enter("one more", Connection(is_idle=True))
-    assert len(door) == 8
+    connections: Any = Connections(8)
+    assert all(connections.enter("greedy", Connection(is_idle=False)) for _ in range(4))
+    assert not connections.enter("greedy", Connection(is_idle=True)), "one address has half at most"
+    assert all(connections.enter(str(number), Connection(is_idle=False)) for number in range(4))
+    assert not connections.enter("one more", Connection(is_idle=True))
+    assert len(connections) == 8
 
 
 async def test_one_too_many_is_told_to_come_again(

@@ -11,7 +11,7 @@ import yaml
 
 from diptych.errors import BadInputError
 from diptych.laptop import client
-from diptych.laptop.door import Door
+from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.pods import LOOPBACK, count_ports, local_pods
 from diptych.laptop.rundir import RunDirectory, RunState
 from diptych_operator.api.parse import parse
@@ -55,11 +55,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_on_loopback_the_api_is_open_whatever_a_cluster_would_want(
     host: str, router: dict[str, Any], run_dir: RunDirectory
 ) -> None:
-    door = Door(8080, host)
-    fitted = door.fit(FILE, service(**router)).spec.router
+    api = ApiAccess(8080, host)
+    fitted = api.fit(FILE, service(**router)).spec.router
     assert (fitted.api_keys, fitted.tls) == (None, None)
-    assert door.furnish(run_dir) is None
-    assert door.access() == "open on loopback, no keys; no TLS"
+    assert api.furnish(run_dir) is None
+    assert api.access() == "open on loopback, no keys; no TLS"
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,19 @@ def test_on_loopback_the_api_is_open_whatever_a_cluster_would_want(
 def test_elsewhere_there_is_a_key_made_for_the_run(
     host: str, url: str, run_dir: RunDirectory
 ) -> None:
-    door = Door(8080, host)
-    fitted = door.fit(FILE, service())
+    api = ApiAccess(8080, host)
+    fitted = api.fit(FILE, service())
     assert fitted.spec.router.api_keys is not None
-    file = door.furnish(run_dir)
+    file = api.furnish(run_dir)
     assert file is not None
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     key = file.read_text().strip()
     assert len(key) > 32
-    assert key not in door.access()
-    assert door.access(key) == f"one key, made for this run: {key}; no TLS"
-    assert door.url == url
+    assert key not in api.access()
+    assert api.access(key) == f"one key, made for this run: {key}; no TLS"
+    assert api.url == url
 
-    pods = pods_of(fitted, run_dir, door)
+    pods = pods_of(fitted, run_dir, api)
     command = pods["svc-router-0"].command
     assert command[command.index("--api-keys") + 1] == str(file.parent)
     assert command[command.index("--host") + 1] == host
@@ -97,11 +97,11 @@ def test_elsewhere_there_is_a_key_made_for_the_run(
 def test_keys_and_certificate_of_the_user_are_followed_where_they_are(
     keys: Path, run_dir: RunDirectory
 ) -> None:
-    door = Door(8080, api_keys=keys, tls=CERTIFICATE)
-    fitted = door.fit(FILE, service())
-    file = door.furnish(run_dir)
-    assert door.access() == "keys of alice, bob; TLS"
-    pods = pods_of(fitted, run_dir, door)
+    api = ApiAccess(8080, api_keys=keys, tls=CERTIFICATE)
+    fitted = api.fit(FILE, service())
+    file = api.furnish(run_dir)
+    assert api.access() == "keys of alice, bob; TLS"
+    pods = pods_of(fitted, run_dir, api)
     command = pods["svc-router-0"].command
     mounted = Path(command[command.index("--api-keys") + 1])
     (keys / "carol").write_text("new")
@@ -112,8 +112,8 @@ def test_keys_and_certificate_of_the_user_are_followed_where_they_are(
     assert readiness.url == "https://127.0.0.1:8080/health"
 
     state = RunState(
-        "svc", "svc", door.url, True, 0.0, 1, 0.0,
-        key_file=str(file), certificate=str(door.certificate),
+        "svc", "svc", api.url, True, 0.0, 1, 0.0,
+        key_file=str(file), certificate=str(api.certificate),
     )  # fmt: skip
     options = client.options(state, "a key of somewhere else")
     assert options["headers"] == {"Authorization": "Bearer sesame"}
@@ -125,27 +125,30 @@ def test_the_users_folders_outlive_the_run(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with RunDirectory("svc") as directory:
-        Door(8080, api_keys=keys).furnish(directory)
+        ApiAccess(8080, api_keys=keys).furnish(directory)
     assert not directory.path.exists()
     assert (keys / "alice").read_text() == "sesame"
 
 
 @pytest.mark.parametrize(
-    ("door", "words"),
+    ("api", "words"),
     [
-        (Door(1, "0.0.0.0"), "spec.router.tls: its Secret is a cluster's; give --tls DIR"),
-        (Door(1, api_keys=Path("/nonexistent")), "--api-keys: /nonexistent holds no key"),
-        (Door(1, tls=Path("/nonexistent")), "--tls: /nonexistent must hold tls.crt and tls.key"),
+        (ApiAccess(1, "0.0.0.0"), "spec.router.tls: its Secret is a cluster's; give --tls DIR"),
+        (ApiAccess(1, api_keys=Path("/nonexistent")), "--api-keys: /nonexistent holds no key"),
+        (
+            ApiAccess(1, tls=Path("/nonexistent")),
+            "--tls: /nonexistent must hold tls.crt and tls.key",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(door: Door, words: str) -> None:
+def test_what_cannot_be_is_refused_in_a_line(api: ApiAccess, words: str) -> None:
     with pytest.raises(BadInputError) as caught:
-        door.fit(FILE, service(**ASKS_ALL))
+        api.fit(FILE, service(**ASKS_ALL))
     assert words in str(caught.value)
 
 
-def pods_of(fitted: InferenceService, run_dir: RunDirectory, door: Door) -> dict[str, Any]:
+def pods_of(fitted: InferenceService, run_dir: RunDirectory, api: ApiAccess) -> dict[str, Any]:
     objects = render(fitted, ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token"))
     ports = range(20000, 20000 + count_ports(objects))
-    pods = local_pods(objects, run_dir.path, ports, door.port, door.host)
+    pods = local_pods(objects, run_dir.path, ports, api.port, api.host)
     return {pod.name: pod for pod in pods}

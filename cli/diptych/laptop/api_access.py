@@ -1,4 +1,4 @@
-"""The way in to a service on this machine: where its API listens, who may use it, and how.
+"""Access to the API of a service on this machine: its address, its keys and its certificate.
 
 On loopback it is open, whatever the file asks of a cluster: the Secrets that it names are not
 here. Elsewhere it has keys, those of a directory or one made for the run, and TLS if the file asks
@@ -30,7 +30,7 @@ MADE_KEY_NAME = "laptop"
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ApiAccess:
     """What the user wants; nothing of it is checked yet."""
 
     port: int
@@ -58,7 +58,7 @@ class Door:
         return f"{scheme}://{reached_at(self.host)}:{self.port}/v1"
 
     def fit(self, file: Path, service: InferenceService) -> InferenceService:
-        """The service with this door instead of that of a cluster.
+        """The service with this access instead of a cluster's.
 
         Raises `BadInputError` for keys or a certificate that cannot be used, or that are missing.
         """
