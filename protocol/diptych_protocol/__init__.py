@@ -15,6 +15,7 @@ from diptych_protocol.controlled_client import ControlledClient
 from diptych_protocol.engine_client import (
     EmbedsPrompt,
     EngineClient,
+    EngineInput,
     PromptType,
     Renderer,
     StreamingInput,
@@ -39,6 +40,7 @@ from diptych_protocol.lora import LoRARequest
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from diptych_protocol.usage_context import UsageContext
 from diptych_protocol.weight_transfer import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -59,6 +61,7 @@ from diptych_protocol.wire import (
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
+    UtilityResult,
 )
 from diptych_protocol.without_control import WithoutControl
 
@@ -82,6 +85,7 @@ __all__ = [
     "EngineDeadError",
     "EngineDescription",
     "EngineGenerateError",
+    "EngineInput",
     "EngineOverloadedError",
     "EngineSettings",
     "FinishReason",
@@ -115,9 +119,11 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedFeatureError",
+    "UsageContext",
     "UtilityCall",
     "UtilityError",
     "UtilityOutput",
+    "UtilityResult",
     "WeightTransferInitRequest",
     "WeightTransferUpdateRequest",
     "WithoutControl",

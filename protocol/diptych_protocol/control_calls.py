@@ -8,6 +8,7 @@ refusal of a client that owns no engine. The core runs a function of the same na
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Final, Literal, get_args
 
 import msgspec
@@ -22,6 +23,7 @@ from diptych_protocol.weight_transfer import (
 PauseMode = Literal["abort", "wait", "keep"]
 WakeUpTag = Literal["weights", "kv_cache", "scheduling"]
 
+PROFILE_PREFIX: Final = re.compile(r"[-\w.]{0,128}", re.ASCII)
 CALL_TIMEOUT_S: Final = 60.0
 REST_TIMEOUT_S: Final = 3600.0
 """Until requests have come to rest: a pause that waits for them takes as long as they do."""
@@ -156,6 +158,17 @@ class ResetEncoderCache(ControlCall, frozen=True):
 
 class StartProfile(ControlCall, frozen=True):
     METHOD = PATH = "start_profile"
+    profile_prefix: str = ""
+    """The files' names begin with it; empty: with the engine's id."""
+
+    def __post_init__(self) -> None:
+        """Raises `InvalidRequestError` for what cannot begin a file's name."""
+        if not PROFILE_PREFIX.fullmatch(self.profile_prefix):
+            raise InvalidRequestError(
+                "profile_prefix must be at most 128 letters, digits, '-', '_' and '.', "
+                f"not {self.profile_prefix[:128]!r}",
+                param="profile_prefix",
+            )
 
     def report(self, answer: Any) -> Done:
         return Done()

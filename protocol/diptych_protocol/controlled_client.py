@@ -71,8 +71,9 @@ class ControlledClient(EngineClient):
     async def reset_encoder_cache(self) -> None:
         await self.control(ResetEncoderCache())
 
-    async def start_profile(self) -> None:
-        await self.control(StartProfile())
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """The names of the files begin with the prefix, or with the engine's id."""
+        await self.control(StartProfile(profile_prefix or ""))
 
     async def stop_profile(self) -> None:
         await self.control(StopProfile())

@@ -54,6 +54,8 @@ class EmbedsPrompt(TypedDict, total=False):
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+EngineInput = TokensPrompt | EmbedsPrompt
+"""A prompt that needs no tokenizer any more, as a renderer returns it."""
 
 
 class Renderer(Protocol):
@@ -118,9 +120,9 @@ class EngineClient(ABC):
     input_processor: InputProcessor
 
     @property
-    @abstractmethod
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
+        return self.vllm_config.name
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:
@@ -128,9 +130,9 @@ class EngineClient(ABC):
         return {}
 
     @property
-    @abstractmethod
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""
+        return self.input_processor.max_model_len
 
     @property
     @abstractmethod
@@ -138,8 +140,9 @@ class EngineClient(ABC):
         """The output handler has not started yet, or is alive."""
 
     @property
+    @abstractmethod
     def is_stopped(self) -> bool:
-        return self.errored
+        """The same as `errored`."""
 
     @property
     @abstractmethod
@@ -154,7 +157,7 @@ class EngineClient(ABC):
     @abstractmethod
     def generate(
         self,
-        prompt: EngineCoreRequest | PromptType | AsyncGenerator[StreamingInput, None],
+        prompt: EngineCoreRequest | PromptType | EngineInput | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -324,7 +327,7 @@ class EngineClient(ABC):
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can do: `generate`, and tasks of `PoolingParams`."""
-        return ("generate",)
+        raise UnsupportedFeatureError("get_supported_tasks: this client does not know its model")
 
     async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: int = 300) -> None:
         """Grow or shrink the data-parallel engine cores behind this client."""

@@ -66,5 +66,5 @@ class UtilityError(DiptychError):
         """The field of an argument that was refused; None: it is not at fault."""
 
 
-class UnsupportedFeatureError(DiptychError):
+class UnsupportedFeatureError(DiptychError, NotImplementedError):
     """The engine does not offer this feature."""

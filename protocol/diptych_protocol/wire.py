@@ -306,12 +306,16 @@ class UtilityCall(msgspec.Struct, array_like=True, gc=False):
     args: list[Any]
 
 
+UtilityResult = Any
+"""What a call returned, in the types that msgpack has."""
+
+
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     """Answer to a UtilityCall; a failure message means there is no result."""
 
     call_id: int
     failure_message: str | None = None
-    result: Any = None
+    result: UtilityResult | None = None
     # ours
     failure_param: str | None = None
     """The argument's field that was refused; None: it is not at fault."""
@@ -321,12 +325,14 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """One message per client and step."""
 
     engine_index: int = 0
+    """The core's rank among those of its engine."""
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
     """`time.monotonic()` of the core; stamped at construction."""
     utility_output: UtilityOutput | None = None
     finished_requests: set[str] | None = None
+    """Ids of the requests that ended; None: none did."""
     journey_events: list[RequestJourneyEvent] | None = None
     wave_complete: int | None = None
     start_wave: int | None = None

@@ -153,6 +153,39 @@ def test_a_slow_consumer_reads_the_same(
     assert len(seen[0][1]) == seen[0][4]
 
 
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+@pytest.mark.parametrize(
+    ("interval", "sizes"), [(1, [1] * 7), (3, [1, 3, 3]), (4, [1, 4, 2]), (100, [1, 6])]
+)
+def test_a_stream_comes_at_its_interval_and_reads_the_same(
+    tokenizer: Tokenizer, kind: RequestOutputKind, interval: int, sizes: list[int]
+) -> None:
+    """The first token comes at once, and the end with all that is left."""
+    ids = tokenizer.encode("one two three four five six seven")[:7]
+    processor = OutputProcessor(tokenizer, stream_interval=interval)
+    collector = opened(processor, request(output_kind=kind, logprobs=0))
+    seen = []
+    for place, token_id in enumerate(ids):
+        finish = FinishReason.LENGTH if place == len(ids) - 1 else None
+        logprobs = LogprobsLists([[token_id]], [[-1.0]], [1])
+        processor.process([step("r-1", [token_id], new_logprobs=logprobs, finish_reason=finish)])
+        output = collector.take()
+        if output is not None:
+            seen.append(output.outputs[0])
+    counts = [len(answer.token_ids) for answer in seen]
+    whole = tokenizer.decode(ids)
+    if kind is DELTA:
+        assert counts == sizes
+        assert "".join(answer.text for answer in seen) == whole
+        assert [x for answer in seen for x in answer.token_ids] == ids
+        assert [len(answer.logprobs or []) for answer in seen] == sizes
+    else:
+        assert counts == list(itertools.accumulate(sizes))
+        assert seen[-1].text == whole
+        assert len(seen[-1].logprobs or []) == len(ids)
+    assert [answer.finish_reason for answer in seen] == [None] * (len(seen) - 1) + ["length"]
+
+
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:
     processor = OutputProcessor(None)
     collector = opened(processor, request(logprobs=0))

@@ -8,6 +8,7 @@ import pytest
 
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.tokenization import tokenization
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import InvalidRequestError
 
@@ -37,6 +38,54 @@ def without_tokenizer() -> TextRenderer:
 )
 def test_prompts(text_renderer: TextRenderer, prompt: Any, expected: dict[str, Any]) -> None:
     assert text_renderer.render_prompt(prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "kept"),
+    [
+        (None, slice(None)),
+        ({}, slice(None)),
+        ({"add_special_tokens": False}, slice(None)),
+        ({"truncation": True, "max_length": 2}, slice(2)),
+        ({"truncation": True, "max_length": 1000}, slice(None)),
+        ({"truncation": True}, slice(None)),
+    ],
+)
+def test_a_text_is_tokenised_as_its_caller_wants(
+    text_renderer: TextRenderer, tokenizer: Tokenizer, kwargs: Any, kept: slice
+) -> None:
+    text = "one two three four"
+    rendered = text_renderer.render_prompt(text, tokenization=tokenization(kwargs))
+    assert rendered["prompt_token_ids"] == tokenizer.encode(text)[kept]
+    ids = [5, 6, 7]
+    given = text_renderer.render_prompt(ids, tokenization=tokenization(kwargs))
+    assert given["prompt_token_ids"] == ids, "token ids are not tokenised"
+
+
+def test_a_text_that_is_too_long_may_be_cut_to_what_the_model_holds(
+    text_renderer: TextRenderer,
+) -> None:
+    text = "word " * (text_renderer.max_model_len + 10)
+    rendered = text_renderer.render_prompt(text, tokenization=tokenization({"truncation": True}))
+    assert len(rendered["prompt_token_ids"]) == text_renderer.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"padding": True}, "unknown field `padding`"),
+        ({"truncation": 1}, "Expected `bool`"),
+        ({"truncation": True, "max_length": 0}, ">= 1"),
+        ({"max_length": 5}, "needs truncation"),
+        ([], "must be a dict"),
+        ({1: 2}, "Expected `str`"),
+        ({"\ud800": 2}, "takes add_special_tokens"),
+    ],
+)
+def test_what_no_tokenizer_takes_is_refused(kwargs: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as refusal:
+        tokenization(kwargs)
+    assert refusal.value.param == "tokenization_kwargs"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_an_answer_that_cannot_be_read_is_the_end_of_the_connection(babbling: st
     try:
         client.add(request("r"))
         with pytest.raises(EngineDeadError, match="cannot be read"):
-            client.get_outputs(PATIENCE_S)
+            client.get_output(PATIENCE_S)
         with pytest.raises(EngineDeadError, match="cannot be read"):
             client.call("stats")
     finally:

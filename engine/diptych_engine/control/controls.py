@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diptych_engine.control.sleep import Weights, check_level, check_tags
 from diptych_protocol import DiptychError, InvalidRequestError, PauseMode
+from diptych_protocol.control_calls import StartProfile
 
 if TYPE_CHECKING:
     from diptych_engine.control.core import EngineCore
@@ -200,8 +201,9 @@ class Controls:
 
     # --- profile ------------------------------------------------------------------------------
 
-    def start_profile(self) -> None:
-        self._core.runner.collective_rpc("_start_profile")
+    def start_profile(self, profile_prefix: str = "") -> None:
+        StartProfile(profile_prefix)  # which checks it
+        self._core.runner.collective_rpc("_start_profile", (profile_prefix,))
 
     def stop_profile(self) -> list[str]:
         """The files that were written, one a worker; none if no profile ran."""

@@ -12,6 +12,7 @@ from threading import Thread
 import torch
 
 from diptych_kernels.call_table import WIDTH
+from diptych_kernels.cpu_kernels import CASES
 from diptych_kernels.cpu_level import (
     CpuLevel,
     CpuLevelError,
@@ -20,7 +21,8 @@ from diptych_kernels.cpu_level import (
     use_level,
 )
 from diptych_kernels.native.kernel import kernel_of, load
-from diptych_kernels.paged_attention.cpu import fills_vectors, number_of
+from diptych_kernels.native.tile_layout import LEVEL_BITS
+from diptych_kernels.paged_attention.calls import fills_vectors, number_of
 from diptych_kernels.trust import is_there, is_trusted
 from diptych_protocol import EngineConfig, InvalidRequestError
 
@@ -67,7 +69,7 @@ class CpuKernels:
         """Hold each beside its reference; those that differ are put aside. Says so in the log."""
         self._thread.join()
         started = time.monotonic()
-        trusted = [is_trusted(name, number) for name, number in self._names]
+        trusted = [is_trusted(CASES[name], number) for name, number in self._names]
         log.info(
             "CPU level %s, which this machine has%s; %d of %d kernels tried are right, in %.0f ms",
             cpu_level().word,
@@ -95,5 +97,7 @@ def _wanted(kv_dtype: torch.dtype, head_dim: int, packed: bool) -> list[tuple[st
             wanted.append(("amx_attention", head_dim))
     if packed:
         wanted.append(("run_calls", WIDTH))
-        wanted += [(name, bits) for name in ("packed_product", "amx_product") for bits in (4, 8)]
+        wanted += [
+            (name, bits) for name in ("packed_product", "amx_product") for bits in LEVEL_BITS
+        ]
     return wanted

@@ -28,6 +28,7 @@ class Profiler:
         means that nothing may be profiled here."""
         self._directory = directory
         self._name = name
+        self._prefix = name
         self._profile: profile | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -38,8 +39,10 @@ class Profiler:
         """Marks what happens inside with a name, if anybody looks."""
         return _NOTHING if self._profile is None else record_function(name)
 
-    def start_profile(self) -> None:
-        """Raises `InvalidRequestError` if one runs, or if there is nowhere to write it to."""
+    def start_profile(self, profile_prefix: str = "") -> None:
+        """Begin a profile; the name of its file begins with the prefix, or with the engine's.
+
+        Raises `InvalidRequestError` if one runs, or if there is nowhere to write it to."""
         if self._profile is not None:
             raise InvalidRequestError("a profile is running already; stop it first")
         if not self._directory:
@@ -52,7 +55,7 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         started = profile(activities=activities)
         started.start()
-        self._profile = started
+        self._profile, self._prefix = started, profile_prefix or self._name
 
     def stop_profile(self) -> str | None:
         """End the profile and write its trace, for chrome://tracing or Perfetto.
@@ -64,7 +67,8 @@ class Profiler:
             return None
         ended, self._profile = self._profile, None
         ended.stop()
-        path = Path(self._directory) / f"{self._name}-{os.getpid()}-{time.time_ns()}.pt.trace.json"
+        name = f"{self._prefix}-{os.getpid()}-{time.time_ns()}.pt.trace.json"
+        path = Path(self._directory) / name
         ended.export_chrome_trace(str(path))
         log.info("the profile is in %s", path)
         return str(path)

@@ -2,16 +2,15 @@
 
 `EngineConfig.worker_extension` names a class as `module:Class`. Each worker makes one, with itself
 (a `ModelRunner`) as the only argument; its public methods may then be called by name, on every
-worker. Only who configures the engine can name the class, never a client.
+worker.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from diptych_protocol import InvalidRequestError
+from diptych_engine.execution.named_class import named_class, refusal
 
 
 def extension_methods(spec: str, worker: Any) -> dict[str, Callable[..., Any]]:
@@ -21,13 +20,11 @@ def extension_methods(spec: str, worker: Any) -> dict[str, Callable[..., Any]]:
     """
     if not spec:
         return {}
-    module, _, name = spec.partition(":")
+    extension_class = named_class(spec, "worker_extension")
     try:
-        extension = getattr(importlib.import_module(module), name)(worker)
+        extension = extension_class(worker)
     except Exception as exc:  # somebody else's code
-        raise InvalidRequestError(
-            f"worker_extension {spec!r}: {type(exc).__name__}: {exc}", param="worker_extension"
-        ) from exc
+        raise refusal(spec, "worker_extension", exc) from exc
     members = ((name, getattr(extension, name)) for name in dir(extension))
     return {
         name: member for name, member in members if callable(member) and not name.startswith("_")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
-from diptych_kernels.paged_attention.cpu import fills_vectors
+from diptych_kernels.paged_attention.calls import fills_vectors
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
 
 
-class LlamaModel:
+class LlamaModel(torch.nn.Module):
     """Weights and arithmetic; holds no state of any request."""
 
     def __init__(
@@ -41,6 +42,7 @@ class LlamaModel:
         device: torch.device,
         shard: Shard = WHOLE,
     ) -> None:
+        super().__init__()
         dim = config.head_dim
         self._query_rows = shard.share(config.num_attention_heads, dim)
         self._key_rows = shard.share(config.num_key_value_heads, dim)
@@ -132,9 +134,14 @@ class LlamaModel:
             for name, part in self._named_parts()
         }
 
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """As `CausalLM.named_parameters`, with the arguments of `torch.nn.Module`. The model has no
+        modules of its own: its layers are tensors, which fused kernels read."""
         for name, part in self._named_parts():
-            yield name, part.values() if isinstance(part, Linear) else part
+            values = part.values() if isinstance(part, Linear) else part
+            yield f"{prefix}.{name}" if prefix else name, values
 
     def _named_parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
         yield "embedding", self._embedding
@@ -146,10 +153,6 @@ class LlamaModel:
                 part: Tensor | Linear | None = getattr(layer, field.name)
                 if part is not None:
                     yield f"layers.{index}.{field.name}", part
-
-    def parameters(self) -> Iterator[Tensor]:
-        """As `torch.nn.Module.parameters`."""
-        return (tensor for _, tensor in self.named_parameters())
 
     @property
     def num_layers(self) -> int:

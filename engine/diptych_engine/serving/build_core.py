@@ -10,6 +10,7 @@ from diptych_engine.control.core import EngineCore
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
+from diptych_engine.execution.named_class import named_class
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.lora.calls import LoraCalls
@@ -19,9 +20,30 @@ from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kv_transfer import open_connector
-from diptych_protocol import CurveKeys, EngineConfig, EngineDescription, SchedulerStats
+from diptych_protocol import (
+    CurveKeys,
+    EngineConfig,
+    EngineDescription,
+    InvalidRequestError,
+    SchedulerStats,
+)
 from diptych_protocol.lora import numbered
 from diptych_protocol.pooling import POOLING_TASKS
+
+
+def executor_class(config: EngineConfig) -> type[ModelRunner]:
+    """The class that runs the model. Raises `InvalidRequestError` for one that cannot."""
+    own: type[ModelRunner] = ModelRunner if config.tensor_parallel_size == 1 else LeadRunner
+    if not config.executor_class:
+        return own
+    chosen: type[ModelRunner] = named_class(config.executor_class, "executor_class")
+    if not (isinstance(chosen, type) and issubclass(chosen, own)):
+        raise InvalidRequestError(
+            f"executor_class {config.executor_class!r} must be a subclass of {own.__name__}, which "
+            f"runs a model on {config.tensor_parallel_size} ranks",
+            param="executor_class",
+        )
+    return chosen
 
 
 def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
@@ -34,8 +56,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     source = resolve_model(config.model)
     model = source.config
     grammars = GrammarCompiler(source)
-    alone = config.tensor_parallel_size == 1
-    runner = ModelRunner(config, source) if alone else LeadRunner(config, source)
+    runner = executor_class(config)(config, source)
     runner.warm_up()
     grammars.wait_until_ready()
     description = EngineDescription(

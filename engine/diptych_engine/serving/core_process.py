@@ -45,7 +45,7 @@ def serve(
     if config.data_parallel_lockstep and config.data_parallel_size > 1:
         server: CoreServer = LockstepServer(core, endpoints, timeout_s, join_group(config))
     else:
-        server = CoreServer(core, endpoints, timeout_s)
+        server = CoreServer(core, endpoints, timeout_s, config.data_parallel_rank)
     core.offer(*Membership(core, config, server.stop).calls)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.

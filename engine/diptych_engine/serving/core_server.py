@@ -25,6 +25,7 @@ import zmq
 from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
+from diptych_engine.serving.farewell import Farewell
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
@@ -63,14 +64,17 @@ class CoreServer:
         core: EngineCore,
         endpoints: Sequence[tuple[str, CurveKeys | None]],
         shutdown_timeout_s: float = 0.0,
+        rank: int = 0,
     ) -> None:
         """Bind every endpoint; those with keys admit only their holders.
 
-        `shutdown_timeout_s`: how long requests may take to end after `stop`.
+        `shutdown_timeout_s`: how long requests may take to end after `stop`. `rank`: the core's
+        place among those of its engine.
 
         Raises `zmq.ZMQError` when an address is taken.
         """
         self._core = core
+        self._rank = rank
         self._context = zmq.Context()
         self._gates: list[CurveGate] = []
         self._sockets = [self._bind(endpoint, keys) for endpoint, keys in endpoints]
@@ -302,11 +306,10 @@ class CoreServer:
         stats = self._stats_if_due(bool(outputs))
         events = self._core.scheduler.take_stations()
         for client in outputs.keys() | events.keys():
-            made, stations = outputs.get(client, []), events.get(client)
-            self._send(
-                client,
-                EngineCoreOutputs(outputs=made, scheduler_stats=stats, journey_events=stations),
-            )
+            made = outputs.get(client, [])
+            message = EngineCoreOutputs(self._rank, made, stats, journey_events=events.get(client))
+            message.finished_requests = {x.request_id for x in made if x.finished} or None
+            self._send(client, message)
 
     def _send_answers(self) -> None:
         while self._answered:
@@ -320,10 +323,10 @@ class CoreServer:
                 log.debug("a call without an answer: %s", answer.failure_message)
             return
         try:
-            frames = wire.encoder.encode(EngineCoreOutputs(utility_output=answer))
+            frames = wire.encoder.encode(EngineCoreOutputs(self._rank, utility_output=answer))
         except (TypeError, ValueError) as exc:  # a result that msgpack has no form for
             failure = UtilityOutput(answer.call_id, failure_message=str(exc))
-            frames = wire.encoder.encode(EngineCoreOutputs(utility_output=failure))
+            frames = wire.encoder.encode(EngineCoreOutputs(self._rank, utility_output=failure))
         self._send_frames(client, frames)
 
     def _tell_posture(self) -> None:
@@ -336,7 +339,7 @@ class CoreServer:
                 del self._told[client]
             else:
                 self._told[client] = posture
-            self._send(client, EngineCoreOutputs(scheduler_stats=self._core.stats()))
+            self._send(client, EngineCoreOutputs(self._rank, scheduler_stats=self._core.stats()))
 
     def _stats_if_due(self, talking: bool) -> SchedulerStats | None:
         now = time.monotonic()
@@ -361,11 +364,16 @@ class CoreServer:
     def _say_goodbye(self) -> None:
         last: list[list[Frame]] = [[wire.ENGINE_CORE_DEAD]]
         if self._last_words:
-            last.insert(0, wire.encoder.encode(EngineCoreOutputs(last_words=self._last_words)))
+            last.insert(
+                0, wire.encoder.encode(EngineCoreOutputs(self._rank, last_words=self._last_words))
+            )
+        farewell = Farewell(self._sockets)
         for client in self._clients:
             with contextlib.suppress(zmq.ZMQError):  # it is gone already
                 for frames in last:
                     self._sockets[client[0]].send_multipart((client[1:], *frames), zmq.NOBLOCK)
+                farewell.num_told += 1
+        farewell.wait(SENTINEL_LINGER_MS / 1000)
         for socket in self._sockets:
             socket.close(linger=SENTINEL_LINGER_MS)
         for gate in self._gates:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diptych_frontend.core_client.foreign_options import refuse_foreign
 from diptych_protocol import AnyControlCall, LoRARequest, PauseMode
 from diptych_protocol.control_calls import (
     CALL_TIMEOUT_S,
@@ -91,10 +90,9 @@ class EngineControls(ABC):
 
     # --- profiles -----------------------------------------------------------------------------
 
-    def start_profile(self, profile_prefix: None = None) -> None:
-        """Files are named for the engine: a prefix of one's own is refused."""
-        refuse_foreign(profile_prefix=profile_prefix)
-        self.control(StartProfile())
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """The names of the files begin with the prefix, or with the engine's id."""
+        self.control(StartProfile(profile_prefix or ""))
 
     def stop_profile(self) -> None:
         self.control(StopProfile())

@@ -38,6 +38,7 @@ class InProcessCore:
         core = build_core(config)
         self._core: EngineCore | None = core
         self.description = core.description
+        self._rank = config.data_parallel_rank
         self._outputs: list[EngineCoreOutput] = []
         """Made while something else was waited for."""
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -61,7 +62,7 @@ class InProcessCore:
     def abort(self, request_ids: list[str]) -> None:
         self.core.abort(request_ids)
 
-    def get_outputs(self, wait_s: float = OUTPUT_WAIT_S) -> list[EngineCoreOutput]:
+    def get_output(self, wait_s: float = OUTPUT_WAIT_S) -> EngineCoreOutputs:
         """Take one step; what came of it.
 
         If there is nothing to compute, because everything waits for another engine, for a grammar
@@ -71,7 +72,10 @@ class InProcessCore:
         if not self._outputs:
             self._turn(wait_s)
         outputs, self._outputs = self._outputs, []
-        return outputs
+        stations = self.core.scheduler.take_stations().get(CLIENT)
+        message = EngineCoreOutputs(self._rank, outputs, journey_events=stations)
+        message.finished_requests = {x.request_id for x in outputs if x.finished} or None
+        return message
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """A utility call, whose arguments and answer take the form that they have on the wire.

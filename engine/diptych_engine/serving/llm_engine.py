@@ -7,22 +7,24 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
 from diptych_engine.serving.engine_controls import EngineControls
 from diptych_engine.serving.engine_metrics import EngineMetrics, RequestFacts
-from diptych_frontend.core_client.engine_args import EngineArgs
-from diptych_frontend.core_client.foreign_options import refuse_foreign
-from diptych_frontend.core_client.launcher import CoreProcess
-from diptych_frontend.core_client.sync_client import SyncCoreClient
-from diptych_frontend.observability.metric_snapshot import Metric
-from diptych_frontend.observability.stat_loggers import (
-    LoggingStatLogger,
-    StatLogger,
-    StatLoggerFactory,
+from diptych_engine.serving.sync_core import (
+    SyncCore,
+    lockstep_peers_of,
+    make_core,
+    wants_process,
 )
+from diptych_frontend.core_client.engine_args import EngineArgs
+from diptych_frontend.core_client.foreign_options import refuse_foreign, with_executor
+from diptych_frontend.observability.metric_snapshot import Metric
+from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
+from diptych_frontend.observability.tracing import start_tracer
+from diptych_frontend.text.deprecations import warn_of_made_requests
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import Collector, OutputProcessor, fan_out
 from diptych_frontend.text.renderer import text_of
@@ -30,12 +32,12 @@ from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     CompletionOutput,
     EngineConfig,
-    EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDescription,
     EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
+    PauseMode,
     PoolingParams,
     PoolingRequestOutput,
     PromptType,
@@ -44,37 +46,19 @@ from diptych_protocol import (
     SamplingParams,
     SchedulerStats,
     UnsupportedFeatureError,
+    UsageContext,
 )
 from diptych_protocol.as_sent import check_id, check_whole, ids_of
 from diptych_protocol.control_calls import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_frontend.observability.request_tracer import RequestTracer
 
-MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
-"""Environment: `1` gives every engine's core a process of its own."""
 LOG_INTERVAL = "DIPTYCH_LOG_STATS_INTERVAL"
 """Environment: seconds between two lines of statistics."""
 DEFAULT_LOG_INTERVAL_S = 10.0
-START_TIMEOUT_S = 600.0
 
 T = TypeVar("T")
-
-
-class SyncCore(Protocol):
-    """A core that is called, not awaited: `InProcessCore` or `SyncCoreClient`."""
-
-    description: EngineDescription
-
-    def add(self, request: EngineCoreRequest) -> None: ...
-
-    def abort(self, request_ids: list[str]) -> None: ...
-
-    def get_outputs(self) -> list[EngineCoreOutput]: ...
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -96,43 +80,55 @@ class LLMEngine(EngineControls):
     def __init__(
         self,
         vllm_config: EngineConfig,
-        executor_class: None = None,
+        executor_class: type[Any] | None = None,
         log_stats: bool = True,
         aggregate_engine_logging: bool = False,
-        usage_context: None = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         mm_registry: None = None,
         multiprocess_mode: bool = False,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Load the model. The names are vLLM's; with one engine, its logging is aggregated as is.
+        """Load the model. The names are vLLM's.
 
+        executor_class: runs the model in place of the engine's own class; see `EngineConfig`.
         log_stats: keep statistics; without them there are no metrics.
+        usage_context: kept for its reader.
         clock: seconds; tells when statistics are due in the log.
 
         Raises `InvalidRequestError` for a configuration or a model that cannot work, and
         `UnsupportedFeatureError` for an option that means nothing here.
         """
-        refuse_foreign(
-            executor_class=executor_class, usage_context=usage_context, mm_registry=mm_registry
-        )
+        refuse_foreign(mm_registry=mm_registry)
+        vllm_config = with_executor(vllm_config, executor_class)
+        self.usage_context = usage_context
         self.vllm_config = vllm_config
         self.input_processor = InputProcessor.of(vllm_config)
         self.renderer = self.input_processor.renderer
         self.model_config = self.renderer.model_config
-        self.output_processor = OutputProcessor(self.renderer.tokenizer)
+        self.output_processor = OutputProcessor(
+            self.renderer.tokenizer, stream_interval=vllm_config.stream_interval
+        )
         self.log_stats = log_stats
-        self.engine_core = _make_core(vllm_config, multiprocess_mode)
-        self._finalizer = weakref.finalize(self, self.engine_core.close)
-        self._lockstep_peers = _lockstep_peers_of(self.engine_core, vllm_config)
+        self.engine_core = make_core(vllm_config, multiprocess_mode)
+        self._tracer = start_tracer(vllm_config)
+        self._finalizer = weakref.finalize(self, _close, self.engine_core, self._tracer)
+        self._lockstep_peers = lockstep_peers_of(self.engine_core, vllm_config)
+        self.observability_config = vllm_config.observability_config
+        self.external_launcher_dp = self._lockstep_peers is not None
+        """Every rank is a program of its own, which somebody else started."""
         self.description = self.engine_core.description
         self.input_processor.max_model_len = self.description.max_model_len
         self._open: dict[str, _Open] = {}
         """By the internal id of the request, or of each child of it."""
         self._metrics = EngineMetrics(vllm_config.name)
-        factories = (LoggingStatLogger, *(stat_loggers or ())) if log_stats else ()
-        self._stat_loggers: list[StatLogger] = [make(vllm_config, 0) for make in factories]
+        self.logger_manager: StatLoggerManager | None = None
+        if log_stats:
+            self.logger_manager = StatLoggerManager(
+                vllm_config, stat_loggers or (), aggregate=aggregate_engine_logging
+            )
+            self.logger_manager.log_engine_initialized()
         self._clock = clock
         self._log_interval_s = float(os.environ.get(LOG_INTERVAL, DEFAULT_LOG_INTERVAL_S))
         self._logged_at = clock()
@@ -141,7 +137,7 @@ class LLMEngine(EngineControls):
     def from_vllm_config(
         cls,
         vllm_config: EngineConfig,
-        usage_context: None = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         disable_log_stats: bool = False,
     ) -> Self:
@@ -151,24 +147,24 @@ class LLMEngine(EngineControls):
             log_stats=not disable_log_stats,
             usage_context=usage_context,
             stat_loggers=stat_loggers,
-            multiprocess_mode=_wants_process(),
+            multiprocess_mode=wants_process(),
         )
 
     @classmethod
     def from_engine_args(
         cls,
         engine_args: EngineArgs,
-        usage_context: None = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         enable_multiprocessing: bool = False,
     ) -> Self:
         """The engine that the arguments describe."""
         return cls(
-            engine_args.create_engine_config(),
+            engine_args.create_engine_config(usage_context),
             log_stats=not engine_args.disable_log_stats,
             usage_context=usage_context,
             stat_loggers=stat_loggers,
-            multiprocess_mode=enable_multiprocessing or _wants_process(),
+            multiprocess_mode=enable_multiprocessing or wants_process(),
         )
 
     # --- requests -----------------------------------------------------------------------------
@@ -195,16 +191,20 @@ class LLMEngine(EngineControls):
         check_whole(prompt)
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
-        request = self.input_processor.process(
+        if isinstance(prompt, EngineCoreRequest):
+            warn_of_made_requests(request_id, prompt)
+        request = self.input_processor.process_inputs(
             request_id,
             prompt,
             params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            arrival_time=arrival_time,
-            priority=priority,
-            trace_headers=trace_headers,
+            self.get_supported_tasks(),
+            arrival_time,
+            lora_request,
+            tokenization_kwargs,
+            trace_headers,
+            priority,
         )
+        self.input_processor.assign_request_id(request)
         prompt_text = prompt_text or text_of(prompt)
         parent, parts = fan_out(request)
         kind = getattr(request.params, "output_kind", RequestOutputKind.FINAL_ONLY)
@@ -218,6 +218,10 @@ class LLMEngine(EngineControls):
                 self.output_processor.add(part, prompt_text, collector, parent, index)
                 self._open[part.request_id] = opened
                 self.engine_core.add(part)
+                if self._tracer is not None:
+                    self._tracer.begin(part)
+                if self.logger_manager is not None:
+                    self.logger_manager.begin(part)
         except BaseException:
             self._end(collector.request_ids)
             raise
@@ -231,6 +235,8 @@ class LLMEngine(EngineControls):
         aborted = self.output_processor.abort(ids_of(request_ids), internal)
         for request_id in aborted:
             self._open.pop(request_id, None)
+        if self.logger_manager is not None:
+            self.logger_manager.ended(aborted)
         self.engine_core.abort(aborted)
 
     def _end(self, request_ids: Sequence[str]) -> None:
@@ -256,6 +262,16 @@ class LLMEngine(EngineControls):
             return has_unfinished
         return self._lockstep_peers.any_unfinished(has_unfinished)
 
+    @property
+    def dp_group(self) -> object | None:
+        """The engines that step together with this one; None for an engine of its own."""
+        return None if self._lockstep_peers is None else self._lockstep_peers.group
+
+    @property
+    def should_execute_dummy_batch(self) -> bool:
+        """The next `step` runs the model for nobody, because other engines have work."""
+        return self._lockstep_peers is not None and self._lockstep_peers.wanted
+
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Let the core take a step; what came of it, one output a request.
 
@@ -266,17 +282,28 @@ class LLMEngine(EngineControls):
             if self._lockstep_peers is not None:
                 self._lockstep_peers.keep()
             return []
-        made = self.engine_core.get_outputs()
-        self.engine_core.abort(self.output_processor.process(made))
+        message = self.engine_core.get_output()
+        stopped = self.output_processor.process(message.outputs)
+        self._follow(message, stopped)
+        self.engine_core.abort(stopped)
         touched = {
             id(opened): opened
-            for output in made
+            for output in message.outputs
             if (opened := self._open.get(output.request_id)) is not None
         }
-        outputs = [output for opened in touched.values() if (output := self._take(opened))]
-        if self.log_stats and made:
-            self.do_log_stats_with_interval()
-        return outputs
+        return [output for opened in touched.values() if (output := self._take(opened))]
+
+    def _follow(self, message: EngineCoreOutputs, stopped: Sequence[str]) -> None:
+        """Tell the tracer and the receivers of statistics what came."""
+        if self._tracer is not None:
+            self._tracer.take(message)
+            self._tracer.stopped(stopped)
+        if self.logger_manager is None or not message.outputs:
+            return
+        if message.scheduler_stats is None and self.logger_manager.wants_iterations:
+            message.scheduler_stats = self._fetch_stats()
+        self.logger_manager.take(message, stopped)
+        self.do_log_stats_with_interval()
 
     def _take(self, opened: _Open) -> RequestOutput | PoolingRequestOutput | None:
         try:
@@ -290,6 +317,16 @@ class LLMEngine(EngineControls):
         if output.finished:
             self._end(opened.collector.request_ids)
         return output
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        super().sleep(level, mode)
+        if self.logger_manager is not None:
+            self.logger_manager.record_sleep_state(1, level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        super().wake_up(tags)
+        if self.logger_manager is not None:
+            self.logger_manager.record_sleep_state(0, 0)
 
     # --- facts --------------------------------------------------------------------------------
 
@@ -325,12 +362,9 @@ class LLMEngine(EngineControls):
 
     def do_log_stats(self) -> None:
         """Hand the statistics to every logger, and let it report; nothing without `log_stats`."""
-        if not self._stat_loggers:
-            return
-        stats = self._fetch_stats()
-        for logger in self._stat_loggers:
-            logger.record(stats)
-            logger.log()
+        if self.logger_manager is not None:
+            self.logger_manager.record(self._fetch_stats(), None)
+            self.logger_manager.log()
 
     def do_log_stats_with_interval(self) -> None:
         """The same, if the interval has passed since the last time."""
@@ -357,34 +391,10 @@ class LLMEngine(EngineControls):
         self._finalizer()
 
 
-def _lockstep_peers_of(core: SyncCore, config: EngineConfig) -> LockstepPeers | None:
-    """The engines that step together with this one; None for an engine of its own.
-
-    Raises `UnsupportedFeatureError` for cores that share requests: an `AsyncLLM` has those.
-    """
-    if config.data_parallel_size == 1:
-        return None
-    if not config.data_parallel_lockstep:
-        raise UnsupportedFeatureError(
-            "an LLMEngine has one core; for data_parallel_size > 1 use AsyncLLM, or "
-            "data_parallel_lockstep with an engine in each program"
-        )
-    from diptych_engine.serving.lockstep_peers import join_lockstep_peers
-
-    return join_lockstep_peers(core, config)
-
-
-def _make_core(config: EngineConfig, in_process_of_its_own: bool) -> SyncCore:
-    if in_process_of_its_own:
-        return SyncCoreClient(CoreProcess(config), START_TIMEOUT_S)
-    # Only here, so that a program whose cores run elsewhere needs no torch.
-    from diptych_engine.serving.in_process_core import InProcessCore
-
-    return InProcessCore(config)
-
-
-def _wants_process() -> bool:
-    return os.environ.get(MULTIPROCESSING, "0") not in ("", "0")
+def _close(core: SyncCore, tracer: RequestTracer | None) -> None:
+    core.close()
+    if tracer is not None:
+        tracer.close()
 
 
 def _failed(request_id: str, error: EngineGenerateError) -> RequestOutput:

@@ -41,7 +41,7 @@ class LockstepServer(CoreServer):
         shutdown_timeout_s: float,
         group: SumGroup,
     ) -> None:
-        super().__init__(core, endpoints, shutdown_timeout_s)
+        super().__init__(core, endpoints, shutdown_timeout_s, group.rank)
         self._group = group
         self._waves = WaveMember(group.rank, group.size, STEPS_BETWEEN_SUMS)
         core.rest_conditions.append(lambda: self._waves.paused)
@@ -82,7 +82,7 @@ class LockstepServer(CoreServer):
             raise EngineDeadError(f"the group in lock-step broke: {exc}") from exc
         complete = self._waves.on_sum(total.tolist())
         if complete is not None:
-            self._tell_all(EngineCoreOutputs(self._waves.rank, wave_complete=complete))
+            self._tell_all(EngineCoreOutputs(self._rank, wave_complete=complete))
         self._core.deferred.settle()
         self._send_answers()
 
@@ -101,7 +101,7 @@ class LockstepServer(CoreServer):
 
     def _announce(self, wave: int | None) -> None:
         if wave is not None:
-            self._tell_all(EngineCoreOutputs(self._waves.rank, start_wave=wave))
+            self._tell_all(EngineCoreOutputs(self._rank, start_wave=wave))
 
     def _tell_all(self, message: EngineCoreOutputs) -> None:
         for client in list(self._clients):

@@ -14,9 +14,9 @@ class LockstepPeers:
 
     def __init__(self, group: SumGroup, dummy_batch: Callable[[], object]) -> None:
         """`dummy_batch` runs the model for nobody."""
-        self._group = group
+        self.group = group
         self._dummy_batch = dummy_batch
-        self._wanted = False
+        self.wanted = False
 
     def any_unfinished(self, own: bool) -> bool:
         """Whether some engine has work, be it this one (`own`).
@@ -24,16 +24,16 @@ class LockstepPeers:
         Raises `EngineDeadError` when one of them is gone.
         """
         try:
-            anywhere = self._group.any(own)
+            anywhere = self.group.any(own)
         except RuntimeError as exc:
             raise EngineDeadError(f"the group in lock-step broke: {exc}") from exc
-        self._wanted = anywhere and not own
+        self.wanted = anywhere and not own
         return anywhere
 
     def keep(self) -> None:
         """Step along with the others, if that is all there is to do."""
-        if self._wanted:
-            self._wanted = False
+        if self.wanted:
+            self.wanted = False
             self._dummy_batch()
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
+from diptych_frontend.text.deprecations import warn_of_made_requests
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import (
     Collector,
@@ -109,29 +110,29 @@ class AsyncEngine(EngineClient):
         """The newest statistics of each engine, by its id."""
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
-        """Hand a step's outputs to those who wait for them."""
+        """Hand a step's outputs to those who wait for them, and abort those that ended here."""
+        self._withdraw(self._hand_out(outputs))
+
+    def _hand_out(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """The first half of `_deliver`; returns the requests to abort."""
         ended_here = self.output_processor.process(outputs)
         if ended_here and self._tracer is not None:
             self._tracer.stopped(ended_here)
-        self._withdraw(ended_here)
+        return ended_here
 
     # --- EngineClient -------------------------------------------------------------------------
-
-    @property
-    def model_name(self) -> str:
-        return self.vllm_config.name
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:
         return self._adapters
 
     @property
-    def max_model_len(self) -> int:
-        return self.input_processor.max_model_len
-
-    @property
     def is_running(self) -> bool:
         return not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
 
     @property
     def errored(self) -> bool:
@@ -295,6 +296,8 @@ class AsyncEngine(EngineClient):
         await self._connect()
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
+        if isinstance(prompt, EngineCoreRequest):
+            warn_of_made_requests(request_id, prompt)
         process = partial(
             self.input_processor.process,
             request_id,

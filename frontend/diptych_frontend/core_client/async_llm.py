@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,12 @@ from typing import Any, Self
 from diptych_frontend.core_client.control import CoreControl
 from diptych_frontend.core_client.elastic import Resizer
 from diptych_frontend.core_client.engine_args import EngineArgs
-from diptych_frontend.core_client.foreign_options import refuse_foreign
+from diptych_frontend.core_client.foreign_options import refuse_foreign, with_executor
 from diptych_frontend.core_client.group import CoreGroup
 from diptych_frontend.core_client.health import STALL_LIMIT_S, CoreHealth
 from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core, adopted
 from diptych_frontend.core_client.weights import CoreWeights
-from diptych_frontend.observability.stat_loggers import (
-    LoggingStatLogger,
-    StatLogger,
-    StatLoggerFactory,
-)
+from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
@@ -33,7 +30,9 @@ from diptych_protocol import (
     EngineDescription,
     InvalidRequestError,
     KVTransferParams,
+    PauseMode,
     RefusedByEngineError,
+    UsageContext,
     UtilityError,
 )
 from diptych_protocol.kv_transfer_params import PARAM
@@ -58,9 +57,9 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
     def __init__(
         self,
         vllm_config: EngineConfig,
-        executor_class: None = None,
+        executor_class: type[Any] | None = None,
         log_stats: bool = True,
-        usage_context: None = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         mm_registry: None = None,
         use_cached_outputs: bool = False,
         log_requests: bool = False,
@@ -70,6 +69,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         client_count: int = 1,
         client_index: int = 0,
         *,
+        aggregate_engine_logging: bool = False,
         core: Core | None = None,
         public_endpoint: str | None = None,
         keys_dir: Path | None = None,
@@ -77,24 +77,25 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
     ) -> None:
         """Start the core's process; needs no event loop. The names are vLLM's.
 
+        executor_class: runs the model in place of the engine's own class; see `EngineConfig`.
         log_stats: keep and log statistics.
+        usage_context: kept for its reader.
+        use_cached_outputs: of no effect, as in vLLM V1: outputs are never cached.
+        start_engine_loop: connect to the core now, if an event loop runs, and not only with the
+            first request.
         log_requests: write a line to the log for each request.
         stat_loggers: make further receivers of the statistics.
         client_addresses: `{"input_address": ENDPOINT}` of a core that runs already; with
             `keys_dir` if its endpoint asks for keys.
         client_count, client_index: how many front-ends that core has, and which one this is.
+        aggregate_engine_logging: write one line of statistics for all cores together.
         core: the same, as an object.
 
         Raises `InvalidRequestError` for a configuration or a model that cannot work, and
         `UnsupportedFeatureError` for an option that means nothing here.
         """
-        refuse_foreign(
-            executor_class=executor_class,
-            usage_context=usage_context,
-            mm_registry=mm_registry,
-            use_cached_outputs=use_cached_outputs or None,
-            start_engine_loop=None if start_engine_loop else start_engine_loop,
-        )
+        refuse_foreign(mm_registry=mm_registry)
+        vllm_config = with_executor(vllm_config, executor_class)
         if not 0 <= client_index < client_count:
             raise InvalidRequestError(
                 f"client_index {client_index} is not one of {client_count}", param="client_index"
@@ -103,15 +104,17 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         super().__init__(
             vllm_config,
             inputs,
-            OutputProcessor(inputs.renderer.tokenizer),
+            OutputProcessor(inputs.renderer.tokenizer, stream_interval=vllm_config.stream_interval),
             max_open_requests=_most_open(vllm_config, vllm_config.data_parallel_size),
         )
         self._client_index = client_index
         self._log_requests = log_requests
-        self._stat_loggers: list[StatLogger] = []
+        self.log_stats = log_stats
+        self.logger_manager = None
         if log_stats:
-            factories = (LoggingStatLogger, *(stat_loggers or ()))
-            self._stat_loggers = [make(vllm_config, client_index) for make in factories]
+            self.logger_manager = StatLoggerManager(
+                vllm_config, stat_loggers or (), client_index, aggregate=aggregate_engine_logging
+            )
         self._stall_limit_s = stall_limit_s
         if core is None and client_addresses is not None:
             core = adopted(client_addresses, keys_dir)
@@ -126,13 +129,16 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         )
         self._resizer = Resizer(self._cores)
         self._finalizer = weakref.finalize(self, self._cores.close)
+        self.usage_context = usage_context
+        if start_engine_loop and asyncio._get_running_loop() is not None:
+            self._run_output_handler()
 
     @classmethod
     def from_vllm_config(
         cls,
         vllm_config: EngineConfig,
         start_engine_loop: bool = True,
-        usage_context: None = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         enable_log_requests: bool = False,
         aggregate_engine_logging: bool = False,
@@ -141,7 +147,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         client_count: int = 1,
         client_index: int = 0,
     ) -> Self:
-        """As the constructor. There is one engine here, so its log lines are aggregated as is."""
+        """As the constructor."""
         return cls(
             vllm_config,
             log_stats=not disable_log_stats,
@@ -149,6 +155,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             log_requests=enable_log_requests,
             start_engine_loop=start_engine_loop,
             stat_loggers=stat_loggers,
+            aggregate_engine_logging=aggregate_engine_logging,
             client_addresses=client_addresses,
             client_count=client_count,
             client_index=client_index,
@@ -159,12 +166,12 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         cls,
         engine_args: EngineArgs,
         start_engine_loop: bool = True,
-        usage_context: None = None,
+        usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
     ) -> Self:
         """The engine that the arguments describe."""
         return cls.from_vllm_config(
-            engine_args.create_engine_config(),
+            engine_args.create_engine_config(usage_context),
             start_engine_loop,
             usage_context,
             stat_loggers,
@@ -201,6 +208,8 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
         """
         await self._cores.connect(timeout_s)
+        if self.logger_manager is not None and not hasattr(self, "description"):
+            self.logger_manager.log_engine_initialized()
         self.description = self._cores.description
         self.input_processor.max_model_len = self.description.max_model_len
 
@@ -227,15 +236,22 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if self._tracer is not None:
             self._tracer.take(message)
-        self._deliver(message.outputs)
+        stopped = self._hand_out(message.outputs)
+        if self.logger_manager is not None:
+            self.logger_manager.take(message, stopped)
+        self._withdraw(stopped)
 
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
         if self._log_requests:
             log.info("request %s: %s", request.request_id, request.params)
         request.client_index = self._client_index
+        if self.logger_manager is not None:
+            self.logger_manager.begin(request)
         self._cores.add(request)
 
     def _withdraw(self, request_ids: list[str]) -> None:
+        if self.logger_manager is not None:
+            self.logger_manager.ended(request_ids)
         if request_ids and not self.errored:
             self._cores.abort(request_ids)
 
@@ -255,6 +271,16 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         return self.description.tasks
 
     # --- the cores ----------------------------------------------------------------------------
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        await super().sleep(level, mode)
+        if self.logger_manager is not None:
+            self.logger_manager.record_sleep_state(1, level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await super().wake_up(tags)
+        if self.logger_manager is not None:
+            self.logger_manager.record_sleep_state(0, 0)
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
         await self._connect()

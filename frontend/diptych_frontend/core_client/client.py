@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SUCCESSOR_S = 0.5
+"""After a core has ended, its address is left alone for so long."""
 UTILITY_TIMEOUT_S = 60.0
 CONNECT_POLL_S = 0.05
 CONNECT_TIMEOUT_MS = 3000
@@ -246,6 +248,7 @@ class CoreClient:
     def _handle(self, frames: list[Frame]) -> None:
         if frames[0] == wire.ENGINE_CORE_DEAD:
             why = f": {self._last_words}" if self._last_words else ""
+            self._leave()
             self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended{why}"))
             return
         try:
@@ -275,6 +278,17 @@ class CoreClient:
         self._socket.connect(self.endpoint)
         self._connected = False
         self.lost(EngineDeadError(f"the core at {self.endpoint} is cut off: {why}"))
+
+    def _leave(self) -> None:
+        """End the connection to a core that ends: it waits for that. Its successor at the same
+        address is looked for a little later."""
+        self._socket.disconnect(self.endpoint)
+        self._connected = False
+        self._loop.call_later(SUCCESSOR_S, self._connect_again)
+
+    def _connect_again(self) -> None:
+        if not self._closed:
+            self._socket.connect(self.endpoint)
 
     def hear_last_words(self) -> str:
         """What the core said of its end, even if it is only now on its way to us; or nothing."""

@@ -1,17 +1,12 @@
-"""Options of vLLM's engines that have no meaning here."""
+"""Options of vLLM's engines as this project has them."""
 
 from __future__ import annotations
 
-from diptych_protocol import UnsupportedFeatureError
+import msgspec
 
-_WHY = {
-    "executor_class": "the core runs its workers itself; choose a device in the configuration",
-    "usage_context": "no usage is reported to anybody",
-    "mm_registry": "there are no multimodal models",
-    "use_cached_outputs": "outputs are never cached",
-    "profile_prefix": "profiles are named for their engine; choose its engine_id",
-    "start_engine_loop": "the core starts with its client",
-}
+from diptych_protocol import EngineConfig, InvalidRequestError, UnsupportedFeatureError
+
+_WHY = {"mm_registry": "the model's own processor takes images"}
 
 
 def refuse_foreign(**options: object) -> None:
@@ -19,3 +14,20 @@ def refuse_foreign(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise UnsupportedFeatureError(f"{name} must be left alone: {_WHY[name]}")
+
+
+def with_executor(config: EngineConfig, executor_class: object) -> EngineConfig:
+    """The configuration with this class to run the model; None leaves it as it is.
+
+    The class travels by its name, because the model may run in another process. Raises
+    `InvalidRequestError` for what has no name that can be imported.
+    """
+    if executor_class is None:
+        return config
+    if not isinstance(executor_class, type) or "<locals>" in executor_class.__qualname__:
+        raise InvalidRequestError(
+            f"executor_class must be a class that can be imported, not {executor_class!r}",
+            param="executor_class",
+        )
+    name = f"{executor_class.__module__}:{executor_class.__qualname__}"
+    return msgspec.structs.replace(config, executor_class=name)

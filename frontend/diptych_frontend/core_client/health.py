@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from diptych_frontend.core_client.async_engine import AsyncEngine
 from diptych_frontend.core_client.group import CoreGroup
-from diptych_frontend.observability.stat_loggers import StatLogger
+from diptych_frontend.observability.stat_loggers import StatLoggerManager
 from diptych_protocol import EngineDeadError, EngineOverloadedError, SchedulerStats
 from diptych_protocol.admin import DrainReport
 
@@ -23,7 +23,8 @@ class CoreHealth(AsyncEngine):
     """Mixed into a client that owns its engine cores."""
 
     _cores: CoreGroup
-    _stat_loggers: list[StatLogger]
+    logger_manager: StatLoggerManager | None
+    """None: statistics are neither kept nor logged."""
     _stall_limit_s: float
     _long_calls = 0
     """Calls under way that keep the core too busy to answer."""
@@ -40,10 +41,11 @@ class CoreHealth(AsyncEngine):
         return self._cores.members[0].stats
 
     async def do_log_stats(self) -> None:
-        for logger in self._stat_loggers:
-            for member in self._cores.members:
-                logger.record(member.stats, member.rank)
-            logger.log()
+        if self.logger_manager is None:
+            return
+        for member in self._cores.members:
+            self.logger_manager.record(member.stats, None, engine_idx=member.rank)
+        self.logger_manager.log()
 
     # --- is it well? --------------------------------------------------------------------------
 

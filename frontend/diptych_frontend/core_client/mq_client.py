@@ -55,7 +55,8 @@ class MQLLMEngineClient(AsyncLLM):
         Raises `InvalidRequestError` for a configuration or a model that cannot work.
         """
         self._errored_with: BaseException | None = None
-        super().__init__(engine_config, core=AdoptedCore(ipc_path, engine_pid))
+        core = AdoptedCore(ipc_path, engine_pid)
+        super().__init__(engine_config, start_engine_loop=False, core=core)
         self.decoding_config = None
         """Structured output has nothing to configure."""
         self._ipc_path = ipc_path

@@ -20,7 +20,7 @@ from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core
 from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     ClientClosedError,
-    EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreRequestType,
     EngineDeadError,
@@ -48,7 +48,7 @@ class SyncCoreClient:
         """
         self._core = core
         self._socket = open_dealer(core.keys)
-        self._outputs: deque[EngineCoreOutput] = deque()
+        self._messages: deque[EngineCoreOutputs] = deque()
         self._answers: dict[int, UtilityOutput] = {}
         self._awaited: int | None = None
         """The utility call whose answer is waited for; others came too late."""
@@ -82,17 +82,15 @@ class SyncCoreClient:
         if request_ids:
             self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
 
-    def get_outputs(self, wait_s: float = OUTPUT_WAIT_S) -> list[EngineCoreOutput]:
-        """What the core has to tell; waits for the first of it, `wait_s` at most.
+    def get_output(self, wait_s: float = OUTPUT_WAIT_S) -> EngineCoreOutputs:
+        """The core's next message; waits for it, `wait_s` at most. An empty one if there is none.
 
         Raises `EngineDeadError` when the core has ended.
         """
         deadline = time.monotonic() + wait_s
-        while not self._outputs and self._receive(deadline):
+        while not self._messages and self._receive(deadline):
             pass
-        outputs = list(self._outputs)
-        self._outputs.clear()
-        return outputs
+        return self._messages.popleft() if self._messages else EngineCoreOutputs()
 
     def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
         """A utility call.
@@ -139,6 +137,7 @@ class SyncCoreClient:
                 return False
         heads, arrays = receive_frames(self._socket, 1)
         if heads[0] == wire.ENGINE_CORE_DEAD:
+            self._socket.disconnect(self._core.endpoint)  # for which the core waits
             self._dead = EngineDeadError(f"the engine core at {self._core.endpoint} has ended")
             raise self._dead
         try:
@@ -151,7 +150,7 @@ class SyncCoreClient:
             raise self._dead from exc
         answer = message.utility_output
         if answer is None:
-            self._outputs += message.outputs
+            self._messages.append(message)
         elif answer.call_id == self._awaited:
             self._answers[answer.call_id] = answer
         return True

@@ -1,42 +1,146 @@
-"""Who is told of an engine's statistics, and the one who writes them to the log."""
+"""Receivers of an engine's statistics: one that writes to the log, and those of users."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from diptych_protocol import EngineConfig, SchedulerStats
+from diptych_frontend.observability.iteration_stats import IterationStats, IterationWatch
+from diptych_protocol import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 log = logging.getLogger(__name__)
 
 
-class StatLogger(Protocol):
-    """Belongs to one client."""
+class StatLogger(ABC):
+    """Receives the statistics of the engine cores behind one client."""
 
-    def record(self, stats: SchedulerStats, engine_index: int = 0) -> None:
-        """Take an engine's newest statistics: gauges, and totals since its start."""
+    @abstractmethod
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take what one message of a core brought; either part may be missing.
 
+        scheduler_stats: gauges, and totals since the core's start.
+        engine_idx: the core's rank.
+        """
+
+    @abstractmethod
     def log(self) -> None:
         """Report what is known now."""
 
+    def log_engine_initialized(self) -> None:  # noqa: B027  (few have something to say)
+        """The engine can serve."""
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:  # noqa: B027
+        """The engine went to sleep (1), to this level, or woke up (0)."""
+
 
 StatLoggerFactory = Callable[[EngineConfig, int], StatLogger]
-"""Makes the logger of one client, from its configuration and its index."""
+"""Makes the receiver of one client, from its configuration and its index."""
 
 
-class LoggingStatLogger:
-    """Writes one line an engine to the log."""
+class LoggingStatLogger(StatLogger):
+    """Writes one line an engine core to the log, or one line in all."""
 
     def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
         self._name = config.engine_id or config.name
         self._stats: dict[str, SchedulerStats] = {}
+        self.aggregate = False
+        """One line for all cores together."""
 
-    def record(self, stats: SchedulerStats, engine_index: int = 0) -> None:
-        self._stats[f"{self._name}/{engine_index}"] = stats
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self._stats[f"{self._name}/{engine_idx}"] = scheduler_stats
 
     def log(self) -> None:
-        log_stats(self._stats)
+        log_stats({self._name: _sum(self._stats.values())} if self.aggregate else self._stats)
+
+    def log_engine_initialized(self) -> None:
+        log.info("%s: the engine can serve", self._name)
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        log.info("%s: %s", self._name, f"asleep, level {level}" if sleep else "awake")
+
+
+class StatLoggerManager:
+    """The receivers of one client, which get everything in turn."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        factories: Sequence[StatLoggerFactory],
+        client_index: int = 0,
+        *,
+        aggregate: bool = False,
+    ) -> None:
+        """`factories` are those of users; a `LoggingStatLogger` is always there."""
+        own = LoggingStatLogger(config, client_index)
+        own.aggregate = aggregate
+        self.stat_loggers: list[StatLogger] = [own]
+        self.stat_loggers += [make(config, client_index) for make in factories]
+        self._watch = IterationWatch() if factories else None
+        """Only users' receivers want to know of each message."""
+
+    @property
+    def wants_iterations(self) -> bool:
+        """Whether `take` makes use of messages that carry no statistics of a core."""
+        return self._watch is not None
+
+    def begin(self, request: EngineCoreRequest) -> None:
+        """A request was sent."""
+        if self._watch is not None:
+            self._watch.begin(request)
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """Requests that nobody waits for any more."""
+        if self._watch is not None:
+            self._watch.ended(request_ids)
+
+    def take(self, message: EngineCoreOutputs, stopped: Iterable[str]) -> None:
+        """A message came; of its requests, `stopped` were ended by a stop string."""
+        iteration = None
+        if self._watch is not None and message.outputs:
+            iteration = self._watch.take(message)
+            self._watch.stopped(iteration, stopped)
+        if iteration is not None or message.scheduler_stats is not None:
+            self.record(message.scheduler_stats, iteration, engine_idx=message.engine_index)
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """As `StatLogger.record`."""
+        for receiver in self.stat_loggers:
+            receiver.record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """As `StatLogger.record_sleep_state`."""
+        for receiver in self.stat_loggers:
+            receiver.record_sleep_state(sleep, level)
+
+    def log(self) -> None:
+        """As `StatLogger.log`."""
+        for receiver in self.stat_loggers:
+            receiver.log()
+
+    def log_engine_initialized(self) -> None:
+        """As `StatLogger.log_engine_initialized`."""
+        for receiver in self.stat_loggers:
+            receiver.log_engine_initialized()
 
 
 def log_stats(stats_by_engine: Mapping[str, SchedulerStats]) -> None:
@@ -52,3 +156,15 @@ def log_stats(stats_by_engine: Mapping[str, SchedulerStats]) -> None:
             stats.blocks_total,
             stats.tokens_generated,
         )
+
+
+def _sum(all_stats: Iterable[SchedulerStats]) -> SchedulerStats:
+    """What `log_stats` shows, of all of them together."""
+    total = SchedulerStats()
+    for stats in all_stats:
+        for name in (
+            "num_running", "num_waiting", "num_waiting_for_remote_kv", "blocks_total",
+            "blocks_free", "tokens_generated",
+        ):  # fmt: skip
+            setattr(total, name, getattr(total, name) + getattr(stats, name))
+    return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.structured_outputs import check_structured_outputs
+from diptych_frontend.text.tokenization import tokenization
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,
@@ -71,13 +72,26 @@ class InputProcessor:
         request_id: str,
         prompt: EngineCoreRequest | PromptType,
         params: SamplingParams | PoolingParams,
-        *,
+        **options: Any,
+    ) -> EngineCoreRequest:
+        """Build the request for the core, with an internal id. Otherwise as `process_inputs`."""
+        request = self.process_inputs(request_id, prompt, params, **options)
+        self.assign_request_id(request)
+        return request
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: EngineCoreRequest | PromptType,
+        params: SamplingParams | PoolingParams,
+        supported_tasks: Collection[str] | None = None,
+        arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
-        arrival_time: float | None = None,
-        priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
         data_parallel_rank: int | None = None,
+        *,
         tenant: str = "",
     ) -> EngineCoreRequest:
         """Build the request for the core; the caller's objects stay as they are.
@@ -85,20 +99,20 @@ class InputProcessor:
         The prompt may be an `EngineCoreRequest` made elsewhere: its prompt, salt, parameters and
         routing then count, its id is taken for the caller's.
 
+        supported_tasks: refuse a pooling task that is not among them; the core refuses it, too.
+
         Raises `InvalidRequestError`, naming the field, for a prompt or a parameter that can never
         succeed; for an id that is no string that is a `TypeError`, too.
         """
-        if not isinstance(tokenization_kwargs, (dict, type(None))) or tokenization_kwargs:
-            raise InvalidRequestError(
-                "tokenization_kwargs are not supported; tokenise the prompt and send token ids",
-                param="tokenization_kwargs",
-            )
+        wanted = tokenization(tokenization_kwargs)
         if isinstance(prompt, EngineCoreRequest):
-            return self._finish(self._adopt(request_as_sent(prompt), _as_sent(params)))
+            return self._finish(
+                self._adopt(request_as_sent(prompt), _as_sent(params)), supported_tasks
+            )
         check_id(request_id)
         if not isinstance(params, (SamplingParams, PoolingParams)):
             params = _as_sent(params)
-        rendered = self.renderer.render_prompt(prompt)
+        rendered = self.renderer.render_prompt(prompt, tokenization=wanted)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=rendered["prompt_token_ids"],
@@ -115,17 +129,26 @@ class InputProcessor:
             trace_headers=trace_headers,
             tenant=tenant,
         )
-        return self._finish(request_as_sent(request))
+        return self._finish(request_as_sent(request), supported_tasks)
 
-    def _adopt(
-        self, request: EngineCoreRequest, params: SamplingParams | PoolingParams
-    ) -> EngineCoreRequest:
+    @staticmethod
+    def assign_request_id(request: EngineCoreRequest) -> None:
+        """Keep the caller's id as `external_req_id`, and give the request one of its own.
+
+        Raises `InvalidRequestError` for a request that has both already.
+        """
         if request.external_req_id is not None:
             raise InvalidRequestError(
                 f"external_req_id of request {request.request_id} is set already; "
                 "it is given together with the internal id",
                 param="external_req_id",
             )
+        request.external_req_id = request.request_id
+        request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
+
+    def _adopt(
+        self, request: EngineCoreRequest, params: SamplingParams | PoolingParams
+    ) -> EngineCoreRequest:
         given = request.prompt_token_ids
         prompt = TokensPrompt(prompt_token_ids=[] if given is None else given)
         if request.prompt_embeds is not None:
@@ -145,7 +168,9 @@ class InputProcessor:
             )
         return adopted
 
-    def _finish(self, request: EngineCoreRequest) -> EngineCoreRequest:
+    def _finish(
+        self, request: EngineCoreRequest, supported_tasks: Collection[str] | None
+    ) -> EngineCoreRequest:
         self._check_priority(request.priority)
         if not math.isfinite(request.arrival_time):
             raise InvalidRequestError(
@@ -153,6 +178,7 @@ class InputProcessor:
             )
         num_prompt_tokens = len(request.prompt_token_ids or ())
         if request.pooling_params is not None:
+            _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
         else:
             request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
@@ -162,8 +188,6 @@ class InputProcessor:
                     param="prompt_logprobs",
                 )
         request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
-        request.external_req_id = request.request_id
-        request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
         return request
 
     def _check_pooling(
@@ -272,6 +296,12 @@ def _as_sent(params: object) -> SamplingParams | PoolingParams:
     if isinstance(params, PoolingParams):
         return params_as_sent(params, PoolingParams)
     return params_as_sent(params, SamplingParams)
+
+
+def _check_task(task: str | None, supported_tasks: Collection[str] | None) -> None:
+    if task is not None and supported_tasks is not None and task not in supported_tasks:
+        known = ", ".join(sorted(supported_tasks))
+        raise InvalidRequestError(f"task must be one of {known}, not {task!r}", param="task")
 
 
 def _check_kv_transfer(params: SamplingParams) -> None:

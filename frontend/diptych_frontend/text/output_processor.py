@@ -86,9 +86,13 @@ def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[Engi
 class OutputProcessor:
     """The open requests of one client. Belongs to one thread."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer, answers are token ids and their text stays empty."""
+    def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
+        """Without a tokenizer, answers are token ids and their text stays empty.
+
+        stream_interval: as `EngineConfig.stream_interval`.
+        """
         self._tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self._answers: dict[str, _Answer | PoolingAnswer] = {}
         self._waiting: dict[str, int] = {}
         """Number of prompt tokens of each request that has had no output yet, by request id."""
@@ -128,7 +132,7 @@ class OutputProcessor:
         if request.pooling_params is not None:
             answer = PoolingAnswer(request, collector)
         else:
-            answer = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
+            answer = self._answer(request, prompt_text, collector, parent, index)
         self._answers[request_id] = answer
         self._waiting[request_id] = len(request.prompt_token_ids or ())
         self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
@@ -142,8 +146,20 @@ class OutputProcessor:
         Raises `KeyError` if it has ended meanwhile.
         """
         collector: Collector[Any] = self._answers[request.request_id].collector
-        answer = _Answer(request, prompt_text, collector, None, 0, self._tokenizer)
+        answer = self._answer(request, prompt_text, collector, None, 0)
         self._answers[request.request_id] = answer
+
+    def _answer(
+        self,
+        request: EngineCoreRequest,
+        prompt_text: str | None,
+        collector: Collector[RequestOutput],
+        parent: ParentRequest | None,
+        index: int,
+    ) -> _Answer:
+        made = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
+        made.stream_interval = self._stream_interval
+        return made
 
     def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Hand the outputs of a step to their consumers; unknown ids are dropped.
@@ -240,6 +256,7 @@ class _Answer:
         "_text",
         "_token_ids",
         "_tokenizer",
+        "_unsent",
         "_wants_logprobs",
         "collector",
         "external_id",
@@ -247,6 +264,7 @@ class _Answer:
         "parent",
         "prompt_logprobs",
         "request_id",
+        "stream_interval",
     )
 
     def __init__(
@@ -276,6 +294,9 @@ class _Answer:
             self._detokenizer.num_tokens = len(made_elsewhere)
         self._wants_logprobs = params.logprobs is not None
         self._cumulative_logprob = 0.0
+        self.stream_interval = 1
+        self._unsent: int | None = None
+        """Tokens since the last output; None before the first."""
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
@@ -315,17 +336,29 @@ class _Answer:
             self._kv_transfer_params = output.kv_transfer_params
         reason = None if finish is None else str(finish)
         ended = reason is not None and piece_finish is None
-        if self._kind is RequestOutputKind.DELTA:
+        is_delta = self._kind is RequestOutputKind.DELTA
+        if is_delta and self.stream_interval == 1:
             self._emit(text, list(token_ids), logprobs, reason, stop_reason, ended)
             return ended
         self._text += text
         self._token_ids += token_ids
         if logprobs is not None:
             self._logprobs += logprobs
-        if reason is not None or self._kind is RequestOutputKind.CUMULATIVE:
+        if reason is not None or self._is_due(len(token_ids)):
             so_far = list(self._logprobs) if self._wants_logprobs else None
             self._emit(self._text, list(self._token_ids), so_far, reason, stop_reason, ended)
+            if is_delta:
+                self._text, self._token_ids, self._logprobs = "", [], []
         return ended
+
+    def _is_due(self, num_new: int) -> bool:
+        """Whether a stream gets an output now, after so many more tokens."""
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return False
+        unsent = None if self._unsent is None else self._unsent + num_new
+        is_due = unsent is None or self.stream_interval == 1 or unsent >= self.stream_interval
+        self._unsent = 0 if is_due else unsent
+        return is_due
 
     def _emit(
         self,

@@ -8,6 +8,12 @@ import msgspec
 
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.text.prompt_embeds import check_embeds
+from diptych_frontend.text.tokenization import (
+    AS_USUAL,
+    WITHOUT_SPECIAL_TOKENS,
+    Tokenization,
+    cut,
+)
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
@@ -33,16 +39,16 @@ class TextRenderer:
         self.max_model_len = source.config.max_position_embeddings
         """What the model itself can hold; an engine may be set to less."""
 
-    def render_prompt(self, prompt: PromptType, *, add_special_tokens: bool = True) -> TokensPrompt:
+    def render_prompt(
+        self, prompt: PromptType, *, tokenization: Tokenization = AS_USUAL
+    ) -> TokensPrompt:
         """Tokenise a completion prompt; token ids and embeddings pass through, checked.
-
-        add_special_tokens: put what the model wants at the beginning of a text there.
 
         Raises `InvalidRequestError` for an empty prompt, an id outside the vocabulary, or
         embeddings that do not fit the model.
         """
         if isinstance(prompt, str):
-            return self._tokenize(prompt, add_special_tokens=add_special_tokens)
+            return self._tokenize(prompt, tokenization)
         if isinstance(prompt, list):
             return TokensPrompt(prompt_token_ids=self._checked(prompt))
         if not isinstance(prompt, dict):
@@ -55,7 +61,7 @@ class TextRenderer:
                     f"{str(key)[:100]!r} is not supported in a prompt; leave it out",
                     param=str(key)[:100],
                 )
-        rendered = self._render_dict(dict(prompt), add_special_tokens)
+        rendered = self._render_dict(dict(prompt), tokenization)
         if "cache_salt" in prompt:
             rendered["cache_salt"] = _text(prompt["cache_salt"], "cache_salt")
         return rendered
@@ -77,7 +83,7 @@ class TextRenderer:
             tools=tools,
         )
         # The template writes BOS itself where the model wants one.
-        return self._tokenize(text, add_special_tokens=False)
+        return self._tokenize(text, WITHOUT_SPECIAL_TOKENS)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a sequence of tokens; the empty text if the model has no tokenizer."""
@@ -89,7 +95,7 @@ class TextRenderer:
         """Raises `InvalidRequestError` if none is loaded."""
         return self._require_tokenizer("model")
 
-    def _render_dict(self, prompt: dict[str, Any], add_special_tokens: bool) -> TokensPrompt:
+    def _render_dict(self, prompt: dict[str, Any], tokenization: Tokenization) -> TokensPrompt:
         if prompt.get("prompt_embeds") is not None:
             embeds = check_embeds(prompt["prompt_embeds"], self.hidden_size)
             return TokensPrompt(prompt_token_ids=[0] * embeds.shape[0], prompt_embeds=embeds)
@@ -100,12 +106,12 @@ class TextRenderer:
             return rendered
         if "prompt" in prompt:
             text = _text(prompt["prompt"], "prompt")
-            return self._tokenize(text, add_special_tokens=add_special_tokens)
+            return self._tokenize(text, tokenization)
         raise InvalidRequestError(
             "prompt holds neither text nor token ids nor embeddings", param="prompt"
         )
 
-    def _tokenize(self, text: str, *, add_special_tokens: bool) -> TokensPrompt:
+    def _tokenize(self, text: str, wanted: Tokenization) -> TokensPrompt:
         tokenizer = self._require_tokenizer("prompt")
         try:
             text.encode()
@@ -113,13 +119,14 @@ class TextRenderer:
             raise InvalidRequestError(
                 "the text holds a lone surrogate, which is not a character", param="prompt"
             ) from None
-        if tokenizer.exceeds(text, self.max_model_len):
+        if not wanted.truncation and tokenizer.exceeds(text, self.max_model_len):
             raise InvalidRequestError(
                 f"the prompt has more tokens than this model can hold, {self.max_model_len}",
                 param="prompt",
                 code="context_length_exceeded",
             )
-        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = tokenizer.encode(text, add_special_tokens=wanted.add_special_tokens)
+        token_ids = cut(token_ids, wanted, self.max_model_len)
         return TokensPrompt(prompt_token_ids=self._checked(token_ids), prompt=text)
 
     def _require_tokenizer(self, param: str) -> Tokenizer:

@@ -16,6 +16,7 @@ import msgspec
 
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.tokenization import AS_USUAL, WITHOUT_SPECIAL_TOKENS
 from diptych_protocol import (
     EngineCoreRequest,
     InvalidRequestError,
@@ -91,7 +92,8 @@ class StreamedPrompt:
                     "output_kind must be the same for every piece", param="output_kind"
                 )
         rendered = self._renderer.render_prompt(
-            piece.prompt, add_special_tokens=not self._token_ids
+            piece.prompt,
+            tokenization=WITHOUT_SPECIAL_TOKENS if self._token_ids else AS_USUAL,
         )
         if rendered.get("prompt_embeds") is not None:
             raise InvalidRequestError(

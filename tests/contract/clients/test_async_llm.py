@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from engine_kit.async_llm import ARGS, ENDLESS, MODEL, final, params, until
 from engine_kit.core import DUMMY
+from engine_kit.executor import CountingExecutor
+from engine_kit.stat_logger import RecordingLogger
 from free_ports import free_port
 from waits import PATIENCE_S
 
@@ -25,26 +27,19 @@ from diptych_protocol import (
     InvalidRequestError,
     SchedulerStats,
     UnsupportedFeatureError,
+    UsageContext,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+CONFIG = ARGS.create_engine_config()
 
 
-class CountingLogger:
-    def __init__(self, config: EngineConfig, engine_index: int) -> None:
-        self.config = config
-        self.recorded: list[SchedulerStats] = []
-        self.logged = 0
-        made.append(self)
-
-    def record(self, stats: SchedulerStats, engine_index: int = 0) -> None:
-        self.recorded.append(stats)
-
-    def log(self) -> None:
-        self.logged += 1
-
-
-made: list[CountingLogger] = []
+def recording(engine: AsyncLLM) -> RecordingLogger:
+    """The receiver of statistics that an engine was given."""
+    assert engine.logger_manager is not None
+    _, logger = engine.logger_manager.stat_loggers
+    assert isinstance(logger, RecordingLogger)
+    return logger
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +60,7 @@ def engine(keys_dir: Path, address: str) -> Iterator[AsyncLLM]:
     """Made where no event loop runs; its first request waits until it is ready."""
     engine = AsyncLLM(
         ARGS.create_engine_config(),
-        stat_loggers=[CountingLogger],
+        stat_loggers=[RecordingLogger],
         public_endpoint=address,
         keys_dir=keys_dir,
     )
@@ -83,22 +78,68 @@ async def test_contract_A01_built_without_a_loop_it_starts_with_the_first_reques
     assert engine.description.num_blocks == 8192
 
 
+async def test_contract_A01_a_registry_of_processors_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="mm_registry"):
+        AsyncLLM(EngineConfig(DUMMY), mm_registry=object())  # type: ignore[arg-type]
+
+
+async def test_contract_A01_a_class_of_the_users_runs_the_model() -> None:
+    engine = AsyncLLM(CONFIG, CountingExecutor)
+    try:
+        await asyncio.wait_for(engine.ready(), PATIENCE_S)
+        [to_warm_up] = await engine.collective_rpc("launched")
+        answer = await final(engine)
+        steps = len(answer.outputs[0].token_ids)
+        assert await engine.collective_rpc("launched") == [to_warm_up + steps]
+    finally:
+        engine.shutdown()
+
+
 @pytest.mark.parametrize(
-    "option",
+    ("executor_class", "why"),
     [
-        {"executor_class": object},
-        {"usage_context": "api"},
-        {"mm_registry": object()},
-        {"use_cached_outputs": True},
-        {"start_engine_loop": False},
+        (type("Local", (), {"__qualname__": "made.<locals>.Local"}), "can be imported"),
+        ("ModelRunner", "can be imported"),
     ],
-    ids=lambda option: next(iter(option)),
 )
-async def test_contract_A01_an_option_without_a_meaning_here_is_refused(
-    option: dict[str, Any],
+async def test_contract_A01_an_executor_without_a_name_is_refused(
+    executor_class: Any, why: str
 ) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=next(iter(option))):
-        AsyncLLM(EngineConfig(DUMMY), **option)
+    with pytest.raises(InvalidRequestError, match=why) as refusal:
+        AsyncLLM(CONFIG, executor_class)
+    assert refusal.value.param == "executor_class"
+
+
+async def test_contract_A01_an_executor_that_runs_no_model_ends_the_start() -> None:
+    engine = AsyncLLM(CONFIG, EngineConfig)
+    with pytest.raises(EngineDeadError, match="exited with code 2"):
+        await asyncio.wait_for(engine.ready(), PATIENCE_S)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+async def test_contract_A01_the_engines_loop_starts_when_it_is_asked_to(starts: bool) -> None:
+    engine = AsyncLLM(
+        CONFIG,
+        usage_context=UsageContext.API_SERVER,
+        use_cached_outputs=True,
+        start_engine_loop=starts,
+        stat_loggers=[RecordingLogger],
+    )
+    try:
+        assert engine.usage_context is UsageContext.API_SERVER
+        assert all(member.link.is_open is starts for member in engine._cores.members)
+        await asyncio.wait_for(final(engine), PATIENCE_S)
+        logger = recording(engine)
+        assert logger.initialized == 1
+        assert sum(each.num_generation_tokens for each in logger.iterations) == 8
+        [ended] = [one for each in logger.iterations for one in each.finished_requests]
+        assert ended.num_generation_tokens == 8
+        await engine.sleep(0)
+        await engine.wake_up()
+        assert logger.sleeps == [(1, 0), (0, 0)]
+    finally:
+        engine.shutdown()
 
 
 async def test_contract_A01_a_front_end_has_a_number_below_their_count() -> None:
@@ -273,7 +314,7 @@ async def test_contract_A09_an_engine_without_a_tokenizer_takes_and_gives_token_
 
 
 async def test_contract_C10_statistics_are_logged_when_asked_for(engine: AsyncLLM) -> None:
-    [logger] = made
+    logger = recording(engine)
     await engine.refresh_stats()
     await engine.do_log_stats()
     assert logger.logged == 1

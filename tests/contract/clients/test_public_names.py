@@ -11,8 +11,9 @@ import pytest
 import diptych_engine
 import diptych_protocol
 from diptych_engine import EngineArgs
-from diptych_frontend.core_client.engine_args import OUR_NAMES, descriptions
+from diptych_frontend.core_client.engine_args import OUR_NAMES
 from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferConfig
+from diptych_protocol.field_ranges import descriptions
 
 PROTOCOL_NAMES = [
     "EngineClient", "StreamingInput", "SamplingParams", "PoolingParams", "LoRARequest",

@@ -263,7 +263,7 @@ async def test_contract_Q16_commands_reach_the_engine_as_they_were_given(
 ) -> None:
     """V0 did not wait for an answer; here each is acknowledged, so that a failure is known."""
     commands: list[tuple[Awaitable[Any], str, list[Any]]] = [
-        (client.start_profile(), "start_profile", []),
+        (client.start_profile(), "start_profile", [""]),
         (client.stop_profile(), "stop_profile", []),
         (client.reset_mm_cache(), "reset_mm_cache", []),
         (client.reset_prefix_cache(), "reset_prefix_cache", [False, False]),

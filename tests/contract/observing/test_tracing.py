@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from diptych_engine import LLMEngine
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.observability.request_tracer import RequestTracer
 from diptych_frontend.observability.tracing import start_tracer, trace_context
@@ -32,6 +33,7 @@ from diptych_protocol import (
     FinishReason,
     InvalidRequestError,
     RequestJourneyEvent,
+    SamplingParams,
 )
 from diptych_protocol import RequestJourneyEventType as Station
 
@@ -106,6 +108,25 @@ async def test_contract_B12_a_callers_trace_goes_through_front_end_and_core() ->
     ]
     assert all(seconds > 0 for seconds in parts)
     assert sum(parts) <= found["gen_ai.latency.e2e"]
+
+
+@pytest.mark.parametrize("multiprocess_mode", [False, True])
+def test_contract_A05_an_llm_engine_sends_spans_too(multiprocess_mode: bool) -> None:
+    with span_collector() as (endpoint, spans):
+        config = EngineConfig(**CONFIG, otlp_traces_endpoint=endpoint)
+        engine = LLMEngine(config, multiprocess_mode=multiprocess_mode)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        headers = {"traceparent": TRACE_PARENT}
+        engine.add_request("mine", [1, 2, 3], params, trace_headers=headers)
+        while engine.has_unfinished_requests():
+            engine.step()
+        engine.shutdown()
+    [span] = spans
+    found = values(span)
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert found["gen_ai.request.id"] == "mine"
+    assert found["gen_ai.usage.output_tokens"] == 4
+    assert found["gen_ai.latency.time_in_model_decode"] > 0
 
 
 async def test_contract_C09_tracing_is_enabled_exactly_with_an_endpoint() -> None:

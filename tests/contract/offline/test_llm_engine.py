@@ -14,7 +14,8 @@ import pytest
 from engine_kit.llm_engine import ARGS, CONFIG, params, run, stats
 
 from diptych_engine import LLMEngine
-from diptych_engine.serving.llm_engine import MULTIPROCESSING
+from diptych_engine.execution.runner import ModelRunner
+from diptych_engine.serving.sync_core import MULTIPROCESSING
 from diptych_frontend.observability.metric_snapshot import Counter, Gauge, Histogram
 from diptych_protocol import (
     ClientClosedError,
@@ -26,6 +27,7 @@ from diptych_protocol import (
     RequestOutput,
     RequestOutputKind,
     UnsupportedFeatureError,
+    UsageContext,
     UtilityError,
 )
 
@@ -80,10 +82,26 @@ def test_contract_L01_both_modes_give_the_same_answers(
         _ = in_child.model_executor
 
 
-@pytest.mark.parametrize("option", ["executor_class", "usage_context", "mm_registry"])
-def test_contract_L01_an_option_without_a_meaning_here_is_refused(option: str) -> None:
-    with pytest.raises(UnsupportedFeatureError, match=option):
-        LLMEngine(CONFIG, **{option: object()})  # type: ignore[arg-type]
+def test_contract_L01_a_registry_of_processors_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="mm_registry"):
+        LLMEngine(CONFIG, mm_registry=object())  # type: ignore[arg-type]
+
+
+class OwnRunner(ModelRunner):
+    """A class of the user's."""
+
+
+def test_contract_L01_the_users_class_runs_the_model() -> None:
+    engine = LLMEngine(CONFIG, OwnRunner, True, usage_context=UsageContext.LLM_CLASS)
+    assert isinstance(engine.model_executor, OwnRunner)
+    assert engine.usage_context is UsageContext.LLM_CLASS
+    engine.shutdown()
+
+
+def test_contract_L01_a_class_that_runs_no_model_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="subclass of ModelRunner") as refusal:
+        LLMEngine(CONFIG, UsageContext)
+    assert refusal.value.param == "executor_class"
 
 
 def test_contract_L01_one_engine_has_one_core() -> None:
@@ -314,13 +332,19 @@ def test_contract_L09_a_profile_is_written_and_a_second_one_refused(tmp_path: Pa
     engine.start_profile()
     with pytest.raises(UtilityError, match="running already"):
         engine.start_profile()
-    with pytest.raises(UnsupportedFeatureError, match="engine_id"):
-        engine.start_profile("mine")  # type: ignore[arg-type]
     engine.add_request("r", [1], params(max_tokens=1))
     run(engine)
     engine.stop_profile()
     engine.stop_profile()
     assert len(list(tmp_path.iterdir())) == 1
+    engine.start_profile("mine")
+    engine.stop_profile()
+    assert len(list(tmp_path.glob("mine-*.pt.trace.json"))) == 1
+    for bad in ("../mine", "a" * 129, "a\n"):
+        with pytest.raises(InvalidRequestError, match="profile_prefix must be"):
+            engine.start_profile(bad)
+    with pytest.raises(UtilityError, match="profile_prefix must be"):
+        engine.call_core("start_profile", "../mine")
     engine.shutdown()
 
 
@@ -368,4 +392,4 @@ def test_contract_L12_tasks_and_tokenizer_are_known_without_asking(
 
 def test_contract_L03_options_of_the_tokenizer_are_refused(engine: LLMEngine) -> None:
     with pytest.raises(InvalidRequestError, match="tokenization_kwargs"):
-        engine.add_request("r", [1], params(), tokenization_kwargs={"truncation": True})
+        engine.add_request("r", [1], params(), tokenization_kwargs={"padding": True})

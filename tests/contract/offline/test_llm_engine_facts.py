@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import ClassVar
 
 import psutil
 import pytest
 from engine_kit.core import DUMMY
 from engine_kit.llm_engine import CONFIG, params, run
+from engine_kit.stat_logger import RecordingLogger
 
 from diptych_engine import LLMEngine
 from diptych_engine.serving.llm_engine import LOG_INTERVAL
 from diptych_protocol import (
     EngineConfig,
-    SchedulerStats,
     UnsupportedFeatureError,
 )
-
-
-class CountingLogger:
-    made: ClassVar[list[CountingLogger]] = []
-
-    def __init__(self, config: EngineConfig, index: int) -> None:
-        self.recorded: list[SchedulerStats] = []
-        self.logged = 0
-        self.made.append(self)
-
-    def record(self, stats: SchedulerStats, engine_index: int = 0) -> None:
-        self.recorded.append(stats)
-
-    def log(self) -> None:
-        self.logged += 1
 
 
 def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
@@ -40,8 +24,8 @@ def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
 ) -> None:
     monkeypatch.setenv(LOG_INTERVAL, "5")
     now = [100.0]
-    engine = LLMEngine(CONFIG, stat_loggers=[CountingLogger], clock=lambda: now[0])
-    logger = CountingLogger.made[-1]
+    engine = LLMEngine(CONFIG, stat_loggers=[RecordingLogger], clock=lambda: now[0])
+    logger = RecordingLogger.made[-1]
     for seconds, expected in ((4.9, 0), (5.0, 1), (9.0, 1), (10.1, 2)):
         now[0] = 100.0 + seconds
         engine.do_log_stats_with_interval()
@@ -56,13 +40,44 @@ def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
     engine.shutdown()
 
 
+def test_contract_L04_each_step_is_recorded_with_its_tokens() -> None:
+    engine = LLMEngine(CONFIG, stat_loggers=[RecordingLogger])
+    logger = RecordingLogger.made[-1]
+    assert logger.initialized == 1
+    engine.add_request("r", [1, 2, 3], params(max_tokens=4))
+    engine.add_request("left", [1, 2], params(max_tokens=400))
+    while len(logger.iterations) < 2:
+        engine.step()
+    engine.abort_request(["left"])
+    run(engine)
+    [ended] = [each for made in logger.iterations for each in made.finished_requests]
+    assert (ended.num_prompt_tokens, ended.num_generation_tokens) == (3, 4)
+    assert str(ended.finish_reason) == "length"
+    assert sum(made.num_prompt_tokens for made in logger.iterations) == 5
+    firsts = [each for made in logger.iterations for each in made.time_to_first_tokens_iter]
+    gaps = [each for made in logger.iterations for each in made.inter_token_latencies_iter]
+    assert len(firsts) == 2
+    assert len(gaps) == sum(made.num_generation_tokens for made in logger.iterations) - 2
+    assert all(seconds > 0 for seconds in (*firsts, *gaps, ended.e2e_latency))
+    assert len(logger.recorded) == len(logger.iterations), "a step's statistics come with it"
+    engine.shutdown()
+
+
+def test_contract_L09_receivers_of_statistics_learn_of_sleep() -> None:
+    engine = LLMEngine(CONFIG, stat_loggers=[RecordingLogger])
+    engine.sleep(1)
+    engine.wake_up()
+    assert RecordingLogger.made[-1].sleeps == [(1, 1), (0, 0)]
+    engine.shutdown()
+
+
 def test_contract_L07_without_statistics_there_are_no_metrics() -> None:
-    engine = LLMEngine(CONFIG, log_stats=False, stat_loggers=[CountingLogger])
+    engine = LLMEngine(CONFIG, log_stats=False, stat_loggers=[RecordingLogger])
     with pytest.raises(UnsupportedFeatureError, match="log_stats"):
         engine.get_metrics()
-    logged = [logger.logged for logger in CountingLogger.made]
+    logged = [logger.logged for logger in RecordingLogger.made]
     engine.do_log_stats()
-    assert [logger.logged for logger in CountingLogger.made] == logged
+    assert [logger.logged for logger in RecordingLogger.made] == logged
     engine.shutdown()
 
 

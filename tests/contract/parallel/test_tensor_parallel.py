@@ -220,12 +220,15 @@ def test_every_field_of_a_step_travels() -> None:
     }  # fmt: skip
 
 
-async def test_a_client_learns_which_rank_died() -> None:
+@pytest.mark.parametrize("busy_s", [0.0, 1.0])
+async def test_a_client_learns_which_rank_died(busy_s: float) -> None:
+    """Even one that has no time to listen while that happens."""
     engine = await AsyncLLM.start(changed(tensor_parallel_size=2))
     try:
         assert await engine.collective_rpc("rank") == [0, 1]
         [victim] = psutil.Process(engine.description.pid).children()
         victim.kill()
+        time.sleep(busy_s)
         async with asyncio.timeout(PATIENCE_S):
             cause = await engine.died()
         for known in (cause, engine.dead_error):

@@ -63,6 +63,27 @@ def test_a_core_says_what_it_is(client: Client) -> None:
     assert description["epoch"]
 
 
+def test_contract_M05_a_message_names_its_core_and_the_requests_that_ended(tmp_path: Path) -> None:
+    path = f"ipc://{tmp_path}/core"
+    process = start(path, data_parallel_size=2, data_parallel_rank=1)
+    client = Client(path)
+    client.add("short", max_tokens=2)
+    client.add("aborted", max_tokens=500)
+    ended: list[str] = []
+    while len(ended) < 2:
+        message = client.receive()
+        assert message.engine_index == 1
+        last = {output.request_id for output in message.outputs if output.finished}
+        assert (message.finished_requests or set()) == last
+        ended += last
+        if last == {"short"}:
+            client.abort(["aborted"])
+    assert ended == ["short", "aborted"]
+    client.socket.close()
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+
+
 def test_a_call_that_nobody_waits_for_has_no_answer(client: Client) -> None:
     for call_id, method in ((-1, "describe"), (-2, "no such method"), (7, "describe")):
         client.send(UTILITY, msgspec.msgpack.encode(UtilityCall(0, call_id, method, [])))

@@ -1,0 +1,130 @@
+"""vLLM's modules and names, for programs that were written for it.
+
+`from vllm.v1.engine.async_llm import AsyncLLM` becomes
+`from diptych_engine.as_vllm.v1.engine.async_llm import AsyncLLM`: what is there is listed in
+`MODULES`, and nothing else. Each name stands for a class of ours, which is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final
+
+_PROTOCOL: Final = "diptych_protocol"
+_CLIENTS: Final = "diptych_frontend.core_client"
+_TEXT: Final = "diptych_frontend.text"
+_WIRE: Final = (
+    "FINISH_REASON_STRINGS", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest",
+    "EngineCoreRequestType", "FinishReason", "ReconfigureDistributedRequest",
+    "ReconfigureRankType", "UtilityOutput", "UtilityResult",
+)  # fmt: skip
+
+MODULES: Final[dict[str, dict[str, str]]] = {
+    "": {
+        "LLM": "diptych_engine.serving.llm",
+        "AsyncEngineArgs": f"{_CLIENTS}.engine_args:EngineArgs",
+        "EngineArgs": f"{_CLIENTS}.engine_args",
+        "LLMEngine": "diptych_engine.serving.llm_engine",
+        "PoolingParams": _PROTOCOL,
+        "SamplingParams": _PROTOCOL,
+    },
+    "config": {"VllmConfig": f"{_PROTOCOL}:EngineConfig"},
+    "engine": {},
+    "engine.arg_utils": {
+        "AsyncEngineArgs": f"{_CLIENTS}.engine_args:EngineArgs",
+        "EngineArgs": f"{_CLIENTS}.engine_args",
+    },
+    "engine.multiprocessing": {},
+    "engine.multiprocessing.client": {
+        "MQClientClosedError": f"{_CLIENTS}.mq_client",
+        "MQLLMEngineClient": f"{_CLIENTS}.mq_client",
+    },
+    "engine.protocol": dict.fromkeys(("EngineClient", "EngineInput", "StreamingInput"), _PROTOCOL),
+    "inputs": dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), _PROTOCOL),
+    "lora": {},
+    "lora.request": {"LoRARequest": _PROTOCOL},
+    "outputs": dict.fromkeys(
+        ("CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput"), _PROTOCOL
+    ),
+    "pooling_params": {"PoolingParams": _PROTOCOL},
+    "sampling_params": dict.fromkeys(
+        ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"), _PROTOCOL
+    ),
+    "usage": {},
+    "usage.usage_lib": {"UsageContext": _PROTOCOL},
+    "v1": {},
+    "v1.engine": dict.fromkeys(_WIRE, _PROTOCOL),
+    "v1.engine.async_llm": {"AsyncLLM": f"{_CLIENTS}.async_llm"},
+    "v1.engine.coordinator": {"DPCoordinator": f"{_CLIENTS}.wave_coordinator:WaveCoordinator"},
+    "v1.engine.core": {"EngineCore": "diptych_engine.control.core"},
+    "v1.engine.core_client": {
+        "AsyncMPClient": f"{_CLIENTS}.client:CoreClient",
+        "InprocClient": "diptych_engine.serving.in_process_core:InProcessCore",
+        "SyncMPClient": f"{_CLIENTS}.sync_client:SyncCoreClient",
+    },
+    "v1.engine.detokenizer": {"IncrementalDetokenizer": f"{_TEXT}.detokenizer:Detokenizer"},
+    "v1.engine.exceptions": dict.fromkeys(("EngineDeadError", "EngineGenerateError"), _PROTOCOL),
+    "v1.engine.input_processor": {"InputProcessor": f"{_TEXT}.input_processor"},
+    "v1.engine.llm_engine": {"LLMEngine": "diptych_engine.serving.llm_engine"},
+    "v1.engine.logprobs": {"LogprobsProcessor": f"{_TEXT}.logprobs:PromptLogprobs"},
+    "v1.engine.output_processor": {
+        "OutputProcessor": f"{_TEXT}.output_processor",
+        "RequestOutputCollector": f"{_TEXT}.collector:Collector",
+    },
+    "v1.engine.parallel_sampling": {"ParentRequest": f"{_TEXT}.output_processor"},
+    "v1.engine.utils": {"CoreEngineProcManager": f"{_CLIENTS}.group:CoreGroup"},
+    "v1.metrics": {},
+    "v1.metrics.loggers": {
+        "LoggingStatLogger": "diptych_frontend.observability.stat_loggers",
+        "StatLoggerBase": "diptych_frontend.observability.stat_loggers:StatLogger",
+        "StatLoggerFactory": "diptych_frontend.observability.stat_loggers",
+        "StatLoggerManager": "diptych_frontend.observability.stat_loggers",
+    },
+    "v1.metrics.stats": {
+        "FinishedRequestStats": "diptych_frontend.observability.iteration_stats",
+        "IterationStats": "diptych_frontend.observability.iteration_stats",
+        "SchedulerStats": _PROTOCOL,
+    },
+    "v1.metrics.reader": dict.fromkeys(
+        ("Counter", "Gauge", "Histogram", "Metric"),
+        "diptych_frontend.observability.metric_snapshot",
+    ),
+}
+"""Module -> name there -> our module, or `module:name` where our name is another one."""
+
+
+class _Module(ModuleType):
+    """One module of vLLM's."""
+
+    def __init__(self, path: str, names: dict[str, str]) -> None:
+        super().__init__(f"{__name__}.{path}", f"Names of vLLM's module {path}: {sorted(names)}.")
+        self.__path__: list[str] = []
+        self.__all__ = sorted(names)
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        return _find(self.__name__, self._names, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._names]
+
+
+def _find(module: str, names: dict[str, str], name: str) -> Any:
+    if name not in names:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    home, _, own_name = names[name].partition(":")
+    return getattr(import_module(home), own_name or name)
+
+
+def __getattr__(name: str) -> Any:
+    return _find(__name__, MODULES[""], name)
+
+
+__path__: list[str] = []
+for _path, _names in MODULES.items():
+    if _path:
+        _parent, _, _last = f"{__name__}.{_path}".rpartition(".")
+        sys.modules[f"{_parent}.{_last}"] = _module = _Module(_path, _names)
+        setattr(sys.modules[_parent], _last, _module)

@@ -1,0 +1,69 @@
+"""The core of an LLMEngine: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from diptych_frontend.core_client.launcher import CoreProcess
+from diptych_frontend.core_client.sync_client import SyncCoreClient
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDescription,
+    UnsupportedFeatureError,
+)
+
+if TYPE_CHECKING:
+    from diptych_engine.serving.lockstep_peers import LockstepPeers
+
+MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
+"""Environment: `1` gives every engine's core a process of its own."""
+START_TIMEOUT_S = 600.0
+
+
+class SyncCore(Protocol):
+    """A core that is called, not awaited: `InProcessCore` or `SyncCoreClient`."""
+
+    description: EngineDescription
+
+    def add(self, request: EngineCoreRequest) -> None: ...
+
+    def abort(self, request_ids: list[str]) -> None: ...
+
+    def get_output(self) -> EngineCoreOutputs: ...
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def lockstep_peers_of(core: SyncCore, config: EngineConfig) -> LockstepPeers | None:
+    """The engines that step together with this one; None for an engine of its own.
+
+    Raises `UnsupportedFeatureError` for cores that share requests: an `AsyncLLM` has those.
+    """
+    if config.data_parallel_size == 1:
+        return None
+    if not config.data_parallel_lockstep:
+        raise UnsupportedFeatureError(
+            "an LLMEngine has one core; for data_parallel_size > 1 use AsyncLLM, or "
+            "data_parallel_lockstep with an engine in each program"
+        )
+    from diptych_engine.serving.lockstep_peers import join_lockstep_peers
+
+    return join_lockstep_peers(core, config)
+
+
+def make_core(config: EngineConfig, in_process_of_its_own: bool) -> SyncCore:
+    if in_process_of_its_own:
+        return SyncCoreClient(CoreProcess(config), START_TIMEOUT_S)
+    # Only here, so that a program whose cores run elsewhere needs no torch.
+    from diptych_engine.serving.in_process_core import InProcessCore
+
+    return InProcessCore(config)
+
+
+def wants_process() -> bool:
+    return os.environ.get(MULTIPROCESSING, "0") not in ("", "0")

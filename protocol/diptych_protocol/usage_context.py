@@ -1,0 +1,14 @@
+"""What kind of program an engine was made by, in vLLM's words. It is reported to nobody."""
+
+from __future__ import annotations
+
+import enum
+
+
+class UsageContext(enum.Enum):
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"

@@ -1,0 +1,159 @@
+"""The second document: `vllm.v1.engine`, the messages between a front-end and a core."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from typing import Any
+
+import msgspec
+import pytest
+
+messages: Any = import_module("diptych_engine.as_vllm.v1.engine")
+REQUIRED = msgspec.NODEFAULT
+MODULES = (
+    "async_llm", "coordinator", "core", "core_client", "detokenizer", "exceptions",
+    "input_processor", "llm_engine", "logprobs", "output_processor", "parallel_sampling", "utils",
+)  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {
+    "EngineCoreOutput": {
+        "request_id": REQUIRED,
+        "new_token_ids": REQUIRED,
+        "new_logprobs": None,
+        "new_prompt_logprobs_tensors": None,
+        "pooling_output": None,
+        "finish_reason": None,
+        "stop_reason": None,
+        "kv_transfer_params": None,
+        "trace_headers": None,
+        "num_cached_tokens": 0,
+        "routed_experts": None,
+        "num_nans_in_logits": 0,
+    },
+    "EngineCoreOutputs": {
+        "engine_index": 0,
+        "outputs": [],
+        "scheduler_stats": None,
+        "timestamp": 0.0,
+        "utility_output": None,
+        "finished_requests": None,
+        "journey_events": None,
+        "wave_complete": None,
+        "start_wave": None,
+    },
+    "EngineCoreRequest": {
+        "request_id": REQUIRED,
+        "prompt_token_ids": REQUIRED,
+        "mm_features": REQUIRED,
+        "sampling_params": REQUIRED,
+        "pooling_params": REQUIRED,
+        "eos_token_id": REQUIRED,
+        "arrival_time": REQUIRED,
+        "lora_request": REQUIRED,
+        "cache_salt": REQUIRED,
+        "data_parallel_rank": REQUIRED,
+        "prompt_embeds": None,
+        "client_index": 0,
+        "current_wave": 0,
+        "priority": 0,
+        "trace_headers": None,
+        "external_req_id": None,
+    },
+    "UtilityOutput": {"call_id": REQUIRED, "failure_message": None, "result": None},
+    "ReconfigureDistributedRequest": {
+        "new_data_parallel_size": REQUIRED,
+        "new_data_parallel_rank": REQUIRED,
+        "new_data_parallel_rank_local": REQUIRED,
+        "new_data_parallel_master_ip": REQUIRED,
+        "new_data_parallel_master_port": REQUIRED,
+    },
+}
+"""Struct -> its fields in order, with their defaults. Ours may have more, after these."""
+OPTIONS = {
+    "EngineCoreOutput": {"array_like": True, "omit_defaults": True, "gc": False},
+    "EngineCoreOutputs": {"array_like": True, "omit_defaults": True, "gc": False},
+    "EngineCoreRequest": {"array_like": True, "omit_defaults": True, "gc": False},
+    "UtilityOutput": {"array_like": True, "omit_defaults": False, "gc": False},
+    "ReconfigureDistributedRequest": {"array_like": False, "omit_defaults": False},
+}
+ENUMERATIONS: dict[str, dict[str, Any]] = {
+    "EngineCoreRequestType": {
+        "ADD": b"\x00",
+        "ABORT": b"\x01",
+        "START_DP_WAVE": b"\x02",
+        "UTILITY": b"\x03",
+        "EXECUTOR_FAILED": b"\x04",
+    },
+    "FinishReason": {"STOP": 0, "LENGTH": 1, "ABORT": 2, "ERROR": 3},
+    "ReconfigureRankType": {"KEEP_CURRENT_RANK": -1, "SHUTDOWN_CURRENT_RANK": -2},
+}
+"""Each has these members, and no others."""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_of_the_document_is_there_with_some_name(name: str) -> None:
+    module = import_module(f"diptych_engine.as_vllm.v1.engine.{name}")
+    assert module.__all__
+    for member in module.__all__:
+        assert getattr(module, member)
+
+
+def test_what_no_module_has_is_an_ordinary_error() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'Unknown'"):
+        exec("from diptych_engine.as_vllm.v1.engine import Unknown")
+    with pytest.raises(ModuleNotFoundError):
+        import_module("diptych_engine.as_vllm.v1.unknown")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_struct_begins_with_the_documents_fields(name: str) -> None:
+    ours = msgspec.structs.fields(getattr(messages, name))
+    theirs = FIELDS[name]
+    assert [field.name for field in ours][: len(theirs)] == list(theirs)
+    for field, default in zip(ours, theirs.values(), strict=False):
+        made = field.default_factory
+        assert (field.default if made is msgspec.NODEFAULT else made()) == default, field.name
+    assert all(not field.required for field in ours[len(theirs) :])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_struct_is_written_as_the_document_says(name: str) -> None:
+    config = getattr(messages, name).__struct_config__
+    assert {option: getattr(config, option) for option in OPTIONS[name]} == OPTIONS[name]
+
+
+@pytest.mark.parametrize("name", ENUMERATIONS)
+def test_an_enumeration_has_the_documents_members(name: str) -> None:
+    assert {member.name: member.value for member in getattr(messages, name)} == ENUMERATIONS[name]
+
+
+def test_a_finish_reason_prints_as_its_string() -> None:
+    assert messages.FINISH_REASON_STRINGS == ("stop", "length", "abort", "error")
+    assert tuple(map(str, messages.FinishReason)) == messages.FINISH_REASON_STRINGS
+
+
+def test_an_output_is_finished_when_it_has_a_reason() -> None:
+    output = messages.EngineCoreOutput("r", [])
+    assert not output.finished
+    output.finish_reason = messages.FinishReason.STOP
+    assert output.finished
+
+
+def test_outputs_are_stamped_unless_they_have_a_time() -> None:
+    before = time.monotonic()
+    assert before <= messages.EngineCoreOutputs().timestamp <= time.monotonic()
+    assert messages.EngineCoreOutputs(timestamp=7.0).timestamp == 7.0
+
+
+@pytest.mark.parametrize("kind", ["sampling_params", "pooling_params"])
+def test_the_parameters_of_a_request_are_those_that_it_has(kind: str) -> None:
+    values: dict[str, Any] = dict.fromkeys(FIELDS["EngineCoreRequest"])
+    params = object()
+    request = messages.EngineCoreRequest(**{**values, kind: params})
+    assert request.params is params
+
+
+def test_a_request_without_parameters_says_so() -> None:
+    values: dict[str, Any] = dict.fromkeys(FIELDS["EngineCoreRequest"])
+    with pytest.raises(ValueError, match="neither sampling nor pooling"):
+        _ = messages.EngineCoreRequest(**values).params

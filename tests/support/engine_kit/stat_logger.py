@@ -1,0 +1,47 @@
+"""A receiver of statistics that keeps what it gets.
+
+On the import path of the tests (pytest's `pythonpath`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from diptych_frontend.observability.iteration_stats import IterationStats
+from diptych_frontend.observability.stat_loggers import StatLogger
+from diptych_protocol import EngineConfig, SchedulerStats
+
+
+class RecordingLogger(StatLogger):
+    made: ClassVar[list[RecordingLogger]] = []
+
+    def __init__(self, config: EngineConfig, client_index: int) -> None:
+        self.config = config
+        self.recorded: list[SchedulerStats] = []
+        self.iterations: list[IterationStats] = []
+        self.engines: set[int] = set()
+        self.sleeps: list[tuple[int, int]] = []
+        self.logged = self.initialized = 0
+        self.made.append(self)
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        self.engines.add(engine_idx)
+        if scheduler_stats is not None:
+            self.recorded.append(scheduler_stats)
+        if iteration_stats is not None:
+            self.iterations.append(iteration_stats)
+
+    def log(self) -> None:
+        self.logged += 1
+
+    def log_engine_initialized(self) -> None:
+        self.initialized += 1
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        self.sleeps.append((sleep, level))
