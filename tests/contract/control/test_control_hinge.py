@@ -216,7 +216,7 @@ def test_contract_C08_an_id_comes_back_only_when_nobody_writes_to_its_blocks(pai
     """Else the end of the first load would be taken for that of the second."""
     lent = pair.lend()
     pair.fetch("again", lent)
-    pair.decode.turn()  # tells P's token, and begins to load
+    pair.decode.turn()  # begins to load
     assert pair.decode.core.scheduler.loading
     pair.decode.core.abort(["again"])
     pair.fetch("again", lent)
