@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from engine_kit import worker_extension
 from engine_kit.llm_engine import ARGS, CONFIG, params, run, stats
 
 from diptych_engine import LLMEngine
@@ -371,13 +372,36 @@ def test_contract_L11_functions_reach_the_worker_and_the_model_of_this_process(
 ) -> None:
     [names] = in_process.apply_model(lambda model: sorted(model.slots))
     assert len(names) > 10
-    [blocks] = in_process.collective_rpc(lambda worker, plus: worker.num_blocks + plus, args=(1,))  # type: ignore[arg-type, misc]
+    [blocks] = in_process.collective_rpc(lambda worker, plus: worker.num_blocks + plus, args=(1,))
     assert blocks == 257
-    with pytest.raises(UnsupportedFeatureError, match="another process"):
-        in_child.apply_model(lambda model: 1)
+    with pytest.raises(UnsupportedFeatureError, match="allow_functions"):
+        in_child.apply_model(worker_extension.names_of_weights)
+    with pytest.raises(UnsupportedFeatureError, match="allow_functions"):
+        in_child.collective_rpc(worker_extension.num_blocks, args=(1,))
     for engine in (in_process, in_child):
         with pytest.raises(UtilityError, match=r"collective_rpc: no .* method"):
             engine.collective_rpc("no_such")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_contract_L11_functions_reach_other_processes_by_name_if_the_engine_allows_it(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    support = Path(worker_extension.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)  # for the engine
+    config = msgspec.structs.replace(CONFIG, allow_functions=True, tensor_parallel_size=ranks)
+    engine = LLMEngine(config, None, True, multiprocess_mode=ranks == 1)
+    try:
+        for names in engine.apply_model(worker_extension.names_of_weights):
+            assert len(names) > 10
+        blocks = engine.collective_rpc(worker_extension.num_blocks, args=(1,))
+        assert blocks == [257] * ranks
+        with pytest.raises(InvalidRequestError, match=r"func must be .* imported"):
+            engine.apply_model(lambda model: 1)
+        with pytest.raises(UtilityError, match="ModuleNotFoundError"):
+            engine.collective_rpc("call_function", args=("no_such:function",))
+    finally:
+        engine.shutdown()
 
 
 def test_contract_L12_tasks_and_tokenizer_are_known_without_asking(
