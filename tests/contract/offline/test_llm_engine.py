@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections import Counter as Counting
@@ -14,7 +15,7 @@ import pytest
 from engine_kit import worker_extension
 from engine_kit.llm_engine import ARGS, CONFIG, params, run, stats
 
-from diptych_engine import LLMEngine
+from diptych_engine import AsyncLLM, LLMEngine
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.serving.sync_core import MULTIPROCESSING
 from diptych_frontend.observability.metric_snapshot import Counter, Gauge, Histogram
@@ -198,6 +199,27 @@ def test_contract_L04_steps_tell_as_much_as_was_asked_for(
             assert lengths == [8]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert engine.step() == []
+
+
+def test_contract_L04_steps_make_what_an_async_engine_makes(engine: LLMEngine) -> None:
+    prompts = {name: [ord(letter) % 61 for letter in name] for name in ("one", "another", "third")}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params(max_tokens=12))
+    made = {name: outputs[-1] for name, outputs in run(engine).items()}
+
+    async def made_otherwise() -> dict[str, RequestOutput]:
+        other = AsyncLLM.from_engine_args(ARGS)
+        try:
+            return {
+                name: [x async for x in other.generate(prompt, params(max_tokens=12), name)][-1]
+                for name, prompt in prompts.items()
+            }
+        finally:
+            other.shutdown()
+
+    for name, wanted in asyncio.run(made_otherwise()).items():
+        assert made[name].outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert made[name].outputs[0].finish_reason == wanted.outputs[0].finish_reason
 
 
 def test_contract_L04_a_failed_request_ends_with_its_reason_and_others_go_on(
