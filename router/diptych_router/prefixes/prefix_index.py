@@ -1,0 +1,132 @@
+"""Block hashes and the engines that hold them: how much of a prompt each engine need not compute.
+
+Exact up to the delay of the engines' events. Beside what engines say, the index has what was sent
+to them a moment ago and they will hold soon, so that a burst of like prompts stays together.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_router.prefixes.hash_table import HashTable, Keys
+from diptych_router.prefixes.holder_sets import EMPTY, HolderSets
+
+MAX_BLOCKS: Final = 10_000_000
+"""Beyond, what engines say they hold is not taken in: see `PrefixIndex.is_full`."""
+SPARE_SETS: Final = 4096
+"""Sets that nobody refers to any more, before they are looked for."""
+
+
+class BlockHolders:
+    """Which engines hold a block. An engine is a number from 0 on, small because sets of engines
+    have a bit for each."""
+
+    def __init__(self) -> None:
+        self._table = HashTable()
+        self._sets = HolderSets()
+        self._tidy_at = SPARE_SETS
+        self.num_blocks = 0
+        """Different blocks that somebody holds."""
+
+    def add(self, engine: int, hashes: Keys) -> None:
+        """An engine holds these blocks now. Those that it held already are no matter."""
+        if not len(hashes):
+            return
+        places = self._table.places_of(np.unique(hashes))
+        self._change(places, self._sets.with_engine(self._table.values[places], engine))
+
+    def remove(self, engine: int, hashes: Keys) -> None:
+        """It holds these no more. Those that it did not hold are no matter."""
+        places = np.unique(self._table.held_places(hashes))
+        if len(places):
+            self._change(places, self._sets.without_engine(self._table.values[places], engine))
+
+    def forget_engine(self, engine: int) -> None:
+        """It holds nothing any more."""
+        values = self._table.values
+        used = np.arange(len(self._sets), dtype=np.uint32)
+        values[:] = self._sets.without_engine(used, engine)[values]
+        self.num_blocks = int(np.count_nonzero(values))
+
+    def sets_of(self, hashes: Keys) -> NDArray[np.uint32]:
+        """The number of the set of each block's holders, for `engines`."""
+        return self._table.get(hashes)
+
+    def engines(self, number: int) -> int:
+        """The engines of a set, as bits."""
+        return self._sets.bits(number)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the table takes, without the sets."""
+        return self._table.num_places * 12
+
+    def _change(self, places: NDArray[np.intp], new: NDArray[np.uint32]) -> None:
+        values = self._table.values
+        self.num_blocks += int(np.count_nonzero(new)) - int(np.count_nonzero(values[places]))
+        values[places] = new
+        if len(self._sets) > self._tidy_at:
+            used = np.unique(values)
+            values[:] = self._sets.keep_only(used.tolist())[values]
+            self._tidy_at = 2 * len(self._sets) + SPARE_SETS
+
+
+class PrefixIndex:
+    """What engines hold, and what they will hold soon."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self.held = BlockHolders()
+        self._max_blocks = max_blocks
+        self._expected = [BlockHolders(), BlockHolders()]
+        """What was sent to engines since the last `age`, and between that and the one before."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.held.num_blocks >= self._max_blocks
+
+    def expect(self, engine: int, hashes: Keys) -> None:
+        """A prompt with these blocks was sent to an engine."""
+        self._expected[0].add(engine, hashes)
+
+    def age(self) -> None:
+        """Forget what was sent before the last call: engines have said by now what they hold."""
+        self._expected = [BlockHolders(), self._expected[0]]
+
+    def forget_engine(self, engine: int) -> None:
+        for holders in (self.held, *self._expected):
+            holders.forget_engine(engine)
+
+    def match(self, hashes: Keys, num_engines: int) -> NDArray[np.int32]:
+        """[num_engines]: how many blocks each engine has from the first one on, without a gap.
+
+        hashes: the chained hashes of a prompt's full blocks.
+        """
+        lengths = np.zeros(num_engines, np.int32)
+        layers = [layer for layer in (self.held, *self._expected) if layer.num_blocks]
+        if not layers or not len(hashes):
+            return lengths
+        sets = np.stack([layer.sets_of(hashes) for layer in layers])
+        changes = np.flatnonzero((sets[:, 1:] != sets[:, :-1]).any(axis=0)) + 1
+        have = -1
+        """The engines that have all blocks so far; all of them, before the first."""
+        for start in (0, *changes.tolist()):
+            holders = EMPTY
+            for layer, number in zip(layers, sets[:, start].tolist(), strict=True):
+                holders |= layer.engines(number)
+            if start:
+                lengths[_members(have & ~holders, num_engines)] = start
+            have &= holders
+            if not have:
+                return lengths
+        lengths[_members(have, num_engines)] = len(hashes)
+        return lengths
+
+
+def _members(bits: int, num_engines: int) -> NDArray[np.bool_]:
+    """[num_engines]: which engines are in a set."""
+    data = (bits & ((1 << num_engines) - 1)).to_bytes(-(-num_engines // 8), "little")
+    unpacked = np.unpackbits(np.frombuffer(data, np.uint8), count=num_engines, bitorder="little")
+    return unpacked.astype(np.bool_)
