@@ -147,8 +147,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ReasoningParserName,
         Meta(
             description="How the model marks its reasoning, which chats then tell apart from the "
-            "answer, and which no structured output constrains. think: <think>...</think>; "
-            "harmony: the channels of gpt-oss; none: all text is the answer."
+            "answer, and which no structured output constrains. think: between tags of this name, "
+            "as Qwen and DeepSeek models do; harmony: in channels, as gpt-oss does; none: all text "
+            "is the answer."
         ),
     ] = "none"
     seed: Annotated[

@@ -1,11 +1,12 @@
 """Chats with a model that reasons, through a router, a prefill engine and a decode engine.
 
-The model was not trained to reason. `FORCED` are fields of the API that leave it no other way than
+The model was not trained to reason. `forced` are fields of the API that leave it no other way than
 `<think> wonder</think>` once it may write that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +19,12 @@ from service_kit import Pair
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.openai import build_app
 from diptych_frontend.text.tokenizer_files import load_tokenizer
+from diptych_protocol import (
+    InvalidRequestError,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -116,6 +123,43 @@ async def test_contract_C05_a_chat_that_may_not_reason_has_its_form_at_once(
     assert "reasoning_content" not in message
     assert message["content"] in ("yes", "no")
     assert told["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"reasoning_parser_kwargs": {"other": 1}}, "reasoning_parser_kwargs"),
+        ({"reasoning_ended": 1}, "reasoning_ended"),
+    ],
+)
+async def test_contract_B03_wrong_options_of_reasoning_leave_nothing_behind(
+    pair: Pair, options: dict[str, Any], field: str
+) -> None:
+    for client in (pair.pools, pair.decode):
+        with pytest.raises(InvalidRequestError) as refusal:
+            await anext(client.generate("Will it rain?", SamplingParams(), "r", **options))
+        assert refusal.value.param == field
+        assert client.output_processor.num_unfinished == 0
+
+
+async def test_contract_B03_leaving_in_the_middle_of_reasoning_aborts(
+    pair: Pair, eventually: Any
+) -> None:
+    """No token ends the reasoning here: it would go on to the model's limit."""
+    params = SamplingParams(
+        max_tokens=None,
+        structured_outputs=StructuredOutputsParams(choice=["yes"]),
+        output_kind=RequestOutputKind.DELTA,
+    )
+    outputs = pair.pools.generate("Will it rain?", params, "r", reasoning_ended=False)
+    seen = 0
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            assert not output.finished
+            seen += len(output.outputs[0].token_ids)
+            if seen > 5:
+                break
+    await eventually(pair.all_blocks_free)
 
 
 async def test_contract_C05_an_engine_alone_says_what_the_pools_say(

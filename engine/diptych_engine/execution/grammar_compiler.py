@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import ModelSource
-from diptych_frontend.reasoning.formats import ReasoningFormat, format_of
+from diptych_frontend.reasoning.formats import PROMPT_TAIL, ReasoningFormat, format_of
 from diptych_frontend.text.structured_outputs import (
     MAX_REASON_CHARS,
     encode_form,
@@ -106,8 +106,9 @@ class GrammarCompiler:
         """Find out what may stand before the part of its output that has the form."""
         reasoning = self._vocabulary.result().reasoning
         if reasoning is not None:
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            request.reasoning = reasoning.before(request.said_ended, prompt)
+            end = request.num_prompt_tokens
+            tail = request.token_ids[max(0, end - PROMPT_TAIL) : end]
+            request.reasoning = reasoning.before(request.said_ended, tail)
         elif request.said_ended is False:
             raise InvalidRequestError(
                 "reasoning_ended needs an engine whose reasoning_parser is set: this one knows no "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_frontend.reasoning.formats import PROMPT_TAIL, ReasoningFormat, begins_ended
+from diptych_frontend.reasoning.formats import ReasoningFormat, begins_ended
 from diptych_frontend.reasoning.splitter import Splitter
 from diptych_frontend.text.tokenizer import Tokenizer
 
@@ -35,15 +35,16 @@ class ReasoningTokens:
         opener = tokenizer.encode(style.opener, add_special_tokens=False)
         return cls(style, tokenizer, tuple(opener), np.packbits(bits, bitorder="little"))
 
-    def before(self, said_ended: bool | None, prompt: Sequence[int]) -> Reasoning | None:
-        """The reasoning that may come after a prompt; None if none does.
+    def before(self, said_ended: bool | None, prompt_tail: Sequence[int]) -> Reasoning | None:
+        """The reasoning that may come after a prompt, whose last tokens these are; None if none
+        does.
 
         said_ended: what the request says, as `request_options.said_ended`.
         """
         ended = begins_ended(
             self.style,
             said_ended,
-            lambda: self.tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False),
+            lambda: self.tokenizer.decode(prompt_tail, skip_special_tokens=False),
         )
         return None if ended else Reasoning(self, begun=ended is False)
 

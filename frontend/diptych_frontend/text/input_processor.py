@@ -181,9 +181,6 @@ class InputProcessor:
         self, request: EngineCoreRequest, supported_tasks: Collection[str] | None
     ) -> EngineCoreRequest:
         self._check_priority(request.priority)
-        check_options(
-            self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
-        )
         if not math.isfinite(request.arrival_time):
             raise InvalidRequestError(
                 "arrival_time must be finite: requests are ordered by it", param="arrival_time"
@@ -193,6 +190,9 @@ class InputProcessor:
             _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
         else:
+            check_options(
+                self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
+            )
             request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
             if request.prompt_embeds is not None and request.sampling.prompt_logprobs is not None:
                 raise InvalidRequestError(

@@ -1,6 +1,6 @@
 """Reasoning and structured outputs in a real engine: the form is that of the answer alone.
 
-The model of the tests was not trained to reason. `FORCED` makes it all the same: biases and bad
+The model of the tests was not trained to reason. `forced` makes it all the same: biases and bad
 words leave it no other way through `<think> wonder</think>`, if it is free to go it.
 """
 
@@ -257,7 +257,8 @@ def test_contract_C05_options_without_a_parser_are_refused(
     inputs = InputProcessor(
         TextRenderer(resolve_model(smollm2)), max_model_len=512, vocab_size=49152
     )
-    for options in ({"reasoning_ended": False}, {"reasoning_parser_kwargs": {}}):
+    wrong: list[dict[str, Any]] = [{"reasoning_ended": False}, {"reasoning_parser_kwargs": {}}]
+    for options in wrong:
         [field] = options
         with pytest.raises(InvalidRequestError, match="reasoning_parser") as refusal:
             inputs.process("r", prompt, SamplingParams(), **options)
