@@ -88,6 +88,7 @@ def test_contract_C05_a_caller_sets_variables_of_the_template() -> None:
         ({1: 1}, "no name of a variable"),
         ({"a": "x" * (17 << 10)}, "at most 16384"),
         ({"a": object()}, "plain values"),
+        ({"a": 1 << 70}, "plain values"),
     ],
 )
 def test_contract_C05_other_variables_are_refused_by_name(kwargs: Any, reason: str) -> None:

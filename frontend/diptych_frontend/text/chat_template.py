@@ -19,7 +19,7 @@ from diptych_protocol import InvalidRequestError
 
 KWARGS: Final = "chat_template_kwargs"
 MAX_KWARGS_BYTES: Final = 16 << 10
-"""Limit on `chat_template_kwargs`, as JSON."""
+"""Limit on `chat_template_kwargs`, encoded."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -95,9 +95,9 @@ def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> Non
         if name in reserved:
             raise _refused(f"{name} is set by the server; leave it out")
     try:
-        size = len(msgspec.json.encode(kwargs))
-    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as exc:
-        raise _refused(f"use plain values that JSON can say: {exc}") from None
+        size = len(msgspec.msgpack.encode(kwargs))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
+        raise _refused(f"use plain values, and integers of 64 bits: {exc}") from None
     if size > MAX_KWARGS_BYTES:
         raise _refused(f"{size} bytes, of which at most {MAX_KWARGS_BYTES} are accepted")
 
