@@ -45,8 +45,11 @@ class Preface:
         tokenizer = self._reasoning.tokens.tokenizer
         _, answer = splitter.push(tokenizer.token_text(token))
         self.ended = splitter.ended is True
+        if not self.ended:
+            return []
         # A token may end a marker and say more, in a model whose markers are ordinary text.
-        return tokenizer.encode(answer, add_special_tokens=False) if self.ended and answer else []
+        answer += splitter.push("", last=True)[1]
+        return tokenizer.encode(answer, add_special_tokens=False) if answer else []
 
     def allowed(self, grammar: LLMatcher) -> NDArray[np.uint8]:
         """One bit for each token, as `GrammarState.allowed`, before the answer has begun.

@@ -169,6 +169,17 @@ def test_contract_C05_a_form_that_begins_like_a_marker_is_kept(
     assert said(tokenizer, alone(core, held)) in ("b>", "a>")
 
 
+def test_contract_C05_a_token_may_end_the_marker_and_begin_the_answer(
+    core: EngineCore, tokenizer: Tokenizer, prompt: list[int]
+) -> None:
+    """In a model whose markers are ordinary text."""
+    form = StructuredOutputsParams(choice=["<b>", "<a>"])
+    made = tokenizer.encode("<think> wonder</think><")
+    assert tokenizer.token_text(made[-1]) == "><"
+    request = ask("r", prompt, structured_outputs=form, generated_token_ids=made)
+    assert said(tokenizer, alone(core, request)) in ("b>", "a>")
+
+
 # --- where an output stands is found from its tokens ----------------------------------------------
 
 
