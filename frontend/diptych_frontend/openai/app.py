@@ -19,10 +19,10 @@ from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.embeddings import EmbeddingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
-from diptych_frontend.openai.reasoning import ReasoningParser
 from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
+from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20

@@ -11,7 +11,6 @@ from msgspec import UNSET
 
 from diptych_frontend.openai.api_types import CalledTool, ChatCompletionRequest, ChatMessage
 from diptych_frontend.openai.generation import Sound
-from diptych_frontend.openai.reasoning import AnswerReaders, ReasoningParser
 from diptych_frontend.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -38,6 +37,7 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_frontend.openai.tool_calls import ToolCallParser
+from diptych_frontend.reasoning.parser import AnswerReaders, ReasoningParser
 from diptych_protocol import (
     CompletionOutput,
     InvalidRequestError,

@@ -95,6 +95,16 @@ class Job:
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
 
+    @property
+    def is_quickly_written(self) -> bool:
+        """Its answer has nothing to be written or read token by token, which may take a second."""
+        of_tokens = (
+            self.params.logprobs,
+            self.params.prompt_logprobs,
+            self.reasoning_parser_kwargs,
+        )
+        return all(asked is None for asked in of_tokens)
+
     def engine_id(self, prompt_index: int) -> str:
         """The engine's request id for one of the prompts."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
@@ -224,9 +234,9 @@ class GenerationRoute(Generic[R]):
                 tally.add(prompt_index, output)
                 collected[prompt_index].append(output)
         headers = decision_headers(collected[0][-1].metrics)
-        if job.params.logprobs is None and job.params.prompt_logprobs is None:
+        if job.is_quickly_written:
             body = writer.answer(collected, tally)
-        else:  # a second's work for a long prompt
+        else:
             body = await asyncio.to_thread(writer.answer, collected, tally)
         await send_bytes(send, 200, body, headers)
 

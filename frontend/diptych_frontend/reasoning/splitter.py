@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
+
+FIRST: Final = "<"
+"""What every marker begins with."""
 
 
 class Splitter(Protocol):
@@ -26,7 +29,9 @@ def certain_length(text: str, markers: Sequence[str]) -> int:
     """How many characters at the beginning of a text cannot be the first part of a marker that the
     text does not show as a whole."""
     longest = max(map(len, markers)) - 1
-    for begin in range(max(0, len(text) - longest), len(text)):
+    begin = text.find(FIRST, max(0, len(text) - longest))
+    while begin >= 0:
         if any(marker.startswith(text[begin:]) for marker in markers):
             return begin
+        begin = text.find(FIRST, begin + 1)
     return len(text)

@@ -13,8 +13,8 @@ from engine_kit.core import CLIENT, core_request, make_core, run, step, tokens
 
 from diptych_engine.control.core import EngineCore
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.openai.reasoning import ReasoningParser
 from diptych_frontend.reasoning.formats import FORMATS
+from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.tokenizer import Tokenizer
