@@ -179,6 +179,14 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         str,
         Meta(description="module:Class with worker methods of your own for collective_rpc."),
     ] = ""
+    allow_functions: Annotated[
+        bool,
+        Meta(
+            description="Insecure: let clients name functions, as module:function, that "
+            "collective_rpc and apply_model run in the engine. Who reaches the engine's own socket "
+            "can then run any code there."
+        ),
+    ] = False
     executor_class: Annotated[
         str,
         Meta(

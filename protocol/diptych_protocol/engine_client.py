@@ -48,8 +48,9 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class EmbedsPrompt(TypedDict, total=False):
-    prompt_embeds: Array
-    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens."""
+    prompt_embeds: Any
+    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens. A
+    `torch.Tensor`, a `numpy.ndarray` or an `Array`."""
     cache_salt: str
 
 

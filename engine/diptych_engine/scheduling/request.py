@@ -112,6 +112,9 @@ class Request:
     """Prompt tokens that the prefix cache had when it was first admitted; None before."""
     num_received_tokens: int = 0
     """Tokens whose KV came from another engine, until its client is told."""
+    first_tokens: list[int] = field(default_factory=list)
+    """Tokens that the engine of its prompt sampled, until its client is told: with the first token
+    that is sampled here, so that a hand-off which fails is an error from the first byte on."""
     block_ids: list[int] = field(default_factory=list)
     """Append-only while the request holds blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
