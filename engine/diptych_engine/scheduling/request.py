@@ -10,6 +10,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from diptych_engine.scheduling.adapter import Adapter
+from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_frontend.fair_share import Account
 from diptych_protocol import (
     Array,
@@ -124,6 +125,10 @@ class Request:
     grammar: LLMatcher | None = None
     """The matcher of its structured output's grammar, in the initial state; to be copied, not
     changed."""
+    said_ended: bool | None = None
+    """Whether its sender says that there is no reasoning to come before its answer."""
+    reasoning: Reasoning | None = None
+    """What may stand in its output before the part that has the grammar."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

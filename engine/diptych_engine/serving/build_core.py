@@ -55,7 +55,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     config.check()
     source = resolve_model(config.model)
     model = source.config
-    grammars = GrammarCompiler(source)
+    grammars = GrammarCompiler(source, config.reasoning_parser)
     runner = executor_class(config)(config, source)
     runner.warm_up()
     grammars.wait_until_ready()

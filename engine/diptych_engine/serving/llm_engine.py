@@ -108,7 +108,9 @@ class LLMEngine(EngineControls):
         self.renderer = self.input_processor.renderer
         self.model_config = self.renderer.model_config
         self.output_processor = OutputProcessor(
-            self.renderer.tokenizer, stream_interval=vllm_config.stream_interval
+            self.renderer.tokenizer,
+            stream_interval=vllm_config.stream_interval,
+            reasoning_parser=vllm_config.reasoning_parser,
         )
         self.log_stats = log_stats
         self.engine_core = make_core(vllm_config, multiprocess_mode)
