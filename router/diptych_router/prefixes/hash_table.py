@@ -2,12 +2,15 @@
 
 A dict of Python's takes 120 bytes for an entry; this takes 12, and a look-up of 2,000 keys takes
 tens of microseconds. It is open addressing with linear probing (Knuth, volume 3, 6.4): a key stands
-at the first free place from `key modulo capacity` on. A key is never taken out, because whatever
-stands behind it would be lost; its value becomes 0, and the next rebuild leaves it behind.
+at the first free place from that on which the highest bits of its product with a secret number
+name, so that nobody can choose prompts whose keys stand in each other's way. A key is never taken
+out, because whatever stands behind it would be lost; its value becomes 0, and the next rebuild
+leaves it behind.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import Final
 
 import numpy as np
@@ -25,12 +28,12 @@ _INSTEAD_OF_FREE = np.uint64(1)
 
 
 class HashTable:
-    """Keys are 64-bit hashes: whoever makes them sees to it that their low bits are random. Values
-    are greater than 0; 0 means that there is none."""
+    """Values are greater than 0; 0 means that there is none."""
 
     def __init__(self) -> None:
         self._keys = np.zeros(SMALLEST, np.uint64)
         self._values = np.zeros(SMALLEST, np.uint32)
+        self._secret = np.uint64(secrets.randbits(64) | 1)
         self._num_filled = 0
         """Places with a key, whatever its value."""
 
@@ -40,7 +43,8 @@ class HashTable:
 
     @property
     def values(self) -> Values:
-        """The values of all places, to be read or replaced as a whole; 0 where there is no key."""
+        """The values of all places, to be read or written; 0 where there is no key. Another array
+        after the next `put`."""
         return self._values
 
     def keys(self) -> Keys:
@@ -52,25 +56,26 @@ class HashTable:
         places = self._find(_sound(keys))
         return np.where(self._keys[places] == _FREE, np.uint32(0), self._values[places])
 
-    def places_of(self, keys: Keys) -> NDArray[np.intp]:
-        """Where the values of these keys stand, in `values`; keys that have none are put in.
-
-        No key may be there twice. The places hold until the next call.
+    def put(self, keys: Keys) -> NDArray[np.intp]:
+        """Put in the keys that are not there, without a value. Returns where in `values` the values
+        of all of them stand, until the next call. No key may be given twice.
         """
         keys = _sound(keys)
         if self._num_filled + len(keys) > MAX_FILLED * len(self._keys):
             self._rebuild(len(keys))
-        return self._put(keys)
+        return self._place(keys)
 
-    def held_places(self, keys: Keys) -> NDArray[np.intp]:
+    def places_of(self, keys: Keys) -> NDArray[np.intp]:
         """Where the values of those keys stand that have been put in."""
         places = self._find(_sound(keys))
-        return places[self._keys[places] != _FREE]
+        known: NDArray[np.intp] = places[self._keys[places] != _FREE]
+        return known
 
     def _find(self, keys: Keys) -> NDArray[np.intp]:
         """The place of each key, or the free place that ends the search for it."""
         mask = len(self._keys) - 1
-        places = (keys & np.uint64(mask)).astype(np.intp)
+        shift = np.uint64(64 - mask.bit_length())
+        places: NDArray[np.intp] = np.asarray((keys * self._secret) >> shift, np.intp)
         open_ = np.flatnonzero(self._is_other(places, keys))
         while len(open_):
             places[open_] = (places[open_] + 1) & mask
@@ -79,9 +84,10 @@ class HashTable:
 
     def _is_other(self, places: NDArray[np.intp], keys: Keys) -> NDArray[np.bool_]:
         found = self._keys[places]
-        return (found != keys) & (found != _FREE)
+        other: NDArray[np.bool_] = (found != keys) & (found != _FREE)
+        return other
 
-    def _put(self, keys: Keys) -> NDArray[np.intp]:
+    def _place(self, keys: Keys) -> NDArray[np.intp]:
         places = self._find(keys)
         missing = np.flatnonzero(self._keys[places] == _FREE)
         while len(missing):
@@ -101,7 +107,7 @@ class HashTable:
             size *= 2
         self._keys, self._values = np.zeros(size, np.uint64), np.zeros(size, np.uint32)
         self._num_filled = 0
-        self._values[self._put(keys)] = values
+        self._values[self._place(keys)] = values
 
 
 def _sound(keys: Keys) -> Keys:

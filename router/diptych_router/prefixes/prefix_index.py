@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_router.prefixes.hash_table import HashTable, Keys
+from diptych_router.prefixes.hash_table import BYTES_PER_PLACE, HashTable, Keys
 from diptych_router.prefixes.holder_sets import EMPTY, HolderSets
 
 MAX_BLOCKS: Final = 10_000_000
@@ -35,12 +35,12 @@ class BlockHolders:
         """An engine holds these blocks now. Those that it held already are no matter."""
         if not len(hashes):
             return
-        places = self._table.places_of(np.unique(hashes))
+        places = self._table.put(np.unique(hashes))
         self._change(places, self._sets.with_engine(self._table.values[places], engine))
 
     def remove(self, engine: int, hashes: Keys) -> None:
         """It holds these no more. Those that it did not hold are no matter."""
-        places = np.unique(self._table.held_places(hashes))
+        places = np.unique(self._table.places_of(hashes))
         if len(places):
             self._change(places, self._sets.without_engine(self._table.values[places], engine))
 
@@ -62,7 +62,12 @@ class BlockHolders:
     @property
     def num_bytes(self) -> int:
         """What the table takes, without the sets."""
-        return self._table.num_places * 12
+        return self._table.num_places * BYTES_PER_PLACE
+
+    @property
+    def num_sets(self) -> int:
+        """Different sets of engines, also of those that nobody refers to any more."""
+        return len(self._sets)
 
     def _change(self, places: NDArray[np.intp], new: NDArray[np.uint32]) -> None:
         values = self._table.values
