@@ -36,6 +36,12 @@ ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 MAX_MESSAGE_BYTES = 64 << 20
 """A peer that sends a larger message is cut off by ZMQ."""
 
+PREFIX_KEY_BYTES = 8
+"""A block is known to clients by so many bytes of its hash: two blocks that agree in these are one
+block to a router, and cost it a better choice."""
+FOLLOW_PREFIXES = "follow_prefixes"
+"""The call after which a core tells its caller what it remembers, and each change of that. It has
+no answer but these messages."""
 MAX_TENANT_LENGTH = 256
 """Characters of the name of an API key."""
 
@@ -324,6 +330,18 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     """The argument's field that was refused; None: it is not at fault."""
 
 
+class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The blocks that a core began and ceased to remember, for clients that follow it."""
+
+    number: int
+    """One more than in the message before: whoever has missed one follows anew."""
+    added: bytes = b""
+    """`PREFIX_KEY_BYTES` of the hash of each block."""
+    removed: bytes = b""
+    whole: bool = False
+    """`added` are all that it remembers: the answer to `follow_prefixes`."""
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One message per client and step."""
 
@@ -342,6 +360,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     # ours
     last_words: str | None = None
     """Why the core ends; the sentinel follows."""
+    prefix_changes: PrefixChanges | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

@@ -39,6 +39,9 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._changes: dict[bytes, bool] | None = None
+        """Hash -> whether it is remembered, of those that changed since `take_changes`; None:
+        nobody wants to know."""
 
     @property
     def num_free(self) -> int:
@@ -111,6 +114,8 @@ class BlockPool:
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
+            if self._changes is not None:
+                self._changes[block_hash] = True
 
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Drop every remembered prefix; False (and nothing done) while any block is held, unless
@@ -126,6 +131,26 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
+            if self._changes is not None:
+                self._changes[block_hash] = False
+
+    # --- for those who follow what is remembered ------------------------------------------------
+
+    def remembered_hashes(self) -> list[bytes]:
+        """The hashes of all blocks that `match` would find."""
+        return list(self._block_of)
+
+    def record_changes(self, wanted: bool) -> None:
+        """Begin to note what `take_changes` returns, or cease to."""
+        self._changes = {} if wanted else None
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Hash -> whether it is remembered now, for all that changed since the last call."""
+        changes = self._changes
+        if not changes:
+            return {}
+        self._changes = {}
+        return changes
 
     def check_integrity(self) -> None:
         """Raise unless every block is exactly one of held and free, and hashes agree both ways."""

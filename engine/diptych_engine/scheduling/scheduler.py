@@ -220,6 +220,20 @@ class Scheduler(SchedulerState):
         """Nobody reads the blocks of a lease any more; one that has ended is ignored."""
         self.leased.end(lease_id)
 
+    # --- who follows what is remembered -------------------------------------------------------
+
+    def record_prefixes(self, wanted: bool) -> None:
+        """Note what `take_prefix_changes` returns, or cease to."""
+        self.pool.record_changes(wanted)
+
+    def remembered_prefixes(self) -> list[bytes]:
+        """The hashes of all blocks that later prompts may share."""
+        return self.pool.remembered_hashes()
+
+    def take_prefix_changes(self) -> dict[bytes, bool]:
+        """Hash -> whether it is remembered now, for all blocks that changed since the last call."""
+        return self.pool.take_changes()
+
     # --- commands: early loads ----------------------------------------------------------------
 
     def reserve_early(self, announced: Request) -> LoadOrder | None:

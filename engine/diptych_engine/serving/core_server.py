@@ -26,6 +26,7 @@ from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Post
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.farewell import Farewell
+from diptych_engine.serving.prefix_news import PrefixNews
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
@@ -103,6 +104,7 @@ class CoreServer:
         self._last_words = ""
         """Why this core ends, if not because it was told to."""
         self._stats_due = 0.0
+        self._prefix_news = PrefixNews(core.scheduler)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -168,6 +170,8 @@ class CoreServer:
         if self._told or core.posture != AT_WORK:
             self._tell_posture()
         self._send_outputs()
+        if self._prefix_news.followers:
+            self._tell_prefixes(at_once=not core.has_work)
         core.deferred.settle()
         self._send_answers()
 
@@ -269,6 +273,9 @@ class CoreServer:
 
     def _call(self, client: bytes, payload: list[Frame]) -> None:
         call = wire.utility_decoder.decode(payload)
+        if call.method == wire.FOLLOW_PREFIXES:
+            self._follow_prefixes(client)
+            return
         try:
             if len(self._pending) >= MAX_PENDING_CALLS:
                 raise DiptychError("too many calls wait for their answers already")
@@ -329,6 +336,21 @@ class CoreServer:
             frames = wire.encoder.encode(EngineCoreOutputs(self._rank, utility_output=failure))
         self._send_frames(client, frames)
 
+    def _follow_prefixes(self, client: bytes) -> None:
+        self._tell_prefixes(at_once=True)
+        snapshot = self._prefix_news.follow(client)
+        if snapshot is None:
+            log.warning("a client may not follow the prefixes: too many do")
+        else:
+            self._send(client, EngineCoreOutputs(self._rank, prefix_changes=snapshot))
+
+    def _tell_prefixes(self, *, at_once: bool) -> None:
+        changes = self._prefix_news.take(time.monotonic(), at_once=at_once)
+        if changes is not None:
+            frames = wire.encoder.encode(EngineCoreOutputs(self._rank, prefix_changes=changes))
+            for client in list(self._prefix_news.followers):
+                self._send_frames(client, frames)
+
     def _tell_posture(self) -> None:
         """Tell every client when the core drains, pauses, sleeps or wakes, whether or not it has
         requests here. It learns that before it learns what became of them."""
@@ -359,6 +381,7 @@ class CoreServer:
             log.info("a client is unreachable: %s", exc)
             self._clients.discard(client)
             self._told.pop(client, None)
+            self._prefix_news.forget(client)
             self._core.client_lost(client)
 
     def _say_goodbye(self) -> None:

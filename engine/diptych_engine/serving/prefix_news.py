@@ -1,0 +1,67 @@
+"""Tells the clients that follow a core which blocks it remembers, so that they know where to send a
+prompt.
+
+A change waits for the next message, which is sent when nothing is computed, or else every
+`INTERVAL_S`. All followers get the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
+
+INTERVAL_S: Final = 0.02
+MAX_FOLLOWERS: Final = 256
+"""A client beyond them is told nothing, and routes by load."""
+
+
+class PrefixNews:
+    """What followers are to be told."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.followers: set[bytes] = set()
+        self._number = 0
+        self._due = 0.0
+
+    def follow(self, client: bytes) -> PrefixChanges | None:
+        """A client wants to know of every change after this answer; None: too many do already.
+
+        The others must have been sent what `take` returns before.
+        """
+        if client not in self.followers and len(self.followers) >= MAX_FOLLOWERS:
+            return None
+        if not self.followers:
+            self._scheduler.record_prefixes(True)
+        self.followers.add(client)
+        return PrefixChanges(
+            self._number, b"".join(map(_key, self._scheduler.remembered_prefixes())), whole=True
+        )
+
+    def forget(self, client: bytes) -> None:
+        """A client is gone."""
+        if client in self.followers:
+            self.followers.remove(client)
+            if not self.followers:
+                self._scheduler.record_prefixes(False)
+
+    def take(self, now: float, *, at_once: bool) -> PrefixChanges | None:
+        """What there is to tell, if it is time to tell it, or if it is wanted at once."""
+        if not self.followers or (now < self._due and not at_once):
+            return None
+        changes = self._scheduler.take_prefix_changes()
+        if not changes:
+            return None
+        self._due = now + INTERVAL_S
+        self._number += 1
+        return PrefixChanges(
+            self._number,
+            b"".join(_key(block) for block, remembered in changes.items() if remembered),
+            b"".join(_key(block) for block, remembered in changes.items() if not remembered),
+        )
+
+
+def _key(block_hash: bytes) -> bytes:
+    return block_hash[:PREFIX_KEY_BYTES]

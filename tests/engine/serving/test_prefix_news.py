@@ -1,0 +1,150 @@
+"""A core tells those who follow it which blocks it remembers: all of them, and then each change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from engine_kit.core import core_request, make_core, run
+from engine_kit.wire import ADD, UTILITY, Client, request, start
+from waits import PATIENCE_S
+
+from diptych_engine.serving import prefix_news
+from diptych_engine.serving.prefix_news import PrefixNews
+from diptych_protocol import UtilityCall
+from diptych_protocol.wire import FOLLOW_PREFIXES, PREFIX_KEY_BYTES, PrefixChanges
+
+Keys = set[bytes]
+
+
+def keys_of(data: bytes) -> list[bytes]:
+    return [data[at : at + PREFIX_KEY_BYTES] for at in range(0, len(data), PREFIX_KEY_BYTES)]
+
+
+@dataclass
+class Follower:
+    """Knows what a core remembers by what it is told alone."""
+
+    held: Keys = field(default_factory=set)
+    number: int = -1
+
+    def take(self, news: PrefixChanges) -> None:
+        added, removed = keys_of(news.added), keys_of(news.removed)
+        assert len(set(added + removed)) == len(added) + len(removed), "each is told once"
+        if news.whole:
+            self.held, self.number = set(), news.number - 1
+        assert news.number == self.number + 1
+        self.number = news.number
+        self.held = (self.held | set(added)) - set(removed)
+
+
+def test_followers_know_what_the_pool_remembers() -> None:
+    """Whatever is computed, forgotten and computed again between two messages."""
+    core, choices = make_core(num_blocks=16), random.Random(5)
+    news = PrefixNews(core.scheduler)
+    early, late = Follower(), Follower()
+    first = news.follow(b"early")
+    assert first is not None
+    early.take(first)
+    prompts = [[seed] * 70 for seed in range(6)]
+    for turn in range(30):
+        run(core, core_request(f"r{turn}", choices.choice(prompts), max_tokens=2))
+        if turn == 12:
+            core.call("reset_prefix_cache", [])
+        if choices.random() < 0.7:
+            changes = news.take(float(turn), at_once=True)
+            for follower in (early, late)[: 2 if late.number >= 0 else 1]:
+                if changes is not None:
+                    follower.take(changes)
+        if turn == 20:
+            if (changes := news.take(float(turn), at_once=True)) is not None:
+                early.take(changes)
+            whole = news.follow(b"late")
+            assert whole is not None
+            late.take(whole)
+    if (changes := news.take(99.0, at_once=True)) is not None:
+        early.take(changes)
+        late.take(changes)
+    remembered = {key[:PREFIX_KEY_BYTES] for key in core.scheduler.remembered_prefixes()}
+    assert remembered
+    assert early.held == late.held == remembered
+
+
+def test_nothing_is_noted_for_nobody() -> None:
+    core = make_core()
+    news = PrefixNews(core.scheduler)
+    news.follow(b"a")
+    news.forget(b"a")
+    news.forget(b"a")
+    run(core, core_request("r", [1] * 40, max_tokens=1))
+    assert core.scheduler.take_prefix_changes() == {}
+    assert news.take(0.0, at_once=True) is None
+
+
+def test_changes_wait_for_each_other_while_there_is_work() -> None:
+    core = make_core()
+    news = PrefixNews(core.scheduler)
+    news.follow(b"a")
+    run(core, core_request("s", [2] * 40, max_tokens=1))
+    assert news.take(1.0, at_once=False) is not None
+    run(core, core_request("t", [3] * 40, max_tokens=1))
+    assert news.take(1.0 + prefix_news.INTERVAL_S / 2, at_once=False) is None
+    assert news.take(1.0 + prefix_news.INTERVAL_S, at_once=False) is not None
+
+
+def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_news, "MAX_FOLLOWERS", 2)
+    news = PrefixNews(make_core().scheduler)
+    assert [news.follow(name) is not None for name in (b"a", b"b", b"c", b"a")] == [
+        True, True, False, True,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = f"ipc://{tmp_path_factory.mktemp('core')}/core"
+    process = start(path)
+    yield path
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+
+
+def follow(client: Client) -> None:
+    call = UtilityCall(0, -1, FOLLOW_PREFIXES, [])
+    client.send(UTILITY, msgspec.msgpack.encode(call))
+
+
+def news_from(client: Client) -> PrefixChanges:
+    while (news := client.receive().prefix_changes) is None:
+        pass
+    return news
+
+
+def test_a_client_is_told_over_its_socket_also_of_what_others_computed(endpoint: str) -> None:
+    watching, asking = Follower(), Follower()
+    watcher, asker = Client(endpoint), Client(endpoint)
+    follow(watcher)
+    watching.take(news_from(watcher))
+    before = len(watching.held)
+    asker.send(ADD, msgspec.msgpack.encode(request("r", [9] * 40)))
+    asker.read("r")
+    while len(watching.held) < before + 2:
+        watching.take(news_from(watcher))
+    follow(asker)
+    asking.take(news_from(asker))
+    assert asking.held == watching.held
+    assert asking.number == watching.number
+    for client in (watcher, asker):
+        client.socket.close()
+
+
+def test_who_follows_twice_is_told_everything_twice_and_each_change_once(endpoint: str) -> None:
+    client, follower = Client(endpoint), Follower()
+    for _ in range(2):
+        follow(client)
+        follower.take(news_from(client))
+    assert client.call("describe")["num_blocks"] == 64, "and nothing stands between"
+    client.socket.close()
