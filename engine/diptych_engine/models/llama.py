@@ -22,7 +22,7 @@ from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
-from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_frontend.model_files.model_config import ModelConfig, family_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
 from diptych_kernels.paged_attention.calls import fills_vectors
@@ -48,6 +48,7 @@ class LlamaModel(torch.nn.Module):
         self._key_rows = shard.share(config.num_key_value_heads, dim)
         self._inner_rows = shard.share(config.intermediate_size)
         self._reduce = shard.reduce
+        self._prefix = family_of(config.architecture).text_prefix
         config = shard.local(config)
         self.config = config
         self._eps = config.rms_norm_eps
@@ -92,14 +93,14 @@ class LlamaModel(torch.nn.Module):
 
     def _all_slots(self) -> dict[str, WeightSlot]:
         slots = {
-            "model.embed_tokens.weight": WeightSlot(self._embedding),
-            "model.norm.weight": WeightSlot(self._final_norm),
+            f"{self._prefix}embed_tokens.weight": WeightSlot(self._embedding),
+            f"{self._prefix}norm.weight": WeightSlot(self._final_norm),
         }
         if not self.config.tie_word_embeddings:
             slots["lm_head.weight"] = WeightSlot(self._published_head)
         for index, layer in enumerate(self._layers):
             for name, slot in self._layer_slots(layer).items():
-                slots[f"model.layers.{index}.{name}"] = slot
+                slots[f"{self._prefix}layers.{index}.{name}"] = slot
         return slots
 
     def _layer_slots(self, layer: LayerWeights) -> dict[str, WeightSlot]:
@@ -172,16 +173,15 @@ class LlamaModel(torch.nn.Module):
             "mlp.down_proj": ("down", 0),
         }
         return {
-            name: Projection(fused, start, self.slots[f"model.layers.0.{name}.weight"])
+            name: Projection(fused, start, self.slots[f"{self._prefix}layers.0.{name}.weight"])
             for name, (fused, start) in places.items()
         }
 
     @property
     def packables(self) -> list[Packable]:
         tied = self.config.tie_word_embeddings
-        packables = [
-            Packable(self._head, ("model.embed_tokens.weight" if tied else "lm_head.weight",))
-        ]
+        head = f"{self._prefix}embed_tokens.weight" if tied else "lm_head.weight"
+        packables = [Packable(self._head, (head,))]
         for index, layer in enumerate(self._layers):
             for linear, names in (
                 (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -189,7 +189,7 @@ class LlamaModel(torch.nn.Module):
                 (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
                 (layer.down, ("mlp.down_proj",)),
             ):
-                published = tuple(f"model.layers.{index}.{name}.weight" for name in names)
+                published = tuple(f"{self._prefix}layers.{index}.{name}.weight" for name in names)
                 packables.append(Packable(linear, published))
         return packables
 

@@ -43,6 +43,11 @@ class FamilySpec:
     uses_window: bool = False
     """`sliding_window` of config.json limits what every layer's attention sees; else it is unused
     by this family, and `use_sliding_window` is refused."""
+    sees: bool = False
+    """It takes images: config.json keeps the decoder in `text_config`, the tower in
+    `vision_config`."""
+    text_prefix: str = "model."
+    """What the names of the decoder's published tensors begin with, but for `lm_head`."""
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
     gguf_interleaves_pairs: bool = False
     """GGUF files hold the rows of query and key with the two members of each rotated pair side by

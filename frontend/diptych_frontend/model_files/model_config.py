@@ -9,6 +9,7 @@ import msgspec
 
 from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.family_spec import FamilySpec
+from diptych_frontend.model_files.vision_config import VisionConfig, vision_from_hf
 from diptych_protocol import InvalidRequestError
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A token sees this many positions, itself included; None: all (Mistral 7B v0.1 has one)."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
+    """None: it takes text only."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError` unless the numbers describe a model that can be built."""
@@ -72,6 +75,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         outside = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
         if outside:
             raise _unsupported(f"eos_token_ids {outside} lie outside the vocabulary")
+        if self.vision is not None:
+            fault = self.vision.fault()
+            if fault is not None:
+                raise _unsupported(fault)
+            if not 0 <= self.vision.image_token_id < self.vocab_size:
+                raise _unsupported(f"image_token_id {self.vision.image_token_id}")
 
 
 DUMMY_DEFAULTS: Final[dict[str, Any]] = {
@@ -214,10 +223,14 @@ class HFGenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """From HF's config.json and generation_config.json (empty if the model has none)."""
+def config_from_hf(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], processor: Mapping[str, Any]
+) -> ModelConfig:
+    """From HF's config.json, generation_config.json and preprocessor_config.json; the latter two
+    are empty if the model has none."""
     family = family_of(raw.get("model_type"))
-    config = _convert(raw, HFConfig)
+    vision = _vision(raw, processor) if family.sees else None
+    config = _convert(_decoder_of(raw) if family.sees else raw, HFConfig)
     _require_plain(config, family)
     ends = _convert(generation, HFGenerationConfig).eos_token_id
     if ends is None:
@@ -243,7 +256,33 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
             sliding_window=config.sliding_window if family.uses_window else None,
             bos_token_id=config.bos_token_id,
             eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
+            vision=vision,
         )
+    )
+
+
+def _vision(raw: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionConfig:
+    try:
+        return vision_from_hf(raw, processor)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"model configuration: {exc}", param="model") from exc
+    except ValueError as exc:
+        raise _unsupported(str(exc)) from exc
+
+
+def _decoder_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's part of the config.json of a model that sees."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", "llama") != "llama":
+        raise _unsupported("a model that sees whose text_config is not of model_type llama")
+    whole = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw.get(key) is not None}
+    tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
+    return (
+        {"rms_norm_eps": 1e-5, "bos_token_id": None}
+        | text
+        | whole
+        | tied
+        | {"model_type": raw["model_type"]}
     )
 
 
