@@ -29,6 +29,7 @@ from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.lora import LoRARequest
+from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.pooling import PoolingParams
 from diptych_protocol.sampling import SamplingParams
 
@@ -75,11 +76,11 @@ class EngineCoreRequestType(enum.Enum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One request for an EngineCore. Fields typed `None` are reserved by the contract."""
+    """One request for an EngineCore."""
 
     request_id: str
     prompt_token_ids: list[int] | None
-    mm_features: None
+    mm_features: list[MultiModalFeatureSpec] | None
     sampling_params: SamplingParams | None
     pooling_params: PoolingParams | None
     eos_token_id: int | None

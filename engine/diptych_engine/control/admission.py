@@ -40,6 +40,8 @@ def admit(
     check_arrival(message)
     if len(message.tenant) > MAX_TENANT_LENGTH:
         raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_LENGTH} characters")
+    if message.mm_features is not None:
+        raise InvalidRequestError("this engine computes no images", param="mm_features")
     if message.resumable:
         check_piece(message, limits)
     if message.pooling_params is not None:

@@ -38,7 +38,7 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A large image becomes several tiles and a small copy of the whole; else one tile."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Of each channel, on a scale from 0 to 1."""
+    """For each channel, on a scale from 0 to 1."""
     resample: int = 1
     """One of `FILTERS`."""
 

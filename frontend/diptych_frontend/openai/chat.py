@@ -8,7 +8,13 @@ from typing import Any
 
 import msgspec
 
-from diptych_frontend.openai.api_types import CalledTool, ChatCompletionRequest, ChatMessage
+from diptych_frontend.openai.api_types import (
+    CalledTool,
+    ChatCompletionRequest,
+    ChatMessage,
+    ImagePart,
+    TextPart,
+)
 from diptych_frontend.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -49,17 +55,15 @@ ASSISTANT = "assistant"
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as chat templates know it: one text, and no role newer than the templates.
+    """A message as renderers take it: one text, unless it has images, and no role newer than the
+    templates.
 
     Raises `InvalidRequestError` for a message that says nothing, or calls a tool in broken JSON.
     """
-    content = message.content
-    if content is None and not message.tool_calls:
+    if message.content is None and not message.tool_calls:
         raise InvalidRequestError(f"messages[{index}] has no content", param="messages")
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": content or ""}
+    plain: dict[str, Any] = {"role": role, "content": plain_content(message.content)}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -67,6 +71,15 @@ def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
     if message.tool_calls:
         plain["tool_calls"] = [plain_call(call, index) for call in message.tool_calls]
     return plain
+
+
+def plain_content(content: str | list[TextPart | ImagePart] | None) -> str | list[dict[str, Any]]:
+    """One text; or parts, if there are images among them."""
+    if not isinstance(content, list):
+        return content or ""
+    if any(isinstance(part, ImagePart) for part in content):
+        return [msgspec.to_builtins(part) for part in content]
+    return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def plain_call(call: CalledTool, index: int) -> dict[str, Any]:

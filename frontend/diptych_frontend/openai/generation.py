@@ -141,7 +141,7 @@ class GenerationRoute(Generic[R]):
         """
         if len(body) <= INLINE_BYTES:
             request, adapter, params = self._decode(scope, body)
-            if params.structured_outputs is None:
+            if params.structured_outputs is None and not request.has_images:
                 return Sound(request, adapter, params, self._render(request))
         await self._engine.check_admission()
 
