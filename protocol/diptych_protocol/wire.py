@@ -62,6 +62,8 @@ class ErrorKind(enum.IntEnum):
     """This attempt failed."""
     OVERLOADED = 1
     """There is no room: try another engine, or later."""
+    MISSING_IMAGE = 2
+    """The request names an image that the core does not have: send it again with all data."""
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -259,6 +261,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Kernels that differed from their references, which compute in their place."""
     malformed_messages: int = 0
     """Messages of clients that could not be read."""
+    images_encoded: int = 0
+    encoder_cache_hits: int = 0
+    """Images that a prompt needed and that were encoded before."""
+    encoder_cache_tokens: int = 0
+    """Image tokens whose features are kept."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from diptych_engine.execution.prompt_logprobs import ROWS_AT_ONCE
+from diptych_engine.models.vision import TILES_AT_ONCE
 from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 BYTES_ON_A_CPU = 1 << 30
@@ -44,6 +46,9 @@ def bytes_for_kv(
     torch.cuda.empty_cache()  # what loading has left
     memory = GpuMemory(*torch.cuda.mem_get_info(device))
     peak = peak_of_a_step(model, config.max_num_batched_tokens, config.max_num_seqs, dtype.itemsize)
+    if model.vision is not None:
+        peak += peak_of_images(model.vision, dtype.itemsize)
+        peak += config.encoder_cache_tokens * model.hidden_size * dtype.itemsize
     return bytes_that_fit(memory, config.gpu_memory_utilization, peak)
 
 
@@ -96,3 +101,13 @@ def peak_of_a_step(model: ModelConfig, max_tokens: int, max_seqs: int, itemsize:
     # Split contexts: each split's output and its weights, in float32.
     splits = max_seqs * queries * 4 * 16
     return BESIDE_TENSORS + max_tokens * per_token * itemsize + rows * per_row + splits
+
+
+def peak_of_images(vision: VisionConfig, itemsize: int) -> int:
+    """More than encoding an image takes of a GPU's memory, in bytes, counted in the same way."""
+    patches = TILES_AT_ONCE * vision.patches_per_edge**2
+    # The residual and its norms; queries, keys and values, and what attention makes of them; the
+    # inner layer before and after its activation.
+    per_patch = 9 * vision.hidden_size + 2 * vision.intermediate_size
+    pixels = TILES_AT_ONCE * 3 * vision.image_size**2
+    return patches * per_patch * itemsize + pixels * (1 + 3 * 4)

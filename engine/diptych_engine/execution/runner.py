@@ -136,7 +136,7 @@ class ModelRunner:
         self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
-        self._embeds = PromptEmbeds(self._dtype, self._device)
+        self._embeds = PromptEmbeds(self.model, self._dtype, self._device)
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         worker_rank = config.data_parallel_rank * shard.size + shard.rank
@@ -147,6 +147,7 @@ class ModelRunner:
             **WeightReceiver(self.model, worker_rank).methods(),
             **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
             **self._profiler.methods(),
+            **self._embeds.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,
             "rank": lambda: shard.rank,
         }
@@ -191,6 +192,8 @@ class ModelRunner:
         """As `execute`; on a GPU without waiting for it."""
         for request_id in plan.removed:
             self._free(request_id)
+        if plan.images is not None:
+            self._embeds.images.do(plan.images)
         if not plan.scheduled:
             return no_result
         fresh_blocks = self._place(plan.scheduled)
@@ -210,8 +213,8 @@ class ModelRunner:
     ) -> Pending:
         """The model's work, and what follows from it."""
         query_starts = inputs.attention.query_starts
-        if self._embeds:
-            inputs = replace(inputs, given=self._embeds.among(shares, query_starts))
+        if self._embeds or plan.images is not None:
+            inputs = replace(inputs, given=self._embeds.among(plan, shares, query_starts))
         hidden = self.forward(inputs, fresh_blocks)
         of_prompts = self._prompt_logprobs.gather(shares, query_starts, hidden, self.model.logits)
         pending = self._sample(plan, shares, rows, inputs, hidden)

@@ -65,7 +65,7 @@ class HandOffs:
             return
         if params.do_remote_prefill:
             tokens = request.token_ids[: params.remote_num_tokens]
-            self._connector.check(params, tokens, request.cache_salt)
+            self._connector.check(params, tokens, request.kv_identity)
         elif params.lease_id is not None and self._scheduler.has_lease(params.lease_id):
             raise bad_params("there is a lease of this id already")
 
@@ -98,7 +98,7 @@ class HandOffs:
             lease_id,
             -(-num_tokens // self._description.block_size),
             request.token_ids[:num_tokens],
-            request.cache_salt,
+            request.kv_identity,
         )
         self._scheduler.begin_lease(lease_id)
         promise = self._promises[request.request_id] = Promise(request, lease_id)
@@ -221,7 +221,7 @@ class HandOffs:
             scheduler.lend(promise.lease_id, request.block_ids[lent:end]),
             request.token_ids[:computed],
             request.token_ids[computed:],
-            request.cache_salt,
+            request.kv_identity,
             promise.lease_id,
         )
         return params.to_dict()
@@ -305,6 +305,6 @@ def _start(connector: KVConnector, order: LoadOrder, *, early: bool) -> None:
         order.indices,
         order.local_block_ids,
         order.token_ids,
-        order.cache_salt,
+        order.identity,
         early=early,
     )

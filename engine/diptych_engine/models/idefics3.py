@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -34,11 +34,9 @@ class Idefics3Model(LlamaModel):
         for name, parameter in self._sight.named_parameters():
             self.slots[f"model.{name}"] = WeightSlot(parameter)
 
-    def encode_images(self, tiles: Tensor) -> Tensor:
-        """[tiles, 3, edge, edge] uint8 -> [tiles * tokens of a tile, hidden]: what stands in the
-        place of the embeddings of the image tokens, in their order."""
-        out: Tensor = self._sight(tiles)
-        return out
+    @property
+    def encode_images(self) -> Callable[[Tensor], Tensor]:
+        return self._sight
 
     def _named_parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
         yield from super()._named_parts()

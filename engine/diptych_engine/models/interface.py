@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,6 +127,11 @@ class CausalLM(Protocol):
     @property
     def packables(self) -> Sequence[Packable]:
         """The output matrix among them."""
+
+    @property
+    def encode_images(self) -> Callable[[Tensor], Tensor] | None:
+        """[tiles, 3, edge, edge] uint8 -> [features, hidden], which stand in the place of the
+        embeddings of as many image tokens; None for a model that takes text only."""
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:

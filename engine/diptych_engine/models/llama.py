@@ -8,7 +8,7 @@ Projections that read the same input are fused: query, key and value; gate and u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -192,6 +192,10 @@ class LlamaModel(torch.nn.Module):
                 published = tuple(f"{self._prefix}layers.{index}.{name}.weight" for name in names)
                 packables.append(Packable(linear, published))
         return packables
+
+    @property
+    def encode_images(self) -> Callable[[Tensor], Tensor] | None:
+        return None
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from diptych_engine.scheduling.adapter import Adapter
+from diptych_engine.scheduling.images import ImageWork, PlacedImage, identity_of
 from diptych_frontend.fair_share import Account
 from diptych_protocol import (
     Array,
@@ -91,12 +92,14 @@ class Request:
     num_charged: int = 0
     """Prompt tokens that its tenant is not to be charged for again."""
     cache_salt: str | None = None
-    """All that its KV depends on besides its tokens: see `cache_identity`."""
+    """All that its KV depends on besides its tokens and images: see `cache_identity`."""
     adapter: Adapter | None = None
     pooling: PoolingParams | None = None
     """Set: the prompt's hidden states are pooled, and nothing is sampled."""
     prompt_embeds: Array | None = None
     """[prompt tokens, hidden]: used in place of the embeddings of the prompt's tokens."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images of its prompt, in order."""
     reads_prefix_cache: bool = True
     """False: every token has to be computed, because the answer needs more of it than its KV."""
     resumable: bool = False
@@ -137,6 +140,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def kv_identity(self) -> str | None:
+        """Names all that its KV depends on besides its tokens."""
+        return identity_of(self.cache_salt, self.images)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -211,13 +219,16 @@ class StepPlan:
     one that comes back does so with a new block table."""
     ahead: bool = False
     """The tokens to compute are those that the step before it samples; only the runner has them."""
+    images: ImageWork | None = None
+    """None: no token of the step has to do with images."""
 
     def without_finished(self) -> StepPlan:
         """The plan without requests that have ended since it was made."""
         kept = [share for share in self.scheduled if not share.request.finished]
         if len(kept) == len(self.scheduled):
             return self
-        return StepPlan(kept, sum(share.num_tokens for share in kept), self.removed)
+        num_tokens = sum(share.num_tokens for share in kept)
+        return StepPlan(kept, num_tokens, self.removed, images=self.images)
 
 
 @dataclass(slots=True, frozen=True)
@@ -258,7 +269,8 @@ class LoadOrder:
     local_block_ids: list[int]
     token_ids: list[int]
     """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
-    cache_salt: str | None
+    identity: str | None
+    """`Request.kv_identity`."""
 
     @classmethod
     def of(cls, request: Request, first: int, end: int) -> LoadOrder:
@@ -273,7 +285,7 @@ class LoadOrder:
             list(range(first, end)),
             request.block_ids[first:end],
             request.token_ids[: request.num_remote_tokens],
-            request.cache_salt,
+            request.kv_identity,
         )
 
 

@@ -132,6 +132,7 @@ class LLMEngine(EngineControls):
         self._clock = clock
         self._log_interval_s = float(os.environ.get(LOG_INTERVAL, DEFAULT_LOG_INTERVAL_S))
         self._logged_at = clock()
+        self.reset_mm_cache()
 
     @classmethod
     def from_vllm_config(
@@ -318,7 +319,12 @@ class LLMEngine(EngineControls):
             self._end(opened.collector.request_ids)
         return output
 
+    def clear_prepared(self) -> None:
+        self.renderer.clear_mm_cache()
+
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        if level >= 1:
+            self.clear_prepared()
         super().sleep(level, mode)
         if self.logger_manager is not None:
             self.logger_manager.record_sleep_state(1, level)
