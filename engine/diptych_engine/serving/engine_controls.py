@@ -53,10 +53,6 @@ class EngineControls(ABC):
         Raises `UnsupportedFeatureError` for a core elsewhere: no code crosses to a process.
         """
 
-    @abstractmethod
-    def clear_prepared(self) -> None:
-        """Forget images that were prepared for prompts."""
-
     # --- pause and sleep ----------------------------------------------------------------------
 
     def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
@@ -82,7 +78,6 @@ class EngineControls(ABC):
 
     def reset_mm_cache(self) -> None:
         """Forget images on both sides: as they were prepared here, and as they came there."""
-        self.clear_prepared()
         self.control(ResetMmCache())
 
     def reset_encoder_cache(self) -> None:

@@ -30,6 +30,7 @@ from diptych_frontend.text.output_processor import Collector, OutputProcessor, f
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
+    AnyControlCall,
     CompletionOutput,
     EngineConfig,
     EngineCoreOutputs,
@@ -126,7 +127,10 @@ class LLMEngine(EngineControls):
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
             self.logger_manager = StatLoggerManager(
-                vllm_config, stat_loggers or (), aggregate=aggregate_engine_logging
+                vllm_config,
+                stat_loggers or (),
+                aggregate=aggregate_engine_logging,
+                stat_mm_cache=self.renderer.stat_mm_cache,
             )
             self.logger_manager.log_engine_initialized()
         self._clock = clock
@@ -319,12 +323,7 @@ class LLMEngine(EngineControls):
             self._end(opened.collector.request_ids)
         return output
 
-    def clear_prepared(self) -> None:
-        self.renderer.clear_mm_cache()
-
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        if level >= 1:
-            self.clear_prepared()
         super().sleep(level, mode)
         if self.logger_manager is not None:
             self.logger_manager.record_sleep_state(1, level)
@@ -383,6 +382,11 @@ class LLMEngine(EngineControls):
         return msgspec.convert(self.call_core("stats"), SchedulerStats)
 
     # --- the core -----------------------------------------------------------------------------
+
+    def control(self, call: AnyControlCall) -> Any:
+        if call.forgets_images:
+            self.renderer.clear_mm_cache()
+        return super().control(call)
 
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self.engine_core.call(method, *args, timeout_s=timeout_s)

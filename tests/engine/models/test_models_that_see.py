@@ -12,6 +12,8 @@ import torch
 from model_kit.seeing import (
     IMAGE_TOKEN,
     KINDS,
+    MEAN,
+    STD,
     TILE,
     VISION,
     VOCAB_SIZE,
@@ -27,7 +29,6 @@ from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_protocol import InvalidRequestError
 
-MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.5, 0.6, 0.7])
 TOKENS_PER_TILE = 4
 
 

@@ -6,11 +6,13 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
     Idefics3Config,
@@ -18,10 +20,13 @@ from transformers import (
     SmolVLMConfig,
 )
 
+from diptych_protocol import Array, TokensPrompt
+
 TILE = 32
 """Pixels of a tile's edge; 4 patches of 8 pixels by 4, in squares of 2 by 2: 4 tokens."""
 LONGEST_EDGE = 64
 """An image is 4 tiles at most, and the small copy of it."""
+MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.5, 0.6, 0.7])
 SPECIAL = (
     "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
@@ -115,3 +120,28 @@ def save_processor(folder: Path) -> None:
         "resample": 1,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+class Published:
+    """A model on disk, and transformers' object of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.uri = str(folder)
+        self._model = save_seeing_model(folder, seeing_config("smolvlm"))
+
+    @torch.inference_mode()
+    def worst_gap(self, prompt: TokensPrompt, answer: Sequence[int]) -> float:
+        """How far any token of an answer is from being the most likely one, in logits."""
+        tiles = [_normalised(f.data) for f in prompt.get("mm_features", []) if f.data is not None]
+        given = prompt["prompt_token_ids"]
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([[*given, *answer]])}
+        if tiles:
+            inputs["pixel_values"] = torch.cat(tiles)[None]
+        logits: Tensor = self._model(**inputs).logits[0, len(given) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        return float((logits.max(1).values - chosen).max())
+
+
+def _normalised(data: Array) -> Tensor:
+    tiles = torch.frombuffer(bytearray(data.data), dtype=torch.uint8).view(data.shape)
+    return (tiles / 255 - MEAN.view(3, 1, 1)) / STD.view(3, 1, 1)
