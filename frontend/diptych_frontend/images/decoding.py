@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from diptych_protocol import InvalidRequestError
@@ -22,6 +23,16 @@ MAX_PIXELS: Final = 24 << 20
 """Limit on width times height, looked at before a single pixel is decoded: 72 MiB of them."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 """Decoders for these only, in their first frame: each further one is another's code to trust."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenImage:
+    """An image of a request."""
+
+    content: bytes | Image
+    """The bytes of a file, or what a program has decoded already, in RGB."""
+    where: str
+    """The field that it came in."""
 
 
 def bytes_of_url(url: str, where: str) -> bytes:
@@ -88,17 +99,16 @@ def check_size(size: tuple[int, int], where: str) -> None:
         )
 
 
-def as_given(image: Any, where: str) -> bytes | Image:
+def as_given(image: Any, where: str) -> GivenImage:
     """An image that a program gives: the bytes of a file, or an image of Pillow's.
 
     Raises `InvalidRequestError` for anything else.
     """
     if isinstance(image, bytes | bytearray | memoryview):
-        return bytes(image)
+        return GivenImage(bytes(image), where)
     if type(image).__module__.startswith("PIL."):
         check_size(image.size, where)
-        given: Image = image.convert("RGB")
-        return given
+        return GivenImage(image.convert("RGB"), where)
     raise InvalidRequestError(
         f"{where} must be the bytes of an image file or an image of Pillow's, not "
         f"{type(image).__name__}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from diptych_frontend.images.decoding import decoded
+from diptych_frontend.images.decoding import GivenImage, decoded
 from diptych_frontend.images.features import MAX_IMAGES, content_hash
 from diptych_frontend.images.item_cache import ItemCache
 from diptych_frontend.images.tiles import Tiles, cut
@@ -51,11 +51,11 @@ class ImageProcessor:
         self._reset = False
 
     def place(
-        self, token_ids: list[int], images: Sequence[bytes | Image], encode: Encode, where: str
+        self, token_ids: list[int], images: Sequence[GivenImage], encode: Encode, where: str
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
         """Expand the image tokens of a prompt, one for each image, to what its tiles need.
 
-        where: the field of the request that has the images.
+        where: the field of the request that has the prompt.
 
         Raises `InvalidRequestError` if the prompt has another number of image tokens, and for an
         image that cannot be read.
@@ -72,7 +72,7 @@ class ImageProcessor:
             raise InvalidRequestError(
                 f"{len(images)} images; at most {MAX_IMAGES} are taken", param=where
             )
-        prepared = self._prepare(images, where)
+        prepared = self._prepare(images)
         expanded: list[int] = []
         features: list[MultiModalFeatureSpec] = []
         for token in token_ids:
@@ -100,17 +100,18 @@ class ImageProcessor:
         with self._lock:
             self._reset = True
 
-    def _prepare(self, images: Sequence[bytes | Image], where: str) -> list[Prepared]:
+    def _prepare(self, images: Sequence[GivenImage]) -> list[Prepared]:
         prepared, hits = [], 0
         for image in images:
-            if not isinstance(image, bytes):
-                prepared.append(self._cut(image))
+            content = image.content
+            if not isinstance(content, bytes):
+                prepared.append(self._cut(content))
                 continue
-            key = hashlib.blake2b(image, digest_size=16).hexdigest()
+            key = hashlib.blake2b(content, digest_size=16).hexdigest()
             known = self._prepared.get(key)
             hits += known is not None
             if known is None:
-                known = self._cut(decoded(image, where))
+                known = self._cut(decoded(content, image.where))
                 self._prepared.put(key, known)
             prepared.append(known)
         with self._lock:

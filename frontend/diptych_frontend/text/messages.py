@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from diptych_frontend.images.decoding import bytes_of_url
+from diptych_frontend.images.decoding import GivenImage, bytes_of_url
 from diptych_protocol import InvalidRequestError
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
@@ -12,7 +12,7 @@ IMAGE_PART: Final = {"type": "image"}
 """What stands for an image in the content that a template gets."""
 
 
-def plain_message(message: Any, index: int, images: list[bytes] | None) -> dict[str, Any]:
+def plain_message(message: Any, index: int, images: list[GivenImage] | None) -> dict[str, Any]:
     """A message with its content as one string; for a model that sees, as a list of parts.
 
     images: takes the images of the message, in their order; None: the model takes text only.
@@ -50,7 +50,7 @@ def _content_text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _content_parts(content: Any, where: str, images: list[bytes]) -> list[dict[str, str]]:
+def _content_parts(content: Any, where: str, images: list[GivenImage]) -> list[dict[str, str]]:
     if not isinstance(content, list):
         return [{"type": "text", "text": _content_text(content, where)}]
     parts = []
@@ -72,9 +72,10 @@ def _content_parts(content: Any, where: str, images: list[bytes]) -> list[dict[s
     return parts
 
 
-def _image(image_url: Any, where: str) -> bytes:
+def _image(image_url: Any, where: str) -> GivenImage:
     url = image_url.get("url") if isinstance(image_url, dict) else image_url
-    return bytes_of_url(text_field(url, f"{where}.url"), f"{where}.url")
+    where = f"{where}.url"
+    return GivenImage(bytes_of_url(text_field(url, where), where), where)
 
 
 def _kind(part: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from diptych_frontend.images.decoding import as_given
+from diptych_frontend.images.decoding import GivenImage, as_given
 from diptych_frontend.images.image_processor import ImageProcessor
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.text.messages import plain_message, text_field
@@ -91,7 +91,7 @@ class TextRenderer:
         tokenizer = self._require_tokenizer("messages")
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
-        images: list[bytes] = []
+        images: list[GivenImage] = []
         seen = None if self._images is None else images
         text = tokenizer.render_chat(
             [plain_message(message, index, seen) for index, message in enumerate(messages)],
@@ -146,7 +146,7 @@ class TextRenderer:
             "prompt holds neither text nor token ids nor embeddings", param="prompt"
         )
 
-    def _given(self, prompt: dict[str, Any]) -> list[Any]:
+    def _given(self, prompt: dict[str, Any]) -> list[GivenImage]:
         """The images of `multi_modal_data`, one or several."""
         data = prompt.get("multi_modal_data")
         if not data:
@@ -162,7 +162,7 @@ class TextRenderer:
         return [as_given(image, "multi_modal_data.image") for image in images]
 
     def _with_images(
-        self, rendered: TokensPrompt, images: Sequence[Any], where: str
+        self, rendered: TokensPrompt, images: Sequence[GivenImage], where: str
     ) -> TokensPrompt:
         """A prompt with its image tokens expanded; unchanged for a model that takes none."""
         if self._images is None:
