@@ -23,7 +23,7 @@ class SentImages:
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, None] = OrderedDict()
-        """Of images that were sent, the one used longest ago first."""
+        """The images that were sent, the one used longest ago first."""
         self.open: dict[str, EngineCoreRequest] = {}
         """Requests that were sent with names in place of tiles, until the core has begun with
         them; whole."""
