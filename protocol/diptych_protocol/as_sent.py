@@ -84,7 +84,7 @@ def request_as_sent(request: EngineCoreRequest) -> EngineCoreRequest:
         request,
         prompt_token_ids=None,
         prompt_embeds=None,
-        mm_features=_without_data(request.mm_features),
+        mm_features=None if request.mm_features is None else _without_data(request.mm_features),
     )
     sent: EngineCoreRequest = _round_trip(rest, wire.request_decoder)
     sent.prompt_token_ids, sent.prompt_embeds = request.prompt_token_ids, request.prompt_embeds

@@ -25,6 +25,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from diptych_frontend.images import decoding
+from diptych_frontend.images import features as feature_limits
 from diptych_frontend.images.features import MAX_IMAGES, check_features, content_hash
 from diptych_frontend.images.item_cache import ItemCache
 from diptych_frontend.images.tiles import cut
@@ -322,6 +323,23 @@ def test_features_travel_as_they_are(sound: Any, seeing: TextRenderer) -> None:
         inputs.process("c", prompt, PoolingParams(task="embed"))
     with pytest.raises(InvalidRequestError, match="mm_features"):
         inputs.process("d", prompt | {"mm_features": "x"}, SamplingParams())
+
+
+@pytest.mark.parametrize("name", ["MAX_IMAGE_BYTES", "MAX_FEATURE_BYTES"])
+def test_tiles_have_limits(
+    sound: Any, vision: VisionConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """For each image, and for all of a prompt."""
+    token_ids, (first, second) = sound
+    size = 5 * 3 * TILE * TILE
+    monkeypatch.setattr(feature_limits, name, size)
+    if name == "MAX_FEATURE_BYTES":
+        first = other(first, data=None)
+    assert check_features([other(first, data=None), second], token_ids, vision)
+    monkeypatch.setattr(feature_limits, name, size - 1)
+    with pytest.raises(InvalidRequestError, match=f"more than {size - 1}") as caught:
+        check_features([first, second], token_ids, vision)
+    assert caught.value.param == "mm_features"
 
 
 # --- the cache ------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ from typing import Final
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import Array, InvalidRequestError
 from diptych_protocol.multimodal import IMAGE, MultiModalFeatureSpec, PlaceholderRange
+from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_IMAGES: Final = 32
 """Images of one prompt."""
 MAX_FEATURE_BYTES: Final = 192 << 20
 """Bytes of all tiles of one prompt."""
+MAX_IMAGE_BYTES: Final = MAX_MESSAGE_BYTES
+"""Bytes of the tiles of one image, which is one frame of a message."""
 MAX_IDENTIFIER_CHARS: Final = 64
 PARAM: Final = "mm_features"
 
@@ -43,7 +46,10 @@ def check_features(
             raise _refusal(f"[{index}] is a {type(feature).__name__}, no MultiModalFeatureSpec")
         covered = _check_place(feature, index, covered, token_ids, vision)
         if feature.data is not None:
-            total += memoryview(feature.data.data).nbytes
+            size = memoryview(feature.data.data).nbytes
+            if size > MAX_IMAGE_BYTES:
+                raise _refusal(f"[{index}] has {size} bytes of tiles, more than {MAX_IMAGE_BYTES}")
+            total += size
     if total > MAX_FEATURE_BYTES:
         raise _refusal(f"the images have {total} bytes of tiles, more than {MAX_FEATURE_BYTES}")
     inside = sum(_num_image_tokens(feature, token_ids, vision) for feature in features)

@@ -60,10 +60,13 @@ def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
 
     Raises `InvalidRequestError` for a message that says nothing, or calls a tool in broken JSON.
     """
-    if message.content is None and not message.tool_calls:
+    content: Any = message.content
+    if content is None and not message.tool_calls:
         raise InvalidRequestError(f"messages[{index}] has no content", param="messages")
+    if isinstance(content, list):
+        content = joined(content)
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": plain_content(message.content)}
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -73,13 +76,11 @@ def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
     return plain
 
 
-def plain_content(content: str | list[TextPart | ImagePart] | None) -> str | list[dict[str, Any]]:
+def joined(parts: list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
     """One text; or parts, if there are images among them."""
-    if not isinstance(content, list):
-        return content or ""
-    if any(isinstance(part, ImagePart) for part in content):
-        return [msgspec.to_builtins(part) for part in content]
-    return "\n".join(part.text for part in content if isinstance(part, TextPart))
+    if any(isinstance(part, ImagePart) for part in parts):
+        return [msgspec.to_builtins(part) for part in parts]
+    return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def plain_call(call: CalledTool, index: int) -> dict[str, Any]:

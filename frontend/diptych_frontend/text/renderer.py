@@ -61,7 +61,8 @@ class TextRenderer:
         embeddings that do not fit the model.
         """
         if isinstance(prompt, str):
-            return self._with_images(self._tokenize(prompt, tokenization), (), "prompt")
+            rendered = self._tokenize(prompt, tokenization)
+            return rendered if self._images is None else self._with_images(rendered, (), "prompt")
         if isinstance(prompt, list):
             rendered = TokensPrompt(prompt_token_ids=self._checked(prompt))
             return self._with_images(rendered, (), "prompt")
@@ -100,6 +101,8 @@ class TextRenderer:
         )
         # The template writes BOS itself where the model wants one.
         rendered = self._tokenize(text, WITHOUT_SPECIAL_TOKENS)
+        if self._images is None:
+            return rendered
         return self._with_images(rendered, images, "messages")
 
     def stat_mm_cache(self) -> MultiModalCacheStats | None:
@@ -134,8 +137,10 @@ class TextRenderer:
             rendered = TokensPrompt(prompt_token_ids=self._checked(prompt["prompt_token_ids"]))
             if prompt.get("prompt") is not None:
                 rendered["prompt"] = text_field(prompt["prompt"], "prompt")
-            if prompt.get("mm_features") is not None:  # rendered already
+            if "mm_features" in prompt:  # rendered already
                 rendered["mm_features"] = prompt["mm_features"]
+                return rendered
+            if self._images is None and "multi_modal_data" not in prompt:
                 return rendered
             return self._with_images(rendered, self._given(prompt), "multi_modal_data")
         if "prompt" in prompt:
