@@ -45,6 +45,7 @@ from diptych_protocol import (
 
 SIZES = [(60, 40), (40, 60), (64, 64), (32, 32), (1, 1), (300, 7), (7, 300), (65, 33), (999, 500)]
 TEXT = {"type": "text", "text": "what is it?"}
+CUT_OFF = encoded(picture(1))[:2000]
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +230,10 @@ def test_bytes_and_numbers_of_images_have_limits(
         ({"prompt": "x", "multi_modal_data": {"image": encoded(picture(1))}}, "multi_modal_data"),
         ({"prompt": "<image>x", "multi_modal_data": {"image": 3}}, "multi_modal_data.image"),
         ({"prompt": "<image>x", "multi_modal_data": {"audio": b""}}, "multi_modal_data"),
+        (
+            {"prompt": "<image>x", "multi_modal_data": {"image": Image.open(io.BytesIO(CUT_OFF))}},
+            "multi_modal_data.image",
+        ),
         ({"prompt": "<image>x", "multi_modal_data": [b""]}, "multi_modal_data"),
     ],
 )

@@ -86,6 +86,19 @@ def test_P5_decode_encodes_an_image_itself_when_it_has_to_compute_the_prompt(
     assert encoded_by(prefill, decode) == [1, 1]
 
 
+def test_P5_a_stream_that_moves_on_needs_no_encoder(
+    published: Published, trio: list[Engine]
+) -> None:
+    alone, prefill, decode = trio
+    message = asked(published, 1)
+    with engines(published.uri, other={}) as (other,):
+        router = LocalRouter(None, prefill=[prefill], decode=[decode, other], move_after=4)
+        [[*_, last]] = router.run(message)
+        assert other.core.stats().tokens_generated > 0
+        assert encoded_by(prefill, decode, other) == [1, 0, 0]
+    assert [[*last.outputs[0].token_ids]] == through(message, decode=[alone])
+
+
 def test_P5_a_hand_off_that_fails_is_made_good(published: Published, trio: list[Engine]) -> None:
     """P takes its lease back before D has read it."""
     alone, prefill, decode = trio

@@ -8,7 +8,7 @@ from typing import Final
 
 from diptych_engine.scheduling.images import PlacedImage
 from diptych_engine.scheduling.request import Request
-from diptych_frontend.images.features import check_features, content_hash
+from diptych_frontend.images.features import check_features, content_hash, require_vision
 from diptych_frontend.images.item_cache import ItemCache
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import (
@@ -56,13 +56,13 @@ class ImageIntake:
         Raises `InvalidRequestError` for images that do not fit the prompt or the model, and
         `MissingImageError` for one that is neither in the message nor here.
         """
-        vision = self._vision
+        vision = require_vision(self._vision)
         check_features(features, token_ids, vision)
         images = []
         for feature in features:
             place = feature.mm_position
             within = range(place.offset, place.offset + place.length)
-            marker = -1 if vision is None else vision.image_token_id
+            marker = vision.image_token_id
             places = array("q", (at for at in within if token_ids[at] == marker))
             if len(places) > self._capacity:
                 raise InvalidRequestError(
@@ -71,6 +71,13 @@ class ImageIntake:
                     param="mm_features",
                 )
             tiles = self._tiles(feature, announced=announced)
+            # What its name stands for need not be what came with it.
+            if tiles is not None and tiles.shape[0] * vision.tokens_per_tile != len(places):
+                raise InvalidRequestError(
+                    f"mm_features: the prompt has {len(places)} image tokens for the "
+                    f"{tiles.shape[0]} tiles of image {feature.identifier}",
+                    param="mm_features",
+                )
             key = feature.identifier if cache_salt is None else f"{feature.identifier} {cache_salt}"
             images.append(PlacedImage(key, places, tiles))
         return tuple(images)

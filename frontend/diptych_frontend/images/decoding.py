@@ -82,11 +82,14 @@ def decoded(encoded: bytes, where: str) -> Image:
         raise
     except Exception as exc:
         # A decoder of other people's bytes may fail in any way a program can.
-        raise InvalidRequestError(
-            f"{where} is not an image that can be read ({', '.join(FORMATS)}): "
-            f"{str(exc)[:200] or type(exc).__name__}",
-            param=where,
-        ) from exc
+        raise _unreadable(exc, where) from exc
+
+
+def _unreadable(cause: Exception, where: str) -> InvalidRequestError:
+    why = str(cause)[:200] or type(cause).__name__
+    return InvalidRequestError(
+        f"{where} is not an image that can be read ({', '.join(FORMATS)}): {why}", param=where
+    )
 
 
 def check_size(size: tuple[int, int], where: str) -> None:
@@ -104,11 +107,16 @@ def as_given(image: Any, where: str) -> GivenImage:
 
     Raises `InvalidRequestError` for anything else.
     """
+    from PIL import Image
+
     if isinstance(image, bytes | bytearray | memoryview):
         return GivenImage(bytes(image), where)
-    if type(image).__module__.startswith("PIL."):
+    if isinstance(image, Image.Image):
         check_size(image.size, where)
-        return GivenImage(image.convert("RGB"), where)
+        try:
+            return GivenImage(image.convert("RGB"), where)
+        except Exception as exc:  # it may be a file still that was not read
+            raise _unreadable(exc, where) from exc
     raise InvalidRequestError(
         f"{where} must be the bytes of an image file or an image of Pillow's, not "
         f"{type(image).__name__}",

@@ -36,8 +36,7 @@ def check_features(
 
     Raises `InvalidRequestError`, naming `mm_features`, for anything else.
     """
-    if vision is None:
-        raise _refusal("this model takes no images; leave them out")
+    vision = require_vision(vision)
     if not isinstance(features, list) or not 1 <= len(features) <= MAX_IMAGES:
         raise _refusal(f"there must be a list of 1 to {MAX_IMAGES} of them")
     total, covered = 0, 0
@@ -58,6 +57,13 @@ def check_features(
     if token_ids[-1] == vision.image_token_id:
         raise _refusal("the prompt must not end with an image token")
     return features
+
+
+def require_vision(vision: VisionConfig | None) -> VisionConfig:
+    """Raises `InvalidRequestError` for a model that takes no images."""
+    if vision is None:
+        raise _refusal("this model takes no images; leave them out")
+    return vision
 
 
 def _check_place(

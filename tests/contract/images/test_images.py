@@ -240,6 +240,26 @@ def test_contract_M03_images_that_do_not_fit_are_refused_by_name(
     core.close()
 
 
+def test_contract_M03_a_name_does_not_stand_for_another_number_of_tiles(
+    core: EngineCore, renderer: TextRenderer
+) -> None:
+    """It would ask for features that are not there, in the middle of a step."""
+    large, small = asked(renderer, 1), renderer.render_prompt(
+        {"prompt": "<image>x", "multi_modal_data": {"image": picture(2, 64, 16)}}
+    )  # fmt: skip
+    [of_large], [of_small] = large["mm_features"], small["mm_features"]
+    expected = answer(core, "large", large), answer(core, "small", small)
+    for prompt, feature, wrong in ((large, of_large, of_small), (small, of_small, of_large)):
+        for data in (None, feature.data):
+            named = msgspec.structs.replace(
+                feature, identifier=wrong.identifier, mm_hash=None, data=data
+            )
+            error, kind, _ = refusal(core, request("wrong", prompt, mm_features=[named]))
+            assert "image tokens for the" in error
+            assert kind is ErrorKind.FAULT
+    assert (answer(core, "again", large), answer(core, "too", small)) == expected
+
+
 def test_contract_M03_a_model_without_vision_refuses_features(renderer: TextRenderer) -> None:
     blind = make_core("dummy://?vocab_size=300")
     error, _, param = refusal(blind, request("r", asked(renderer, 1)))
