@@ -128,7 +128,8 @@ class ModelRunner:
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
         self._graphs: DecodeGraphs | None = None
-        if self._device.type == "cuda" and shard.size == 1:
+        # A mixture of experts is launched with counts of rows, which a recording would repeat.
+        if self._device.type == "cuda" and shard.size == 1 and not source.config.num_experts:
             self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size, self._device)
