@@ -174,6 +174,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "its own memory for KV.",
         ),
     ] = 1
+    enable_return_routed_experts: Annotated[
+        bool,
+        Meta(
+            description="Answers tell which experts each of their tokens went through; only for a "
+            "model that has some."
+        ),
+    ] = False
     otlp_traces_endpoint: (
         Annotated[
             str,

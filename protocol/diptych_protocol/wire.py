@@ -276,7 +276,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     trace_headers: Mapping[str, str] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache of this engine had, so that it did not compute them."""
-    routed_experts: None = None
+    routed_experts: Array | None = None
+    """[tokens, layers, experts a token] int16, if the engine has `enable_return_routed_experts`:
+    the experts of the tokens after those that were told before, up to the one before the newest.
+    -1: not known, or a layer that has no experts."""
     num_nans_in_logits: int = 0
     # ours
     error: str | None = None

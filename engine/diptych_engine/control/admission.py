@@ -76,6 +76,8 @@ def admit(
         adapter=adapter,
         prompt_embeds=message.prompt_embeds,
         resumable=message.resumable,
+        # With the tokens that it was given, whoever made them told of all but the last.
+        num_routed=len(token_ids) - 1 if message.generated_token_ids else 0,
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
     return request, _first_tokens(request, limits)

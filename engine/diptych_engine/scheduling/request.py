@@ -111,6 +111,8 @@ class Request:
     """Prompt tokens that the prefix cache had when it was first admitted; None before."""
     num_received_tokens: int = 0
     """Tokens whose KV came from another engine, until its client is told."""
+    num_routed: int = 0
+    """Leading tokens whose experts its client was told, by this engine or by those before it."""
     block_ids: list[int] = field(default_factory=list)
     """Append-only while the request holds blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -235,6 +237,8 @@ class StepResult:
     pooled: dict[str, Array] | None = None
     """Request id -> vectors of the pooling requests whose prompts this step completed; None when
     nobody pools."""
+    routed: dict[str, Array] | None = None
+    """Request id -> `EngineCoreOutput.routed_experts`; None unless the engine tells them."""
     failed: dict[str, str] = field(default_factory=dict)
     """Request id -> the reason why the request cannot go on; its tokens mean nothing."""
 

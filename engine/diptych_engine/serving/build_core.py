@@ -126,6 +126,8 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     core = EngineCore(
         description, scheduler, runner, connector, grammars, runs_ahead=runner.runs_ahead
     )
+    if runner.routed is not None:
+        core.hand_offs.before_load = runner.routed.forget
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.now_running)
