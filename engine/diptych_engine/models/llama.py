@@ -27,7 +27,7 @@ from diptych_engine.models.layer import (
 from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
-from diptych_engine.models.mixture import add_mixture_, route
+from diptych_engine.models.mixture import mixture, route
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard, Span
 from diptych_frontend.model_files.model_source import ModelConfig
@@ -266,13 +266,9 @@ class LlamaModel(torch.nn.Module):
         )
         if inputs.routed is not None:
             inputs.routed[:, index] = chosen
-        num_decodes = inputs.attention.num_decodes
-        if self._reduce is None:
-            add_mixture_(hidden, x, chosen, weights, layer.experts, num_decodes)
-            return
-        part = torch.zeros_like(hidden)
-        add_mixture_(part, x, chosen, weights, layer.experts, num_decodes)
-        self._reduce(part)
+        part = mixture(x, chosen, weights, layer.experts, inputs.attention.num_decodes)
+        if self._reduce is not None:
+            self._reduce(part)
         hidden.add_(part)
 
     def _add_product(

@@ -32,15 +32,10 @@ def route(x: Tensor, router: Tensor, top_k: int, *, renormalise: bool) -> tuple[
     return chosen, weights.to(x.dtype)
 
 
-def add_mixture_(
-    sums: Tensor,
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    experts: Sequence[Expert],
-    num_decodes: int,
-) -> None:
-    """sums [T, hidden] += what the chosen experts make of x [T, hidden].
+def mixture(
+    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Expert], num_decodes: int
+) -> Tensor:
+    """What the chosen experts make of x [T, hidden], weighted and added up: [T, hidden].
 
     The first `num_decodes` of the tokens are decodes. Waits for the device once, to learn how many
     tokens each expert has.
@@ -48,8 +43,9 @@ def add_mixture_(
     top_k = chosen.shape[1]
     flat = chosen.flatten()
     order = flat.argsort(stable=True)  # by expert; the tokens of one stay in their order
-    num_rows = flat.bincount(minlength=len(experts)).tolist()
-    num_early = flat[: num_decodes * top_k].bincount(minlength=len(experts)).tolist()
+    of_decodes = flat[: num_decodes * top_k]
+    counts = [each.bincount(minlength=len(experts)) for each in (flat, of_decodes)]
+    num_rows, num_early = torch.stack(counts).tolist()
     gathered = x.index_select(0, order // top_k)
     results = torch.empty_like(gathered)
     start = 0
@@ -60,5 +56,7 @@ def add_mixture_(
             results.index_copy_(0, order[start : start + rows], expert.down.product(gated, decodes))
             start += rows
     of_tokens = results.view(-1, top_k, x.shape[1])
-    for place in range(top_k):
+    sums = of_tokens[:, 0] * weights[:, :1]
+    for place in range(1, top_k):
         sums.addcmul_(of_tokens[:, place], weights[:, place : place + 1])
+    return sums

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kit.core import core_request, make_core, run, tokens
+from engine_kit.core import core_request, generate, make_core, run, tokens
 from gguf import GGMLQuantizationType as Kind
-from model_kit.mixture import published_mixture, save_mixture_gguf
+from model_kit.checkpoints import merged
+from model_kit.gguf import MODULES, save_lora
+from model_kit.mixture import answer_of, published_mixture, save_mixture_gguf
 
 from diptych_engine.execution.kv_cache_size import peak_of_a_step
 from diptych_engine.models.layer import Expert
 from diptych_engine.models.linear import Linear
-from diptych_engine.models.mixture import add_mixture_, route
+from diptych_engine.models.mixture import mixture, route
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available as has_packed_product
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import InvalidRequestError, LoRARequest
 
 PROMPT = [(7 * place) % 64 for place in range(40)]
 DUMMY = (
@@ -97,15 +99,14 @@ def test_a_mixture_is_the_sum_of_what_its_experts_make() -> None:
     experts, x = random_experts(5), torch.randn(9, 16)
     chosen, weights = route(x, torch.randn(16, 5), 3, renormalise=True)
     torch.testing.assert_close(weights.sum(-1), torch.ones(9))
-    expected = torch.ones(9, 16)
+    expected = torch.zeros(9, 16)
     for token in range(9):
         for expert, weight in zip(chosen[token], weights[token], strict=True):
             gate, up = (x[token] @ experts[expert].gate_up.weight).chunk(2)
             part = torch.nn.functional.silu(gate) * up
             expected[token] += weight * (part @ experts[expert].down.weight)
-    sums = torch.ones(9, 16)
-    add_mixture_(sums, x, chosen, weights, experts, num_decodes=4)
-    torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-4)
+    actual = mixture(x, chosen, weights, experts, num_decodes=4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_neighbours_of_a_token_change_no_bit() -> None:
@@ -121,10 +122,8 @@ def test_the_neighbours_of_a_token_change_no_bit() -> None:
     chosen, weights = route(x, torch.randn(16, 5), 3, renormalise=False)
 
     def sums_of(rows: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        sums = torch.zeros(len(rows), 16)
         own = chosen[rows][:, top], weights[rows][:, top]
-        add_mixture_(sums, x[rows], *own, experts, num_decodes=len(rows) // 2)
-        return sums
+        return mixture(x[rows], *own, experts, num_decodes=len(rows) // 2)
 
     own_order, other_order = torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1])
     expected = sums_of(torch.arange(12), own_order)
@@ -137,11 +136,7 @@ def test_requests_get_the_same_tokens_alone_and_together(tmp_path: Path) -> None
     """Greedy, as transformers generates them; in chunks, and with others in the same steps."""
     model = published_mixture(tmp_path)
     prompts = [PROMPT[start:] for start in range(0, 30, 6)]
-    expected = []
-    for prompt in prompts:
-        given = torch.tensor([prompt])
-        made = model.generate(given, max_new_tokens=12, do_sample=False, eos_token_id=None)
-        expected.append(made[0, len(prompt) :].tolist())
+    expected = [answer_of(model, prompt, 12) for prompt in prompts]
     core = make_core(str(tmp_path), block_size=4, max_num_batched_tokens=16)
     requests = [
         core_request(str(index), prompt, max_tokens=12, ignore_eos=True)
@@ -151,6 +146,24 @@ def test_requests_get_the_same_tokens_alone_and_together(tmp_path: Path) -> None
     core = make_core(str(tmp_path), block_size=4, max_num_batched_tokens=16)
     together = run(core, *requests)
     assert [tokens(together[each.request_id]) for each in requests] == expected
+    core.close()
+
+
+def test_an_adapter_changes_attention_and_no_expert(tmp_path: Path) -> None:
+    model = published_mixture(tmp_path / "base")
+    attention = [module for module in MODULES if "self_attn" in module]
+    own = save_lora(tmp_path / "attention", modules=attention)
+    core = make_core(str(tmp_path / "base"), max_model_len=128)
+    request = core_request("r", PROMPT, max_tokens=8, lora_request=LoRARequest("one", 1, own))
+    [actual] = run(core, request).values()
+    experts = LoRARequest("two", 2, save_lora(tmp_path / "experts"))
+    [refused] = run(core, core_request("x", PROMPT, max_tokens=8, lora_request=experts)).values()
+    assert "_proj.lora_A.weight has no place in this model" in (refused[-1].error or "")
+    core.close()
+    model.load_state_dict(merged(model.state_dict(), own))
+    model.save_pretrained(tmp_path / "merged")
+    core = make_core(str(tmp_path / "merged"), max_model_len=128)
+    assert tokens(actual) == generate(core, PROMPT, max_tokens=8)
     core.close()
 
 

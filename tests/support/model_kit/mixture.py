@@ -47,6 +47,16 @@ def published_mixture(folder: Path, *, stacked: bool = False, **changes: Any) ->
     return model
 
 
+def answer_of(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """What the model itself generates, greedily and past any end."""
+    with torch.inference_mode():
+        made = model.generate(
+            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+        )
+    tokens: list[int] = made[0, len(prompt) :].tolist()
+    return tokens
+
+
 def experts_of(model: Any, token_ids: list[int]) -> Tensor:
     """[tokens, layers, experts a token]: what the model's own router chooses; -1 in layers that
     have none."""
