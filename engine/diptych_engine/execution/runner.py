@@ -140,7 +140,7 @@ class ModelRunner:
         self._pooler = Pooler(config.pooling)
         self._embeds = PromptEmbeds(self._dtype, self._device)
         self.routed: RoutedExperts | None = None
-        """Of all ranks, which choose alike, the first one's."""
+        """The first rank keeps them: all ranks choose alike."""
         if config.enable_return_routed_experts and shard.rank == 0:
             self.routed = RoutedExperts(source.config, self.num_blocks, config.block_size)
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class AttentionWeights:
 class LayerWeights(AttentionWeights):
     """A layer whose MLP every token goes through."""
 
+    is_mixture: ClassVar[Literal[False]] = False
     gate_up: Linear
     """[hidden, 2 intermediate]."""
     down: Linear
@@ -61,6 +63,7 @@ class Expert:
 class MixtureWeights(AttentionWeights):
     """A layer with a mixture of experts: every token goes through a few of them."""
 
+    is_mixture: ClassVar[Literal[True]] = True
     router: Tensor
     """[hidden, experts]; the same on every rank."""
     experts: tuple[Expert, ...]

@@ -76,7 +76,7 @@ class LlamaModel(torch.nn.Module):
         self._layers = [
             empty_layer(config, index, empty) for index in range(config.num_hidden_layers)
         ]
-        self._dense = [layer for layer in self._layers if isinstance(layer, LayerWeights)]
+        self._dense = [layer for layer in self._layers if not layer.is_mixture]
         self.slots = self._all_slots()
         """Made once: no view can be made of a weight that has no memory."""
 
@@ -111,7 +111,7 @@ class LlamaModel(torch.nn.Module):
             ),
             "post_attention_layernorm.weight": WeightSlot(layer.mlp_norm),
         }
-        if isinstance(layer, LayerWeights):
+        if not layer.is_mixture:
             slots |= _mlp_slots("mlp.", layer, self._inner_rows)
         else:
             slots["mlp.gate.weight"] = WeightSlot(layer.router.t())
@@ -187,7 +187,7 @@ class LlamaModel(torch.nn.Module):
                 (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 (layer.output, ("self_attn.o_proj",)),
             ]
-            if isinstance(layer, LayerWeights):
+            if not layer.is_mixture:
                 linears += _mlp_linears("mlp.", layer)
             else:
                 for number, expert in enumerate(layer.experts):
@@ -244,7 +244,7 @@ class LlamaModel(torch.nn.Module):
             else:
                 self._add_product(hidden, attended, layer.output, inputs, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
-            if isinstance(layer, MixtureWeights):
+            if layer.is_mixture:
                 self._add_mixture_(hidden, normed, layer, inputs, index)
                 continue
             gate_up = layer.gate_up.product(normed, num_decodes)
