@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_kit.core import DUMMY, core_request, make_core, run, step, tokens
+from engine_kit.handoff import save_toy
 from model_kit.mixture import SIZES, experts_of, published_mixture
 
 from diptych_engine import LLM, AsyncLLM, EngineArgs
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.routed_experts import joined
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     Array,
     EngineCoreOutput,
@@ -193,6 +196,22 @@ def test_contract_M04_routed_experts_stay_with_a_stream_that_lags() -> None:
     assert read is not None
     assert read.outputs[0].routed_experts is not None
     assert read.outputs[0].routed_experts.tolist() == [[[3]], [[3]], [[4]]]
+
+
+def test_contract_M04_routed_experts_of_what_a_stop_string_ends(tmp_path: Path) -> None:
+    """The core does not know that it has ended."""
+    tokenizer = load_tokenizer(resolve_model(save_toy(tmp_path)))
+    processor, collector = OutputProcessor(tokenizer), Collector[RequestOutput]()
+    processor.add(core_request("r", [1, 2], stop=["dc"]), None, collector)
+    assert processor.process([EngineCoreOutput("r", [4], routed_experts=part(3, 2, 1, 1))]) == []
+    last = EngineCoreOutput("r", [3], routed_experts=part(5, 1, 1, 1))
+    assert processor.process([last]) == ["r"]
+    read = collector.take()
+    assert read is not None
+    [made] = read.outputs
+    assert made.stop_reason == "dc"
+    assert made.routed_experts is not None
+    assert made.routed_experts.tolist() == [[[3]], [[3]], [[5]]]
 
 
 @pytest.mark.parametrize(
