@@ -37,7 +37,8 @@ class CompletionOutput:
     """[tokens, layers, experts a token], with the last output, if the engine has
     `enable_return_routed_experts`: which experts each layer chose for the tokens of prompt and
     answer, the likeliest first. The token that was sampled last went through no layer. -1: a layer
-    without experts, or a token whose KV an engine got from another one for an earlier request."""
+    without experts, or a token whose KV came from another engine, such as a prefix that an earlier
+    request fetched."""
 
     @property
     def finished(self) -> bool:

@@ -7,8 +7,8 @@ tokens that were sampled, and no step waits for them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +64,8 @@ class RoutedExperts:
         self._shape = model.num_hidden_layers, model.num_experts_per_tok
         # Zeros, because such memory is taken on first use: what stands here is one more.
         self._one_more = np.zeros((num_blocks, block_size, *self._shape), np.int16)
+        self._under_way: deque[Readback] = deque()
+        """Steps that were launched and not written down, in their order."""
 
     def room_for(self, num_tokens: int, device: torch.device) -> Tensor:
         """`StepInputs.routed` of a step."""
@@ -78,21 +80,27 @@ class RoutedExperts:
     ) -> Callable[[], dict[str, Array]]:
         """Keep what a launched step's layers chose.
 
-        Returns what waits for it, and then says what clients are to be told, by request id. It
-        must be called before that of a later step.
+        Returns what waits for it, and then says what clients are to be told, by request id. That
+        may be called again, and before that of an earlier step: it counts when the results of all
+        steps before are applied.
         """
         if inputs.routed is None:
             raise ValueError("the step had no room for experts")
         copies = Readback(inputs.routed, inputs.slot_blocks, inputs.slot_offsets)
+        self._under_way.append(copies)
         wanted = [self._want(share, rows) for share in shares if share.samples]
 
-        @cache  # whoever asks again later must not write again: blocks may be others' by then
         def told() -> dict[str, Array]:
-            chosen, blocks, offsets = (tensor.numpy() for tensor in copies.read())
-            self._one_more[blocks, offsets] = chosen + 1
+            self._keep(copies)
             return {each.request.request_id: self._of(each) for each in wanted}
 
         return told
+
+    def _keep(self, newest: Readback) -> None:
+        """Write down a step and those before it, each once: blocks may be others' later."""
+        while newest in self._under_way:
+            chosen, blocks, offsets = (x.numpy() for x in self._under_way.popleft().read())
+            self._one_more[blocks, offsets] = chosen + 1
 
     def _want(self, share: ScheduledRequest, rows: BatchRows) -> _Wanted:
         request, end = share.request, share.start + share.num_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_kit.core import DUMMY, core_request, make_core, run, step, tokens
+from engine_kit.core import CLIENT, DUMMY, core_request, make_core, run, step, tokens
 from engine_kit.handoff import save_toy
 from model_kit.mixture import SIZES, experts_of, published_mixture
 
@@ -113,6 +113,22 @@ def test_contract_M04_routed_experts_of_steps_that_run_ahead(mixture: Mixture) -
     core.close()
 
 
+def test_contract_M04_routed_experts_of_steps_that_somebody_looks_into(mixture: Mixture) -> None:
+    """A control call waits for all that was launched, before the results of the first of it are
+    applied."""
+    core = make_core(mixture.path, block_size=4, async_scheduling=True, **TELLS)
+    core.add(core_request("r", PROMPTS[0], max_tokens=8, ignore_eos=True), CLIENT)
+    outputs: list[EngineCoreOutput] = []
+    while not outputs or not outputs[-1].finished:
+        under_way = core.start_step()
+        core.call("stats", [])
+        core.finish_step(*under_way)
+        core.call("stats", [])
+        outputs += core.take_outputs()[CLIENT]
+    check(mixture, PROMPTS[0], outputs)
+    core.close()
+
+
 def test_contract_M04_routed_experts_of_a_model_on_two_ranks(mixture: Mixture) -> None:
     """Each rank has a half of every expert; they choose alike."""
     alone = make_core(mixture.path, block_size=4)
@@ -134,7 +150,7 @@ def test_contract_M04_routed_experts_of_a_prompt_in_pieces(mixture: Mixture) -> 
     params = {"max_tokens": 3, "ignore_eos": True}
 
     def answered(piece: list[int]) -> list[EngineCoreOutput]:
-        core.add(core_request("s", piece, resumable=True, **params), b"client")
+        core.add(core_request("s", piece, resumable=True, **params), CLIENT)
         made: list[EngineCoreOutput] = []
         while not made or made[-1].piece_finish_reason is None:
             made += step(core)
