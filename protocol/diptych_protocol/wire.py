@@ -101,7 +101,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Further pieces of the prompt will follow, as requests with the same id and this flag; one
     without it says that there are no more."""
     reasoning_ended: bool | None = None
+    """No reasoning comes before the answer (True), or the prompt has begun it (False); None: its
+    end, or else the output, shows that. A form of the answer holds from the answer on."""
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    """What the format of the reasoning depends on: `{"chat_template_kwargs": {...}}`."""
     abort_immediately: bool = False
     generated_token_ids: list[int] | None = None
     """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.

@@ -147,7 +147,7 @@ class ModelRunner:
         self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         worker_rank = config.data_parallel_rank * shard.size + shard.rank
         self.worker_methods: dict[str, Callable[..., Any]] = {
-            **extension_methods(config.worker_extension, self),
+            **extension_methods(config, self),
             "_reload_weights": self._load,
             **self.loras.methods(),
             **WeightReceiver(self.model, worker_rank).methods(),

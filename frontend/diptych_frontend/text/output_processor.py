@@ -6,10 +6,11 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from diptych_frontend.reasoning.formats import format_of
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.detokenizer import Detokenizer
-from diptych_frontend.text.fan_out import ParentRequest, fan_out
 from diptych_frontend.text.logprobs import PromptLogprobs, of_output
+from diptych_frontend.text.parent_request import ParentRequest, fan_out
 from diptych_frontend.text.pooling_answer import PoolingAnswer
 from diptych_frontend.text.routed_experts import joined
 from diptych_frontend.text.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
     Logprob,
+    ReasoningParserName,
     RefusedByEngineError,
     RequestOutput,
     RequestOutputKind,
@@ -38,12 +40,23 @@ log = logging.getLogger(__name__)
 class OutputProcessor:
     """The open requests of one client. Belongs to one thread."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stream_interval: int = 1,
+        reasoning_parser: ReasoningParserName = "none",
+    ) -> None:
         """Without a tokenizer, answers are token ids and their text stays empty.
 
-        stream_interval: as `EngineConfig.stream_interval`.
+        stream_interval, reasoning_parser: as in `EngineConfig`.
         """
         self._tokenizer = tokenizer
+        style = format_of(reasoning_parser)
+        self._marker_ids: frozenset[int] = frozenset()
+        """Markers of reasoning that are special tokens."""
+        if style is not None and tokenizer is not None:
+            self._marker_ids = tokenizer.special_ids_of(style.markers)
         self._stream_interval = stream_interval
         self._answers: dict[str, _Answer | PoolingAnswer] = {}
         self._waiting: dict[str, int] = {}
@@ -109,7 +122,9 @@ class OutputProcessor:
         parent: ParentRequest | None,
         index: int,
     ) -> _Answer:
-        made = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
+        # Who says how reasoning is to be parsed will look for its markers in the text.
+        kept = () if request.reasoning_parser_kwargs is None else self._marker_ids
+        made = _Answer(request, prompt_text, collector, parent, index, self._tokenizer, kept)
         made.stream_interval = self._stream_interval
         return made
 
@@ -228,6 +243,7 @@ class _Answer:
         parent: ParentRequest | None,
         index: int,
         tokenizer: Tokenizer | None,
+        kept_token_ids: Collection[int],
     ) -> None:
         params = request.sampling
         prompt = request.prompt_token_ids or []
@@ -243,7 +259,8 @@ class _Answer:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             made_elsewhere = request.generated_token_ids or []
-            self._detokenizer = Detokenizer(tokenizer, params, [*prompt, *made_elsewhere])
+            context = [*prompt, *made_elsewhere]
+            self._detokenizer = Detokenizer(tokenizer, params, context, kept_token_ids)
             self._detokenizer.num_tokens = len(made_elsewhere)
         self._wants_logprobs = params.logprobs is not None
         self._cumulative_logprob = 0.0

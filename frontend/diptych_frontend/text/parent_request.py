@@ -1,4 +1,4 @@
-"""A request for several answers to one prompt becomes several requests."""
+"""A request for several answers to one prompt, as the requests for each that a core gets."""
 
 from __future__ import annotations
 
