@@ -22,7 +22,7 @@ from diptych_protocol.engine_client import (
     TextPrompt,
     TokensPrompt,
 )
-from diptych_protocol.engine_settings import EngineSettings, SchedulingPolicy
+from diptych_protocol.engine_settings import EngineSettings, ReasoningParserName, SchedulingPolicy
 from diptych_protocol.errors import (
     ClientClosedError,
     DiptychError,
@@ -110,6 +110,7 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "PromptType",
+    "ReasoningParserName",
     "ReconfigureDistributedRequest",
     "ReconfigureRankType",
     "RefusedByEngineError",

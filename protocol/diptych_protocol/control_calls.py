@@ -25,6 +25,9 @@ WakeUpTag = Literal["weights", "kv_cache", "scheduling"]
 
 PROFILE_PREFIX: Final = re.compile(r"[-\w.]{0,128}", re.ASCII)
 CALL_TIMEOUT_S: Final = 60.0
+CALL_FUNCTION: Final = "call_function"
+APPLY_MODEL: Final = "apply_model"
+"""Worker methods that run a named function; see `EngineConfig.allow_functions`."""
 REST_TIMEOUT_S: Final = 3600.0
 """Until requests have come to rest: a pause that waits for them takes as long as they do."""
 MOVE_TIMEOUT_S: Final = 1800.0

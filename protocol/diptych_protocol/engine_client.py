@@ -55,8 +55,9 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class EmbedsPrompt(TypedDict, total=False):
-    prompt_embeds: Array
-    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens."""
+    prompt_embeds: Any
+    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens. A
+    `torch.Tensor`, a `numpy.ndarray` or an `Array`."""
     cache_salt: str
 
 
@@ -80,8 +81,10 @@ class Renderer(Protocol):
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
-        """Apply the model's chat template; `tools` are those that the answer may call.
+        """Apply the model's chat template; `tools` are those that the answer may call, and
+        `template_kwargs` further variables of the template.
 
         Raises `InvalidRequestError` if the template refuses.
         """
@@ -130,6 +133,11 @@ class EngineClient(ABC):
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         return self.vllm_config.name
+
+    @property
+    def reasoning_parser(self) -> str:
+        """The format of the model's reasoning; `none` if nobody is to look for it."""
+        return self.vllm_config.reasoning_parser
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:
@@ -182,6 +190,13 @@ class EngineClient(ABC):
 
         Leaving the generator early aborts the request in the core. `tenant` says whose request it
         is: engines are fair to tenants.
+
+        With a `reasoning_parser`, the form of `structured_outputs` holds from the end of the
+        model's reasoning on. reasoning_ended: True if there is none to come, so that the form holds
+        from the first token on; False if the prompt has begun it; None: the prompt's end, or else
+        the output, shows that. reasoning_parser_kwargs: `{"chat_template_kwargs": {...}}`, what the
+        template was given, of which `enable_thinking: false` says that no reasoning is to come. The
+        text of a request with these keeps the markers of reasoning that are special tokens.
 
         A prompt that comes in pieces (an async generator) keeps its KV between them. Each piece is
         answered by itself, with the parameters it brings, and the next one is asked for when that

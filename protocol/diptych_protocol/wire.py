@@ -104,7 +104,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Further pieces of the prompt will follow, as requests with the same id and this flag; one
     without it says that there are no more."""
     reasoning_ended: bool | None = None
+    """No reasoning comes before the answer (True), or the prompt has begun it (False); None: its
+    end, or else the output, shows that. A form of the answer holds from the answer on."""
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    """What the format of the reasoning depends on: `{"chat_template_kwargs": {...}}`."""
     abort_immediately: bool = False
     generated_token_ids: list[int] | None = None
     """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.
@@ -284,7 +287,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     trace_headers: Mapping[str, str] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache of this engine had, so that it did not compute them."""
-    routed_experts: None = None
+    routed_experts: Array | None = None
+    """[tokens, layers, experts a token] int16, if the engine has `enable_return_routed_experts`:
+    the experts of the tokens after those that were told before, up to the one before the newest.
+    -1: not known, or a layer that has no experts."""
     num_nans_in_logits: int = 0
     # ours
     error: str | None = None

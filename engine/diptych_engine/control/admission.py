@@ -13,6 +13,7 @@ from diptych_engine.scheduling.adapter import Adapter, cache_identity
 from diptych_engine.scheduling.images import PlacedImage
 from diptych_engine.scheduling.request import Request
 from diptych_engine.scheduling.sessions import check_arrival, check_piece
+from diptych_frontend.reasoning.request_options import said_ended
 from diptych_frontend.text.prompt_embeds import check_embeds
 from diptych_protocol import (
     EngineCoreRequest,
@@ -89,6 +90,9 @@ def admit(
         prompt_embeds=message.prompt_embeds,
         images=placed,
         resumable=message.resumable,
+        # With the tokens that it was given, whoever made them told of all but the last.
+        num_routed=len(token_ids) - 1 if message.generated_token_ids else 0,
+        said_ended=said_ended(message.reasoning_ended, message.reasoning_parser_kwargs),
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
     return request, _first_tokens(request, limits)

@@ -189,8 +189,7 @@ class EngineCore:
             self.hand_offs.refused(message)
             return
         queued = self.grammars.begin(request)
-        if first_tokens:
-            self._outputs[client].append(EngineCoreOutput(request.request_id, first_tokens))
+        request.first_tokens = first_tokens
         self.hand_offs.arrived(request)
         (self.scheduler.add if queued else self.scheduler.hold)(request)
         surplus = self.scheduler.surplus()

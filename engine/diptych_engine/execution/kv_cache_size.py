@@ -93,8 +93,10 @@ def peak_of_a_step(model: ModelConfig, max_tokens: int, max_seqs: int, itemsize:
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
     # Twice the residual and its norm; queries, keys and values, and twice what attention makes of
-    # them; gate and up, and their product.
-    per_token = 4 * model.hidden_size + 3 * queries + 2 * keys + 3 * model.intermediate_size
+    # them; gate and up, and their product; of each expert of a token also what goes in and out.
+    of_expert = 2 * model.hidden_size + 3 * model.moe_intermediate_size
+    inner = max(3 * model.intermediate_size, model.num_experts_per_tok * of_expert)
+    per_token = 4 * model.hidden_size + 3 * queries + 2 * keys + inner
     # As computed and in float32; log-probabilities and what sampling sorts.
     per_row = model.vocab_size * (itemsize + 4 * 4)
     rows = max(max_seqs, ROWS_AT_ONCE)

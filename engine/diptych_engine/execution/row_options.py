@@ -42,7 +42,7 @@ class RowOptions:
             params.bad_words_token_ids or [],
             Bias.of(params.logit_bias),
             Penalties.of(params),
-            None if request.grammar is None else GrammarState(request.grammar),
+            None if request.grammar is None else GrammarState(request.grammar, request.reasoning),
         )
         return options if options._any else None
 

@@ -44,6 +44,9 @@ class StepInputs:
     """The adapters that some of the tokens want."""
     given: GivenEmbeddings | None = None
     """Used in place of the embeddings of those tokens."""
+    routed: Tensor | None = None
+    """[tokens, layers, experts a token] int16: a model with experts writes here which of them its
+    layers chose, the likeliest first. Layers without experts leave it as it is."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,7 +125,8 @@ class CausalLM(Protocol):
 
     @property
     def projections(self) -> Mapping[str, Projection]:
-        """What an adapter may change in each layer, by the Hugging Face name inside the layer."""
+        """What an adapter may change in each layer, by the Hugging Face name inside the layer; in a
+        model with experts, only what belongs to attention."""
 
     @property
     def packables(self) -> Sequence[Packable]:

@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 
 from diptych_engine.scheduling.adapter import Adapter
 from diptych_engine.scheduling.images import ImageWork, PlacedImage, identity_of
+from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_frontend.fair_share import Account
 from diptych_protocol import (
     Array,
@@ -114,6 +115,11 @@ class Request:
     """Prompt tokens that the prefix cache had when it was first admitted; None before."""
     num_received_tokens: int = 0
     """Tokens whose KV came from another engine, until its client is told."""
+    num_routed: int = 0
+    """Leading tokens whose experts its client was told, by this engine or by those before it."""
+    first_tokens: list[int] = field(default_factory=list)
+    """Tokens that the engine of its prompt sampled, until its client is told: with the first token
+    that is sampled here, so that a hand-off which fails is an error from the first byte on."""
     block_ids: list[int] = field(default_factory=list)
     """Append-only while the request holds blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -124,6 +130,10 @@ class Request:
     grammar: LLMatcher | None = None
     """The matcher of its structured output's grammar, in the initial state; to be copied, not
     changed."""
+    said_ended: bool | None = None
+    """Whether its sender says that there is no reasoning to come before its answer."""
+    reasoning: Reasoning | None = None
+    """What may stand in its output before the part that has the grammar."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -246,6 +256,8 @@ class StepResult:
     pooled: dict[str, Array] | None = None
     """Request id -> vectors of the pooling requests whose prompts this step completed; None when
     nobody pools."""
+    routed: dict[str, Array] | None = None
+    """Request id -> `EngineCoreOutput.routed_experts`; None unless the engine tells them."""
     failed: dict[str, str] = field(default_factory=dict)
     """Request id -> the reason why the request cannot go on; its tokens mean nothing."""
 

@@ -11,7 +11,7 @@ from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
-from diptych_engine.execution.named_class import named_class
+from diptych_engine.execution.named import named
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.lora.calls import LoraCalls
@@ -38,7 +38,7 @@ def executor_class(config: EngineConfig) -> type[ModelRunner]:
     own: type[ModelRunner] = ModelRunner if config.tensor_parallel_size == 1 else LeadRunner
     if not config.executor_class:
         return own
-    chosen: type[ModelRunner] = named_class(config.executor_class, "executor_class")
+    chosen: type[ModelRunner] = named(config.executor_class, "executor_class")
     if not (isinstance(chosen, type) and issubclass(chosen, own)):
         raise InvalidRequestError(
             f"executor_class {config.executor_class!r} must be a subclass of {own.__name__}, which "
@@ -57,7 +57,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     config.check()
     source = resolve_model(config.model)
     model = source.config
-    grammars = GrammarCompiler(source)
+    grammars = GrammarCompiler(source, config.reasoning_parser)
     runner = executor_class(config)(config, source)
     runner.warm_up()
     grammars.wait_until_ready()
@@ -130,6 +130,8 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     core = EngineCore(
         description, scheduler, runner, connector, grammars, images, runs_ahead=runner.runs_ahead
     )
+    if runner.routed is not None:
+        core.hand_offs.before_load = runner.routed.forget
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.now_running)

@@ -109,7 +109,9 @@ class LLMEngine(EngineControls):
         self.renderer = self.input_processor.renderer
         self.model_config = self.renderer.model_config
         self.output_processor = OutputProcessor(
-            self.renderer.tokenizer, stream_interval=vllm_config.stream_interval
+            self.renderer.tokenizer,
+            stream_interval=vllm_config.stream_interval,
+            reasoning_parser=vllm_config.reasoning_parser,
         )
         self.log_stats = log_stats
         self.engine_core = make_core(vllm_config, multiprocess_mode)
@@ -391,10 +393,12 @@ class LLMEngine(EngineControls):
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self.engine_core.call(method, *args, timeout_s=timeout_s)
 
-    def call_workers(self, function: Callable[[Any], T]) -> list[T]:
-        if self.vllm_config.tensor_parallel_size > 1:
-            raise UnsupportedFeatureError("the model is spread over several processes")
-        return [function(self.model_executor)]
+    @property
+    def only_worker(self) -> Any:
+        core = getattr(self.engine_core, "core", None)
+        if core is None or self.vllm_config.tensor_parallel_size > 1:
+            return None
+        return core.runner
 
     def shutdown(self) -> None:
         """End the core. Safe to call twice."""

@@ -105,7 +105,11 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         super().__init__(
             vllm_config,
             inputs,
-            OutputProcessor(inputs.renderer.tokenizer, stream_interval=vllm_config.stream_interval),
+            OutputProcessor(
+                inputs.renderer.tokenizer,
+                stream_interval=vllm_config.stream_interval,
+                reasoning_parser=vllm_config.reasoning_parser,
+            ),
             max_open_requests=_most_open(vllm_config, vllm_config.data_parallel_size),
         )
         self._client_index = client_index

@@ -245,6 +245,8 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     content: str | list[TextPart | ImagePart] | None = None
     """None only beside calls of tools."""
     name: str | None = None
+    reasoning_content: str | None = None
+    """Only an assistant's."""
     tool_call_id: str | None = None
     tool_calls: list[CalledTool] | None = None
     refusal: None = None
@@ -272,7 +274,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "add_special_tokens": (False,),
         "continue_final_message": (False,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "documents": ([],),
     }
 
@@ -285,6 +286,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tool_choice: ToolChoice | None = None
     """Without it a model may call tools if there are any."""
     parallel_tool_calls: bool | None = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template."""
+    include_reasoning: bool | None = None
+    """False: the answer leaves the model's reasoning out."""
 
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -306,7 +312,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: Any = None
     continue_final_message: Any = None
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     documents: Any = None
 
     @property

@@ -12,6 +12,7 @@ import msgspec
 
 from diptych_frontend.images.features import check_features
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.reasoning.request_options import check_options
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_frontend.text.tokenization import tokenization
@@ -23,6 +24,7 @@ from diptych_protocol import (
     LoRARequest,
     PoolingParams,
     PromptType,
+    ReasoningParserName,
     SamplingParams,
     SchedulingPolicy,
     TokensPrompt,
@@ -43,12 +45,14 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         scheduling_policy: SchedulingPolicy = "fcfs",
+        reasoning_parser: ReasoningParserName = "none",
     ) -> None:
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.scheduling_policy = scheduling_policy
+        self.reasoning_parser = reasoning_parser
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -66,6 +70,7 @@ class InputProcessor:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             scheduling_policy=config.scheduling_policy,
+            reasoning_parser=config.reasoning_parser,
         )
 
     def process(
@@ -93,6 +98,8 @@ class InputProcessor:
         priority: int = 0,
         data_parallel_rank: int | None = None,
         *,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> EngineCoreRequest:
         """Build the request for the core; the caller's objects stay as they are.
@@ -128,6 +135,8 @@ class InputProcessor:
             prompt_embeds=rendered.get("prompt_embeds"),
             priority=priority,
             trace_headers=trace_headers,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
         return self._finish(request_as_sent(request), supported_tasks)
@@ -186,6 +195,9 @@ class InputProcessor:
             _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
         else:
+            check_options(
+                self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
+            )
             request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
             if request.prompt_embeds is not None and request.sampling.prompt_logprobs is not None:
                 raise InvalidRequestError(

@@ -87,6 +87,7 @@ class TextRenderer:
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
         """Apply the model's chat template. Raises `InvalidRequestError` if it refuses."""
         tokenizer = self._require_tokenizer("messages")
@@ -98,6 +99,7 @@ class TextRenderer:
             [plain_message(message, index, seen) for index, message in enumerate(messages)],
             add_generation_prompt=add_generation_prompt,
             tools=tools,
+            template_kwargs=template_kwargs,
         )
         # The template writes BOS itself where the model wants one.
         rendered = self._tokenize(text, WITHOUT_SPECIAL_TOKENS)

@@ -46,6 +46,8 @@ class StreamedPrompt:
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> None:
         """`params` are those of pieces without their own; the rest is for all of them.
@@ -66,6 +68,8 @@ class StreamedPrompt:
             data_parallel_rank=data_parallel_rank,
             priority=priority,
             trace_headers=trace_headers,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
         self._renderer = renderer
