@@ -158,7 +158,7 @@ def test_an_adapter_changes_attention_and_no_expert(tmp_path: Path) -> None:
     [actual] = run(core, request).values()
     experts = LoRARequest("two", 2, save_lora(tmp_path / "experts"))
     [refused] = run(core, core_request("x", PROMPT, max_tokens=8, lora_request=experts)).values()
-    assert "_proj.lora_A.weight has no place in this model" in (refused[-1].error or "")
+    assert ".weight has no place in this model" in (refused[-1].error or "")
     core.close()
     model.load_state_dict(merged(model.state_dict(), own))
     model.save_pretrained(tmp_path / "merged")
