@@ -15,6 +15,7 @@ from diptych_protocol.config import EngineConfig, RouterConfig
 from diptych_protocol.control_calls import PauseMode
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.lora import LoRARequest
+from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.outputs import RequestOutput
 from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import SamplingParams
@@ -37,12 +38,18 @@ class StreamingInput:
 class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
+    multi_modal_data: dict[str, Any]
+    """`{"image": ...}`: the bytes of an image file, an image of Pillow's, or a list of these, one
+    for each image token of the prompt."""
 
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
     cache_salt: str
+    multi_modal_data: dict[str, Any]
+    mm_features: list[MultiModalFeatureSpec]
+    """Set by the renderer, which expands the image tokens."""
     prompt_embeds: Array
     """Set by the renderer for an `EmbedsPrompt`, whose token ids are zeros."""
 

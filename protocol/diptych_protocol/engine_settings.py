@@ -127,6 +127,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     enable_prefix_caching: Annotated[
         bool, Meta(description="Keep the KV of finished prompts to reuse for equal prefixes.")
     ] = True
+    encoder_cache_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="Image tokens whose features an engine keeps, for a model that takes "
+            "images. A larger image is refused.",
+        ),
+    ] = 16384
     max_idle_sessions: Annotated[
         int,
         Meta(
@@ -184,6 +193,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "its own memory for KV.",
         ),
     ] = 1
+    enable_return_routed_experts: Annotated[
+        bool,
+        Meta(
+            description="Answers tell which experts each of their tokens went through; only for a "
+            "model that has some."
+        ),
+    ] = False
     otlp_traces_endpoint: (
         Annotated[
             str,

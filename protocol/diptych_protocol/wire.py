@@ -29,6 +29,7 @@ from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.lora import LoRARequest
+from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.pooling import PoolingParams
 from diptych_protocol.sampling import SamplingParams
 
@@ -67,6 +68,8 @@ class ErrorKind(enum.IntEnum):
     """This attempt failed."""
     OVERLOADED = 1
     """There is no room: try another engine, or later."""
+    MISSING_IMAGE = 2
+    """The request names an image that the core does not have: send it again with all data."""
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -81,11 +84,11 @@ class EngineCoreRequestType(enum.Enum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One request for an EngineCore. Fields typed `None` are reserved by the contract."""
+    """One request for an EngineCore."""
 
     request_id: str
     prompt_token_ids: list[int] | None
-    mm_features: None
+    mm_features: list[MultiModalFeatureSpec] | None
     sampling_params: SamplingParams | None
     pooling_params: PoolingParams | None
     eos_token_id: int | None
@@ -267,6 +270,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Kernels that differed from their references, which compute in their place."""
     malformed_messages: int = 0
     """Messages of clients that could not be read."""
+    images_encoded: int = 0
+    encoder_cache_hits: int = 0
+    """Images that a prompt needed and that were encoded before."""
+    encoder_cache_tokens: int = 0
+    """Image tokens whose features are kept."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -285,7 +293,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     trace_headers: Mapping[str, str] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache of this engine had, so that it did not compute them."""
-    routed_experts: None = None
+    routed_experts: Array | None = None
+    """[tokens, layers, experts a token] int16, if the engine has `enable_return_routed_experts`:
+    the experts of the tokens after those that were told before, up to the one before the newest.
+    -1: not known, or a layer that has no experts."""
     num_nans_in_logits: int = 0
     # ours
     error: str | None = None

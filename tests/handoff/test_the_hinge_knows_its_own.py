@@ -222,6 +222,9 @@ class Impostor(UcxTransport):
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
+    def _meet_itself(self, host: str) -> None:
+        """It would not believe itself."""
+
     def _run(self) -> None:
         while not self._stopping:
             self.poll(0.05)

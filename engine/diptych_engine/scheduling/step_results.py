@@ -89,6 +89,9 @@ def _accept_token(request: Request, result: StepResult, position: int) -> Engine
         output.new_logprobs = _of_one_token(result.logprobs[position])
     if result.prompt_logprobs is not None:
         output.new_prompt_logprobs_tensors = result.prompt_logprobs.get(request_id)
+    if result.routed is not None:
+        output.routed_experts = result.routed.get(request_id)
+        request.num_routed = request.num_tokens - 1
     if result.num_nans is not None:
         output.num_nans_in_logits = result.num_nans[position]
     return output

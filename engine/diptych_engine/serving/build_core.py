@@ -7,6 +7,7 @@ import secrets
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
+from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
@@ -16,6 +17,7 @@ from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.lora.calls import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_frontend.model_files.model_source import resolve_model
@@ -104,6 +106,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         journey=JourneyLog() if config.follows_requests else None,
         max_loras=config.max_loras,
         enough_prompt_tokens=runner.enough_prompt_tokens,
+        encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )
     connector = None
@@ -123,9 +126,12 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         description.kv_transfer_host = connector.host
         description.kv_transfer_port = connector.port
         description.kv_transfer_proof = connector.proof
+    images = ImageIntake(model.vision, config.encoder_cache_tokens)
     core = EngineCore(
-        description, scheduler, runner, connector, grammars, runs_ahead=runner.runs_ahead
+        description, scheduler, runner, connector, grammars, images, runs_ahead=runner.runs_ahead
     )
+    if runner.routed is not None:
+        core.hand_offs.before_load = runner.routed.forget
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.now_running)

@@ -86,6 +86,7 @@ class EngineControls(ABC):
     # --- caches -------------------------------------------------------------------------------
 
     def reset_mm_cache(self) -> None:
+        """Forget images on both sides: as they were prepared here, and as they came there."""
         self.control(ResetMmCache())
 
     def reset_encoder_cache(self) -> None:

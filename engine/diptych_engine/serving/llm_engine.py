@@ -30,6 +30,7 @@ from diptych_frontend.text.output_processor import Collector, OutputProcessor, f
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
+    AnyControlCall,
     CompletionOutput,
     EngineConfig,
     EngineCoreOutputs,
@@ -128,12 +129,16 @@ class LLMEngine(EngineControls):
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
             self.logger_manager = StatLoggerManager(
-                vllm_config, stat_loggers or (), aggregate=aggregate_engine_logging
+                vllm_config,
+                stat_loggers or (),
+                aggregate=aggregate_engine_logging,
+                stat_mm_cache=self.renderer.stat_mm_cache,
             )
             self.logger_manager.log_engine_initialized()
         self._clock = clock
         self._log_interval_s = float(os.environ.get(LOG_INTERVAL, DEFAULT_LOG_INTERVAL_S))
         self._logged_at = clock()
+        self.reset_mm_cache()
 
     @classmethod
     def from_vllm_config(
@@ -379,6 +384,11 @@ class LLMEngine(EngineControls):
         return msgspec.convert(self.call_core("stats"), SchedulerStats)
 
     # --- the core -----------------------------------------------------------------------------
+
+    def control(self, call: AnyControlCall) -> Any:
+        if call.forgets_images:
+            self.renderer.clear_mm_cache()
+        return super().control(call)
 
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self.engine_core.call(method, *args, timeout_s=timeout_s)

@@ -320,7 +320,7 @@ class AsyncEngine(EngineClient):
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
-        if _is_quick(params):
+        if _is_quick(prompt, params):
             request = process()
         else:  # it would hold up everybody's stream here
             request = await asyncio.to_thread(process)
@@ -411,8 +411,10 @@ class AsyncEngine(EngineClient):
         self.output_processor.fail_all(self._dead)
 
 
-def _is_quick(params: object) -> bool:
-    """There is neither a schema to compile nor are there words to tokenise."""
+def _is_quick(prompt: object, params: object) -> bool:
+    """There are no images to prepare, no schema to compile and no words to tokenise."""
+    if prompt.__class__ is dict and "multi_modal_data" in prompt:
+        return False
     if not isinstance(params, SamplingParams):
         return True
     words = params.bad_words

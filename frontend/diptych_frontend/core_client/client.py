@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diptych_frontend.core_client.curve import use_keys
+from diptych_frontend.core_client.sent_images import SentImages
 from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     ClientClosedError,
@@ -110,6 +111,7 @@ class CoreClient:
         self.endpoint = endpoint
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._images = SentImages()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._closed = False
@@ -151,10 +153,13 @@ class CoreClient:
         return await self.ask("stats", SchedulerStats, timeout_s=timeout_s)
 
     def add(self, request: EngineCoreRequest) -> None:
+        if request.mm_features is not None:
+            request = self._images.to_send(request)
         self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
 
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:
+            self._images.ended(request_ids)
             self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
 
     def start_wave(self, wave: int, exclude: int) -> None:
@@ -263,6 +268,9 @@ class CoreClient:
         if outputs.utility_output is not None:
             self._answer(outputs.utility_output)
         else:
+            if self._images.open:
+                for request in self._images.to_send_again(outputs):
+                    self.add(request)
             self._on_outputs(outputs)
 
     @property
@@ -327,6 +335,7 @@ class CoreClient:
 
     def lost(self, cause: EngineDeadError) -> None:
         """Fail everything that waits on this connection."""
+        self._images.forget()
         self._fail_calls(cause)
         self._on_lost(cause)
 

@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from diptych_frontend.openai.api_types import CalledTool, ChatCompletionRequest, ChatMessage
+from diptych_frontend.openai.api_types import (
+    CalledTool,
+    ChatCompletionRequest,
+    ChatMessage,
+    ImagePart,
+    TextPart,
+)
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import (
     AnswerMessage,
@@ -52,15 +58,16 @@ ASSISTANT = "assistant"
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as chat templates know it: one text, and no role newer than the templates.
+    """A message as renderers take it: one text, unless it has images, and no role newer than the
+    templates.
 
     Raises `InvalidRequestError` for a message that says nothing, or calls a tool in broken JSON.
     """
-    content = message.content
+    content: Any = message.content
     if content is None and not message.tool_calls:
         raise InvalidRequestError(f"messages[{index}] has no content", param="messages")
     if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+        content = joined(content)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content or ""}
     if message.reasoning_content is not None:
@@ -78,6 +85,13 @@ def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
     if message.tool_calls:
         plain["tool_calls"] = [plain_call(call, index) for call in message.tool_calls]
     return plain
+
+
+def joined(parts: list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+    """One text; or parts, if there are images among them."""
+    if any(isinstance(part, ImagePart) for part in parts):
+        return [msgspec.to_builtins(part) for part in parts]
+    return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def plain_call(call: CalledTool, index: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
+from diptych_frontend.images.features import check_features
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.reasoning.request_options import check_options
 from diptych_frontend.text.renderer import TextRenderer
@@ -123,7 +124,7 @@ class InputProcessor:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=rendered["prompt_token_ids"],
-            mm_features=None,
+            mm_features=rendered.get("mm_features"),
             sampling_params=params if isinstance(params, SamplingParams) else None,
             pooling_params=params if isinstance(params, PoolingParams) else None,
             eos_token_id=None,
@@ -162,6 +163,8 @@ class InputProcessor:
         prompt = TokensPrompt(prompt_token_ids=[] if given is None else given)
         if request.prompt_embeds is not None:
             prompt = TokensPrompt(prompt_embeds=request.prompt_embeds)
+        elif request.mm_features is not None:
+            prompt["mm_features"] = request.mm_features
         adopted = msgspec.structs.replace(
             request, prompt_token_ids=self.renderer.render_prompt(prompt)["prompt_token_ids"]
         )
@@ -186,6 +189,8 @@ class InputProcessor:
                 "arrival_time must be finite: requests are ordered by it", param="arrival_time"
             )
         num_prompt_tokens = len(request.prompt_token_ids or ())
+        if request.mm_features is not None:
+            self._check_images(request)
         if request.pooling_params is not None:
             _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
@@ -201,6 +206,15 @@ class InputProcessor:
                 )
         request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
         return request
+
+    def _check_images(self, request: EngineCoreRequest) -> None:
+        check_features(request.mm_features, request.prompt_token_ids or (), self.renderer.vision)
+        if request.pooling_params is not None or request.prompt_embeds is not None:
+            raise InvalidRequestError(
+                "images are for generate, and for prompts of tokens: leave out pooling_params and "
+                "prompt_embeds",
+                param="mm_features",
+            )
 
     def _check_pooling(
         self, request: EngineCoreRequest, params: PoolingParams, num_prompt_tokens: int

@@ -12,8 +12,10 @@ from diptych_frontend.text.detokenizer import Detokenizer
 from diptych_frontend.text.logprobs import PromptLogprobs, of_output
 from diptych_frontend.text.parent_request import ParentRequest, fan_out
 from diptych_frontend.text.pooling_answer import PoolingAnswer
+from diptych_frontend.text.routed_experts import joined
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
+    Array,
     CompletionOutput,
     DiptychError,
     EngineCoreOutput,
@@ -218,6 +220,7 @@ class _Answer:
         "_logprobs",
         "_prompt_text",
         "_prompt_token_ids",
+        "_routed",
         "_text",
         "_token_ids",
         "_tokenizer",
@@ -267,6 +270,7 @@ class _Answer:
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
+        self._routed: list[Array] = []
         self.prompt_logprobs: PromptLogprobs | None = None
         self.num_cached_tokens: int | None = None
         """Number of cached prompt tokens, as reported with the first output by the engine that
@@ -297,6 +301,8 @@ class _Answer:
             self._shared.prompt_logprobs = PromptLogprobs(
                 output.new_prompt_logprobs_tensors, self._token_text
             )
+        if output.routed_experts is not None:
+            self._routed.append(output.routed_experts)
         if self._shared.num_cached_tokens is None:
             self._shared.num_cached_tokens = output.num_cached_tokens
         if output.kv_transfer_params is not None:
@@ -344,6 +350,7 @@ class _Answer:
             logprobs,
             finish_reason,
             stop_reason,
+            None if finish_reason is None else joined(self._routed),
         )
         answers = [answer]
         all_finished = ended

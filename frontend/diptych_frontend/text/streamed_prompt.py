@@ -99,10 +99,9 @@ class StreamedPrompt:
             piece.prompt,
             tokenization=WITHOUT_SPECIAL_TOKENS if self._token_ids else AS_USUAL,
         )
-        if rendered.get("prompt_embeds") is not None:
-            raise InvalidRequestError(
-                "a prompt in pieces cannot have prompt_embeds", param="prompt_embeds"
-            )
+        for field in ("prompt_embeds", "mm_features"):
+            if rendered.get(field) is not None:
+                raise InvalidRequestError(f"a prompt in pieces cannot have {field}", param=field)
         if not self._token_ids:
             self._template.cache_salt = rendered.get("cache_salt")
         new = rendered["prompt_token_ids"]

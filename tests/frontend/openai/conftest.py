@@ -47,6 +47,8 @@ class ByteRenderer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
+        if not all(isinstance(m["content"], str) for m in messages):
+            raise InvalidRequestError("this model takes only text parts")
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         return self.render_prompt(text + ("assistant: " if add_generation_prompt else ""))
 
