@@ -281,6 +281,9 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
+RoutingPolicy = Literal["least_loaded", "prefix_aware"]
+
+
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a router needs to know of the service it fronts; travels to it as JSON."""
 
@@ -301,6 +304,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "required keeps an engine out until that worked; warn only reports; off sends none."
         ),
     ] = "required"
+    policy: Annotated[
+        RoutingPolicy,
+        Meta(
+            description="What decides which engines get a request. least_loaded: the tokens of "
+            "work that they have. prefix_aware: these, and those of its prompt that they lack, for "
+            "which engines tell the router what they remember."
+        ),
+    ] = "least_loaded"
     hold_seconds: Annotated[
         float,
         Meta(

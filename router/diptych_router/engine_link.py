@@ -29,6 +29,7 @@ from diptych_protocol import (
     UtilityError,
     fingerprint,
 )
+from diptych_protocol.wire import FOLLOW_PREFIXES
 from diptych_router.policy import Role
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class EngineLink:
         self.epoch = ""
         """The epoch of the engine that answers at this endpoint, or of the one that answered
         last."""
+        self.times_up = 0
+        """How often an engine has answered here, now and after losses."""
         self.stats = SchedulerStats()
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
@@ -168,6 +171,12 @@ class EngineLink:
         except (NotConnectedError, ClientClosedError) as exc:
             log.debug("request %s is not announced: %s", request.request_id, exc)
 
+    def follow_prefixes(self) -> None:
+        """Have the engine tell what it remembers, now and whenever that changes. One that does not
+        know this call answers nothing, and is told no more."""
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.tell(FOLLOW_PREFIXES)
+
     async def complete(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
         """Run a request of the router's own to its end, and return all outputs.
 
@@ -232,6 +241,7 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
+            self.times_up += 1
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
             self._tell_news()
             await self._follow_stats()

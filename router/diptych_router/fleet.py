@@ -42,6 +42,9 @@ class Fleet(Protocol):
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """The engines for a new attempt, but none of `full`; None: there are none now."""
 
+    def expect(self, request: RequestView, decision: Decision) -> None:
+        """A request goes to these engines, which will have the KV of its prompt."""
+
     def successor(self, fingerprint: str) -> Engine | None:
         """A decode engine that may take over KV of this fingerprint."""
 

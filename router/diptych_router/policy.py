@@ -6,9 +6,11 @@ the pair with the lowest sum among those that fit together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from diptych_router.prefixes.hash_table import Keys
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
@@ -25,6 +27,8 @@ class EngineView:
     """Tokens of work that this router has open there."""
     usable: bool = True
     """It may get new requests."""
+    cached: int = 0
+    """Tokens of the request's prompt, from the first one on, whose KV it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class RequestView:
     """The number of the prefix that its prompt shares with others; None: not known."""
     prefill_only: bool = False
     """It ends with its prefill."""
+    keys: Callable[[int], Keys] | None = None
+    """Block size -> the keys of its prompt's blocks; None: what they depend on is not known."""
 
 
 @dataclass(frozen=True, slots=True)

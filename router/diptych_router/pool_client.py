@@ -146,6 +146,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         self._carry_out(self.table.withdraw(request_ids, self._loop.time()))
 
     def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
+        if message.prefix_changes is not None:
+            self.pools.take_prefixes(link, message.prefix_changes)
         self._carry_out(self.table.receive(link.key, message.outputs))
         self._carry_out(self.table.take_turns(self._loop.time()))
 

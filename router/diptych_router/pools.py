@@ -22,12 +22,14 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.admin import CanaryReport
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.canary import Candidate, Trial, TrialBook
 from diptych_router.canary_run import run_canary
 from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys
-from diptych_router.policies.least_loaded import POLICY
+from diptych_router.engine_prefixes import EnginePrefixes
+from diptych_router.policies import POLICIES
 from diptych_router.policy import (
     ROLES,
     Decision,
@@ -79,6 +81,8 @@ class Pools:
         self._on_change = on_change
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._policy = POLICIES[config.policy]
+        self._prefixes = EnginePrefixes() if config.policy == "prefix_aware" else None
         self._trials = TrialBook()
         self._unresolved: set[Role] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,10 +154,27 @@ class Pools:
         self, request: RequestView, full: Collection[str], links: Iterable[EngineLink]
     ) -> Decision | None:
         up = [link for link in links if link.up]
+        cached = {} if self._prefixes is None else self._prefixes.cached(request, up)
         prefill, decode = (
-            [_view(link, self.usable(link)) for link in up if link.role == role] for role in ROLES
+            [
+                _view(link, self.usable(link), cached.get(link.key, 0))
+                for link in up
+                if link.role == role
+            ]
+            for role in ROLES
         )
-        return choose(POLICY, request, Snapshot(prefill, decode), full)
+        return choose(self._policy, request, Snapshot(prefill, decode), full)
+
+    def expect(self, request: RequestView, decision: Decision) -> None:
+        """A request goes to these engines, which will have the KV of its prompt."""
+        if self._prefixes is not None:
+            keys = {decision.prefill, decision.decode}
+            self._prefixes.expect(request, [self.links[key] for key in keys if key in self.links])
+
+    def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
+        """An engine tells what it remembers."""
+        if self._prefixes is not None:
+            self._prefixes.take(link, changes)
 
     def successor(self, fingerprint: str) -> EngineLink | None:
         """A decode engine that may take over KV of this fingerprint.
@@ -164,7 +185,7 @@ class Pools:
             _view(link, link.open_to_work and self._trusted(link) and not link.silent)
             for link in self.of("decode")
         ]
-        chosen = successor(POLICY, fit, fingerprint)
+        chosen = successor(self._policy, fit, fingerprint)
         return self.links[chosen.key] if chosen is not None else None
 
     def supported_tasks(self) -> tuple[str, ...]:
@@ -249,6 +270,8 @@ class Pools:
             elif role not in self._unresolved:
                 self._unresolved.add(role)
                 log.warning("the %s pool's names cannot be resolved; it stays as it is", role)
+        if self._prefixes is not None:
+            self._prefixes.age(time.monotonic())
         self._changed()
 
     async def _resolve(self, role: Role) -> set[str] | None:
@@ -281,12 +304,16 @@ class Pools:
             if not link.listed and not link.up:
                 link.close()
                 del self.links[key]
+                if self._prefixes is not None:
+                    self._prefixes.forget(key)
         self._trials.keep({link.epoch for link in self.links.values()})
 
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""
         if self._config.verify != "off":
             self._begin_trials()
+        if self._prefixes is not None:
+            self._prefixes.follow(link for link in self.links.values() if link.up)
         decision = self.choose()
         self.had_pair = self.had_pair or (decision is not None and decision.prefill is not None)
         if decision is not None:
@@ -363,5 +390,5 @@ class Pools:
                     log.warning("request %s: lease not released: %s", request_id, exc)
 
 
-def _view(link: EngineLink, usable: bool) -> EngineView:
-    return EngineView(link.key, link.fingerprint, link.open_tokens, usable)
+def _view(link: EngineLink, usable: bool, cached: int = 0) -> EngineView:
+    return EngineView(link.key, link.fingerprint, link.open_tokens, usable, cached)

@@ -288,6 +288,7 @@ class RequestTable:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
+        self._fleet.expect(routed.view, decision)
         facts = {
             "prefill": prefill.name,
             "decode": decode.name,

@@ -87,6 +87,9 @@ class ToyFleet:
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         return choose(POLICY, request, Snapshot(self.views("p"), self.views("d")), full)
 
+    def expect(self, request: RequestView, decision: Decision) -> None:
+        pass
+
     def successor(self, fingerprint: str) -> ToyEngine | None:
         view = successor(POLICY, self.views("d"), fingerprint)
         return self.engines[view.key] if view is not None else None

@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from diptych_engine.scheduling.block_pool import BlockPool, extend_block_hashes
+from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Pending, ScheduledRequest, StepPlan, StepResult
+from diptych_protocol.block_hashes import extend_block_hashes
 
 VOCABULARY = 1 << 20
 """So large that a wrong context does not give the right token by chance."""

@@ -117,6 +117,9 @@ class Links:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
         return choose(POLICY, request, Snapshot(prefill, decode), full)
 
+    def expect(self, request: RequestView, decision: Decision) -> None:
+        pass
+
     def successor(self, fingerprint: str) -> Link | None:
         chosen = successor(POLICY, [_view(link) for link in self.of("decode")], fingerprint)
         return self.by_name[chosen.key] if chosen is not None else None

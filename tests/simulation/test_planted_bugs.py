@@ -186,7 +186,7 @@ def router_that_forgets_a_request_in_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_that_ignores_the_salt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("diptych_engine.scheduling.block_pool.root_hash", lambda salt: b"")
+    patch.setattr("diptych_protocol.block_hashes.root_hash", lambda salt: b"")
 
 
 def pool_that_remembers_what_it_gave_away(patch: pytest.MonkeyPatch) -> None:

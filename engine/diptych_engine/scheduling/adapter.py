@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych_protocol.block_hashes import salted
+
 
 @dataclass(slots=True, frozen=True, weakref_slot=True, eq=False)
 class Adapter:
@@ -37,4 +39,4 @@ def cache_identity(cache_salt: str | None, adapter: Adapter | None) -> str | Non
     """
     if adapter is not None:
         return "lora:" + json.dumps([cache_salt, adapter.name, adapter.digest])
-    return None if cache_salt is None else "salt:" + cache_salt
+    return salted(cache_salt)

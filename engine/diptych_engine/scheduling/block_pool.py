@@ -3,42 +3,13 @@
 Pure bookkeeping over block ids. A block is *held* while its reference count is above zero. When it
 drops to zero the block joins the free queue but keeps its hash, so a later prompt with the same
 prefix can take it back; the queue is in least-recently-released order, and allocation takes from
-its head, forgetting the prefix there. Block hashes are chained (each covers everything before it),
-an idea of vLLM's automatic prefix caching.
+its head, forgetting the prefix there.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-
-from diptych_engine.scheduling.images import PlacedImage, seen_in
-
-
-def root_hash(cache_salt: str | None) -> bytes:
-    """The parent of a sequence's first block; different salts never share a prefix."""
-    return hashlib.blake2b((cache_salt or "").encode(), digest_size=16).digest()
-
-
-def extend_block_hashes(
-    hashes: list[bytes],
-    token_ids: list[int],
-    block_size: int,
-    cache_salt: str | None,
-    images: Sequence[PlacedImage] = (),
-) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet.
-
-    images: those of the tokens; a block that holds a part of one depends on it.
-    """
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else root_hash(cache_salt)
-        content = array("q", token_ids[start : start + block_size]).tobytes()
-        if images:
-            content += seen_in(images, start, start + block_size)
-        hashes.append(hashlib.blake2b(parent + content, digest_size=16).digest())
 
 
 class BlockPool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
-from diptych_engine.scheduling.block_pool import BlockPool, extend_block_hashes
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.images import seen_in
 from diptych_engine.scheduling.request import Request, RequestStatus
 from diptych_protocol import SchedulerStats
+from diptych_protocol.block_hashes import extend_block_hashes
 
 HASH_BUDGET_TOKENS = 1 << 15
 """Tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds at most."""
@@ -84,5 +87,5 @@ class PrefixCache:
             request.token_ids,
             self.block_size,
             request.cache_salt,
-            request.images,
+            partial(seen_in, request.images) if request.images else None,
         )

@@ -265,6 +265,14 @@ class Router(SpecPart, frozen=True):
         ),
     ] = ""
     replicas: Annotated[int, Meta(ge=1, le=100, description="Router pods.")] = 1
+    policy: Annotated[
+        Literal["leastLoaded", "prefixAware"],
+        Meta(
+            description="What decides which engines get a request. leastLoaded: the tokens of work "
+            "that they have. prefixAware: these, and those of its prompt that they lack, for which "
+            "engines tell the routers what they remember."
+        ),
+    ] = "leastLoaded"
     hold_seconds: Annotated[
         int,
         Meta(

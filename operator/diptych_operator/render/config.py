@@ -24,6 +24,7 @@ from diptych_protocol import (
     KVTransferConfig,
     RouterConfig,
 )
+from diptych_protocol.config import RoutingPolicy
 from diptych_protocol.threads import model_threads
 
 _UNITS = {
@@ -35,6 +36,10 @@ _VERIFY: dict[str, Literal["required", "warn", "off"]] = {
     "Required": "required",
     "Warn": "warn",
     "Off": "off",
+}
+_POLICIES: dict[str, RoutingPolicy] = {
+    "leastLoaded": "least_loaded",
+    "prefixAware": "prefix_aware",
 }
 
 
@@ -70,6 +75,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         model=model,
         served_name=service.served_name,
         verify=_VERIFY[service.spec.transfer.verify],
+        policy=_POLICIES[service.spec.router.policy],
         hold_seconds=service.spec.router.hold_seconds,
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diptych_engine.scheduling.block_pool import BlockPool, extend_block_hashes
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_protocol.block_hashes import extend_block_hashes
 
 
 def hashes_of(token_ids: list[int], salt: str | None = None) -> list[bytes]:

@@ -11,17 +11,19 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_engine.scheduling.block_pool import BlockPool, extend_block_hashes
+from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.encoder_cache import EncoderCache
-from diptych_engine.scheduling.images import PlacedImage, identity_of
+from diptych_engine.scheduling.images import PlacedImage, identity_of, seen_in
 from diptych_engine.scheduling.request import Request, StepPlan, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import FinishReason, SamplingParams
+from diptych_protocol.block_hashes import extend_block_hashes
 
 BLOCK = 4
 MARK = 255
@@ -233,7 +235,7 @@ def test_steps_without_images_say_so() -> None:
 def hashes_of(parts: Sequence[tuple[str, int]], salt: str | None = None) -> list[bytes]:
     token_ids, images = prompt_of(parts)
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, token_ids, BLOCK, salt, images)
+    extend_block_hashes(hashes, token_ids, BLOCK, salt, partial(seen_in, images))
     return hashes
 
 

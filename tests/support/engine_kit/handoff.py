@@ -265,6 +265,9 @@ class LocalFleet:
         prefill, decode = ([seat.view for seat in self.of(role)] for role in ROLES)
         return choose(POLICY, request, Snapshot(prefill, decode), full)
 
+    def expect(self, request: RequestView, decision: Decision) -> None:
+        pass
+
     def successor(self, fingerprint: str) -> Seat | None:
         chosen = successor(POLICY, [seat.view for seat in self.of("decode")], fingerprint)
         return None if chosen is None else self.seats[chosen.key]

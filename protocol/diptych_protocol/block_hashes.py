@@ -1,0 +1,53 @@
+"""What KV blocks are known by: chained hashes of tokens, which engines and routers compute alike.
+
+The hash of a block covers all tokens up to its end, and all else that their KV depends on. Chained
+block hashes are an idea of vLLM's automatic prefix caching.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+
+Extra = Callable[[int, int], bytes]
+"""What the tokens from a place up to another stand for besides themselves."""
+
+
+def salted(cache_salt: str | None) -> str | None:
+    """The identity of a sequence whose KV depends on its tokens and a client's salt alone; None
+    without a salt. Other identities begin otherwise, so that no salt can be taken for one."""
+    return None if cache_salt is None else "salt:" + cache_salt
+
+
+def root_hash(identity: str | None) -> bytes:
+    """The parent of a sequence's first block. identity: names all that its KV depends on besides
+    its tokens; sequences of different identities never share a block."""
+    return hashlib.blake2b((identity or "").encode(), digest_size=16).digest()
+
+
+def extend_block_hashes(
+    hashes: list[bytes],
+    token_ids: Sequence[int],
+    block_size: int,
+    identity: str | None,
+    extra: Extra | None = None,
+) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet.
+
+    extra: for a sequence with images.
+    """
+    first = len(hashes) * block_size
+    end = len(token_ids) - len(token_ids) % block_size
+    if first >= end:
+        return
+    parent = hashes[-1] if hashes else root_hash(identity)
+    content = memoryview(array("q", token_ids[first:end])).cast("B")
+    width = 8 * block_size
+    for place in range(first, end, block_size):
+        hasher = hashlib.blake2b(parent, digest_size=16)
+        hasher.update(content[(place - first) * 8 : (place - first) * 8 + width])
+        if extra is not None:
+            hasher.update(extra(place, place + block_size))
+        parent = hasher.digest()
+        hashes.append(parent)

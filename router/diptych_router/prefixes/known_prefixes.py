@@ -1,0 +1,102 @@
+"""What the engines of a fleet remember, as they tell it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
+from diptych_router.prefixes.hash_table import Keys
+from diptych_router.prefixes.prefix_index import MAX_BLOCKS, PrefixIndex
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Follower:
+    """What is known of one engine's messages."""
+
+    place: int
+    """The engine's number in the index."""
+    number: int | None = None
+    """That of the last message; None: the next one that counts has everything."""
+
+
+class KnownPrefixes:
+    """An index by the engines' keys. It is never wrong for long: whoever misses a message forgets
+    what it knew of that engine, and asks it for everything again."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._index = PrefixIndex(max_blocks)
+        self._followers: dict[str, _Follower] = {}
+        self._free_places: list[int] = []
+        self.num_gaps = 0
+        """Times that a message was missing."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks that some engine remembers."""
+        return self._index.held.num_blocks
+
+    def take(self, engine: str, changes: PrefixChanges) -> bool:
+        """Take in a message. False: one before it is missing; the engine is to be asked anew."""
+        follower = self._follower(engine)
+        if changes.whole:
+            self._index.held.forget_engine(follower.place)
+        elif follower.number is None or changes.number <= follower.number:
+            return True  # everything is on its way, or this was heard before
+        elif changes.number > follower.number + 1:
+            self.num_gaps += 1
+            follower.number = None
+            self._index.held.forget_engine(follower.place)
+            return False
+        follower.number = changes.number
+        added, removed = _keys(changes.added), _keys(changes.removed)
+        self._index.held.remove(follower.place, removed)
+        if not self._index.is_full:
+            self._index.held.add(follower.place, added)
+        return True
+
+    def forget(self, engine: str) -> None:
+        """An engine is gone, and what it remembered with it."""
+        follower = self._followers.pop(engine, None)
+        if follower is not None:
+            self._index.forget_engine(follower.place)
+            self._free_places.append(follower.place)
+
+    def expect(self, engine: str, keys: Keys) -> None:
+        """A prompt with these blocks was sent to an engine, which will remember them."""
+        self._index.expect(self._follower(engine).place, keys)
+
+    def age(self) -> None:
+        """What was sent before the last call is no longer expected."""
+        self._index.age()
+
+    def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
+        """How many blocks of a prompt each of these engines has, from the first one on."""
+        lengths = self._index.match(keys, len(self._followers) + len(self._free_places))
+        found = {}
+        for engine in engines:
+            follower = self._followers.get(engine)
+            found[engine] = 0 if follower is None else int(lengths[follower.place])
+        return found
+
+    def _follower(self, engine: str) -> _Follower:
+        follower = self._followers.get(engine)
+        if follower is None:
+            place = self._free_places.pop() if self._free_places else len(self._followers)
+            follower = self._followers[engine] = _Follower(place)
+        return follower
+
+
+def _keys(data: bytes) -> Keys:
+    """A message that is cut off loses its last key, which no engine sends."""
+    return np.frombuffer(data[: len(data) - len(data) % PREFIX_KEY_BYTES], "<u8")
+
+
+def keys_of(block_hashes: Iterable[bytes]) -> Keys:
+    """The keys of blocks whose hashes these are."""
+    return np.frombuffer(b"".join(found[:PREFIX_KEY_BYTES] for found in block_hashes), "<u8")
