@@ -1,0 +1,126 @@
+"""Two prefill engines behind a router that knows what each of them remembers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from service_kit import engine_config, generate, healthy, make_router, start_engine
+
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.curve import read_keys
+from diptych_protocol import CurveKeys, PromptType
+from diptych_router.pool_client import PoolClient
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+INSTRUCTIONS = [
+    "You answer letters to a lighthouse keeper, politely and in one sentence. " * 6,
+    "You translate the names of birds into the languages of their countries. " * 6,
+]
+QUESTIONS = ["Is it lonely?", "What of storms?", "And the lamp?", "Who comes by?"]
+
+
+@dataclass
+class Service:
+    router: PoolClient
+    prefill: list[AsyncLLM]
+    decode: AsyncLLM
+    keys: CurveKeys
+    addresses: tuple[str, str]
+
+    async def hits(self) -> list[int]:
+        """Prompt tokens that each prefill engine found remembered, since its start."""
+        return [(await engine.refresh_stats()).prefix_cache_hits for engine in self.prefill]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
+    names = ("prefill-0", "prefill-1", "decode-0")
+    started = await asyncio.gather(
+        *(start_engine(engine_config(name, smollm2), keys_dir) for name in names)
+    )
+    [(p0, at0), (p1, at1), (decode, at_d)] = started
+    keys = read_keys(keys_dir)
+    addresses = (f"{at0},{at1}", at_d)
+    router = make_router(smollm2, *addresses, lambda: [keys], policy="prefix_aware")
+    router.start()
+    try:
+        await healthy(router)
+        yield Service(router, [p0, p1], decode, keys, addresses)
+    finally:
+        router.shutdown()
+        for engine in (p0, p1, decode):
+            engine.shutdown()
+
+
+def remembered_blocks(router: PoolClient) -> int:
+    prefixes = router.pools._prefixes
+    assert prefixes is not None
+    return prefixes._known.num_blocks
+
+
+async def prefill_of(service: Service, prompt: PromptType) -> str:
+    output = await generate(service.router, prompt, max_tokens=2)
+    return str(output.metrics["prefill"])
+
+
+async def test_prompts_go_where_their_beginning_is_remembered(service: Service) -> None:
+    """Though each engine has as little to do as the other, and whichever was first."""
+    homes = []
+    for instructions in INSTRUCTIONS:
+        # The other engine has something to do at this moment: so this one has the instructions.
+        busy = asyncio.create_task(generate(service.router, "word " * 900, max_tokens=1))
+        await asyncio.sleep(0)
+        homes.append(await prefill_of(service, instructions))
+        await busy
+    before = await service.hits()
+    for question in QUESTIONS:
+        for home, instructions in zip(homes, INSTRUCTIONS, strict=True):
+            assert await prefill_of(service, instructions + question) == home
+    gained = sum(await service.hits()) - sum(before)
+    common = [
+        len(service.router.renderer.render_prompt(text)["prompt_token_ids"])
+        for text in INSTRUCTIONS
+    ]
+    assert gained >= len(QUESTIONS) * (sum(common) - 2 * 16 * len(common))
+
+
+async def test_another_salt_is_another_prompt(service: Service) -> None:
+    prompt: PromptType = {"prompt": INSTRUCTIONS[0] + QUESTIONS[0], "cache_salt": "pepper"}
+    before = await service.hits()
+    home = await prefill_of(service, prompt)
+    assert await service.hits() == before
+    assert await prefill_of(service, prompt) == home
+    assert sum(await service.hits()) > sum(before)
+
+
+async def test_a_router_that_comes_later_is_told_everything(
+    service: Service, smollm2: str, eventually: Any
+) -> None:
+    later = make_router(smollm2, *service.addresses, lambda: [service.keys], policy="prefix_aware")
+    later.start()
+    try:
+        await healthy(later)
+
+        async def knows_as_much() -> bool:
+            return remembered_blocks(later) == remembered_blocks(service.router) > 0
+
+        await eventually(knows_as_much)
+    finally:
+        later.shutdown()
+
+
+async def test_what_engines_forget_the_router_forgets(service: Service, eventually: Any) -> None:
+    for engine in (*service.prefill, service.decode):
+        await eventually(engine.reset_prefix_cache)  # once nothing is lent any more
+
+    async def knows_nothing() -> bool:
+        return remembered_blocks(service.router) == 0
+
+    await eventually(knows_nothing)
