@@ -7,8 +7,10 @@ block hashes are an idea of vLLM's automatic prefix caching.
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 Extra = Callable[[int, int], bytes]
 """What the tokens from a place up to another stand for besides themselves."""
@@ -18,6 +20,38 @@ def salted(cache_salt: str | None) -> str | None:
     """The identity of a sequence whose KV depends on its tokens and a client's salt alone; None
     without a salt. Other identities begin otherwise, so that no salt can be taken for one."""
     return None if cache_salt is None else "salt:" + cache_salt
+
+
+def adapted(cache_salt: str | None, name: str, digest: str) -> str:
+    """The identity of a sequence that an adapter of this name and content computes."""
+    return "lora:" + json.dumps([cache_salt, name, digest])
+
+
+class ImageInPrompt(NamedTuple):
+    """What a block hash has of an image."""
+
+    key: str
+    """See `image_key`."""
+    begin: int
+    """The place in the prompt of the first token that stands for it, markers included."""
+    end: int
+    """The place behind the last one."""
+
+
+def image_key(identifier: str, cache_salt: str | None) -> str:
+    """What an image's features are known by; clients of different salts share none."""
+    return identifier if cache_salt is None else f"{identifier} {cache_salt}"
+
+
+def seen_in(images: Sequence[ImageInPrompt], start: int, end: int) -> bytes:
+    """What the tokens from `start` up to `end` hold of images: which ones, and where they begin,
+    seen from `start`."""
+    seen = [
+        f"{image.key}@{image.begin - start};"
+        for image in images
+        if image.begin < end and image.end > start
+    ]
+    return "".join(seen).encode()
 
 
 def root_hash(identity: str | None) -> bytes:

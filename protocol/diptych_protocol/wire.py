@@ -351,6 +351,9 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     removed: bytes = b""
     whole: bool = False
     """`added` are all that it remembers: the answer to `follow_prefixes`."""
+    adapters: dict[str, str] = {}
+    """Name -> digest of the content, of those adapters that it has: the hashes of what they have
+    computed depend on both."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

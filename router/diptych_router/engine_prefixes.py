@@ -9,6 +9,7 @@ from typing import Final
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.engine_link import EngineLink
 from diptych_router.policy import RequestView
+from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import KnownPrefixes
 
 EXPECTED_S: Final = 10.0
@@ -34,7 +35,8 @@ class EnginePrefixes:
 
     def take(self, link: EngineLink, changes: PrefixChanges) -> None:
         """An engine tells what it remembers."""
-        if not self._known.take(link.key, changes):
+        most = link.description.num_blocks if link.description is not None else 0
+        if not self._known.take(link.key, changes, most):
             link.follow_prefixes()
 
     def forget(self, key: str) -> None:
@@ -51,21 +53,28 @@ class EnginePrefixes:
     def expect(self, request: RequestView, links: Sequence[EngineLink]) -> None:
         """A request goes to these engines."""
         for link in links:
-            if request.keys is not None and link.description is not None:
-                self._known.expect(link.key, request.keys(link.description.block_size))
+            naming = self._naming(request, link)
+            if request.keys is not None and naming is not None:
+                self._known.expect(link.key, request.keys(naming))
 
     def cached(self, request: RequestView, links: Sequence[EngineLink]) -> dict[str, int]:
         """How many tokens of its prompt each of these engines has."""
         if request.keys is None:
             return {}
+        alike: dict[BlockNaming, list[str]] = {}
+        for link in links:
+            naming = self._naming(request, link)
+            if naming is not None:
+                alike.setdefault(naming, []).append(link.key)
         found: dict[str, int] = {}
-        sizes = {link.description.block_size for link in links if link.description is not None}
-        for size in sizes:
-            engines = [
-                link.key
-                for link in links
-                if link.description is not None and link.description.block_size == size
-            ]
-            lengths = self._known.num_cached(engines, request.keys(size))
-            found.update((key, blocks * size) for key, blocks in lengths.items())
+        for naming, engines in alike.items():
+            lengths = self._known.num_cached(engines, request.keys(naming))
+            found.update((key, blocks * naming.block_size) for key, blocks in lengths.items())
         return found
+
+    def _naming(self, request: RequestView, link: EngineLink) -> BlockNaming | None:
+        """How the engine names the blocks of a prompt; None: that is not known."""
+        if link.description is None:
+            return None
+        digest = self._known.adapters(link.key).get(request.adapter) if request.adapter else ""
+        return None if digest is None else BlockNaming(link.description.block_size, digest)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.hash_table import Keys
 
 Role = Literal["prefill", "decode"]
@@ -40,8 +41,10 @@ class RequestView:
     """The number of the prefix that its prompt shares with others; None: not known."""
     prefill_only: bool = False
     """It ends with its prefill."""
-    keys: Callable[[int], Keys] | None = None
-    """Block size -> the keys of its prompt's blocks; None: what they depend on is not known."""
+    keys: Callable[[BlockNaming], Keys] | None = None
+    """The keys of its prompt's full blocks; None: what they depend on is not known."""
+    adapter: str = ""
+    """Name of the adapter that it wants."""
 
 
 @dataclass(frozen=True, slots=True)

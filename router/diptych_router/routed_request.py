@@ -25,11 +25,10 @@ from diptych_protocol import (
     KVTransferParams,
     SamplingParams,
 )
-from diptych_protocol.block_hashes import extend_block_hashes, salted
 from diptych_protocol.wire import ErrorKind
 from diptych_router.policy import RequestView
+from diptych_router.prefixes.block_keys import BlockNaming, block_keys
 from diptych_router.prefixes.hash_table import Keys
-from diptych_router.prefixes.known_prefixes import keys_of
 
 MAX_ERRORS = 3
 """How often engines may report that they failed with a request."""
@@ -102,8 +101,8 @@ class RoutedRequest:
     """The account of its tenant."""
     crowded: bool = False
     """It waits because its tenant has many requests at the engines, and others want them, too."""
-    _hashed: dict[int, Keys] = field(default_factory=dict)
-    """Block size -> the keys of its blocks, as they were last asked for."""
+    _hashed: dict[BlockNaming, Keys] = field(default_factory=dict)
+    """The keys of its blocks, as they were last asked for."""
     hold_until: float | None = None
     """When it stops waiting for an engine, by the loop's clock: set when it first has to wait, so
     that attempts in between win it no time; None once it has got on."""
@@ -133,28 +132,21 @@ class RoutedRequest:
     @property
     def view(self) -> RequestView:
         """What a policy may know of it."""
+        adapter = self.original.lora_request
         return RequestView(
             self.prompt_tokens,
             prefill_only=self.prefill_only,
-            keys=self._keys if self._known_by_tokens else None,
+            keys=self._keys if self.original.prompt_embeds is None else None,
+            adapter="" if adapter is None else adapter.lora_name,
         )
 
-    @property
-    def _known_by_tokens(self) -> bool:
-        """Its KV depends on its tokens and salt alone: of adapters, images and embeddings the
-        router does not know what engines call them."""
-        request = self.original
-        other = (request.lora_request, request.mm_features, request.prompt_embeds)
-        return all(each is None for each in other)
-
-    def _keys(self, block_size: int) -> Keys:
+    def _keys(self, naming: BlockNaming) -> Keys:
         """The keys of the full blocks of its tokens but for the last, which is always computed."""
-        tokens = [*(self.original.prompt_token_ids or ()), *self.generated][:-1]
-        known = self._hashed.get(block_size)
-        if known is None or len(known) != len(tokens) // block_size:
-            hashes: list[bytes] = []
-            extend_block_hashes(hashes, tokens, block_size, salted(self.original.cache_salt))
-            known = self._hashed[block_size] = keys_of(hashes)
+        num_tokens = self.prompt_tokens + len(self.generated) - 1
+        known = self._hashed.get(naming)
+        if known is None or len(known) != num_tokens // naming.block_size:
+            tokens = [*(self.original.prompt_token_ids or ()), *self.generated][:-1]
+            known = self._hashed[naming] = block_keys(self.original, tokens, naming)
         return known
 
     @property

@@ -18,6 +18,7 @@ from diptych_protocol import (
     InvalidRequestError,
     MultiModalFeatureSpec,
 )
+from diptych_protocol.block_hashes import ImageInPrompt, image_key
 
 MAX_WAITING_BYTES: Final = 2 << 30
 """Tiles of all unfinished requests together."""
@@ -78,8 +79,9 @@ class ImageIntake:
                     f"{tiles.shape[0]} tiles of image {feature.identifier}",
                     param="mm_features",
                 )
-            key = feature.identifier if cache_salt is None else f"{feature.identifier} {cache_salt}"
-            images.append(PlacedImage(key, places, tiles))
+            key = image_key(feature.identifier, cache_salt)
+            seen = ImageInPrompt(key, within.start, within.stop)
+            images.append(PlacedImage(key, places, tiles, seen))
         return tuple(images)
 
     def require_room(self, request: Request, others: Iterable[Request]) -> None:

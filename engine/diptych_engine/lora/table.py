@@ -142,6 +142,10 @@ class AdapterTable:
             self._unload(lora_int_id)
         return True
 
+    def digests(self) -> dict[str, str]:
+        """Name -> digest of the content, of the adapters that are loaded."""
+        return {adapter.name: adapter.digest for adapter in self._loaded.values()}
+
     def listed(self) -> list[int]:
         return [lora_int_id for lora_int_id in self._loaded if lora_int_id not in self._leaving]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from diptych_protocol.block_hashes import salted
+from diptych_protocol.block_hashes import adapted, salted
 
 
 @dataclass(slots=True, frozen=True, weakref_slot=True, eq=False)
@@ -38,5 +37,5 @@ def cache_identity(cache_salt: str | None, adapter: Adapter | None) -> str | Non
     it: a salt alone and a salt with an adapter never give the same name.
     """
     if adapter is not None:
-        return "lora:" + json.dumps([cache_salt, adapter.name, adapter.digest])
+        return adapted(cache_salt, adapter.name, adapter.digest)
     return salted(cache_salt)

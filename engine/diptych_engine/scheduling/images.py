@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych_protocol import Array
+from diptych_protocol.block_hashes import ImageInPrompt
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -20,6 +21,8 @@ class PlacedImage:
     """The places of its image tokens in the prompt, in order: feature i belongs to token i."""
     tiles: Array | None
     """[tiles, 3, edge, edge] uint8; None for a request that is only announced."""
+    seen: ImageInPrompt
+    """What the hashes of the prompt's blocks have of it."""
 
     @property
     def first(self) -> int:
@@ -54,13 +57,3 @@ def identity_of(cache_salt: str | None, images: Sequence[PlacedImage]) -> str | 
     if not images:
         return cache_salt
     return "images:" + json.dumps([cache_salt, [[image.first, image.key] for image in images]])
-
-
-def seen_in(images: Sequence[PlacedImage], start: int, end: int) -> bytes:
-    """What a block of tokens holds of images: which ones, and where they begin, seen from it."""
-    seen = [
-        f"{image.key}@{image.first - start};"
-        for image in images
-        if image.first < end and image.end > start
-    ]
-    return "".join(seen).encode()

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from diptych_engine.scheduling.block_pool import BlockPool
-from diptych_engine.scheduling.images import seen_in
 from diptych_engine.scheduling.request import Request, RequestStatus
 from diptych_protocol import SchedulerStats
-from diptych_protocol.block_hashes import extend_block_hashes
+from diptych_protocol.block_hashes import extend_block_hashes, seen_in
 
 HASH_BUDGET_TOKENS = 1 << 15
 """Tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds at most."""
@@ -87,5 +86,5 @@ class PrefixCache:
             request.token_ids,
             self.block_size,
             request.cache_salt,
-            partial(seen_in, request.images) if request.images else None,
+            partial(seen_in, [image.seen for image in request.images]) if request.images else None,
         )

@@ -104,7 +104,7 @@ class CoreServer:
         self._last_words = ""
         """Why this core ends, if not because it was told to."""
         self._stats_due = 0.0
-        self._prefix_news = PrefixNews(core.scheduler)
+        self._prefix_news = PrefixNews(core.scheduler, core.adapters.digests)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)

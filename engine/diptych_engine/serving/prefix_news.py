@@ -7,6 +7,7 @@ A change waits for the next message, which is sent when nothing is computed, or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from diptych_engine.scheduling.scheduler import Scheduler
@@ -20,8 +21,10 @@ MAX_FOLLOWERS: Final = 256
 class PrefixNews:
     """What followers are to be told."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, adapters: Callable[[], dict[str, str]]) -> None:
+        """`adapters`: see `PrefixChanges`."""
         self._scheduler = scheduler
+        self._adapters = adapters
         self.followers: set[bytes] = set()
         self._number = 0
         self._due = 0.0
@@ -36,9 +39,8 @@ class PrefixNews:
         if not self.followers:
             self._scheduler.record_prefixes(True)
         self.followers.add(client)
-        return PrefixChanges(
-            self._number, b"".join(map(_key, self._scheduler.remembered_prefixes())), whole=True
-        )
+        remembered = b"".join(map(_key, self._scheduler.remembered_prefixes()))
+        return PrefixChanges(self._number, remembered, whole=True, adapters=self._adapters())
 
     def forget(self, client: bytes) -> None:
         """A client is gone."""
@@ -60,6 +62,7 @@ class PrefixNews:
             self._number,
             b"".join(_key(block) for block, remembered in changes.items() if remembered),
             b"".join(_key(block) for block, remembered in changes.items() if not remembered),
+            adapters=self._adapters(),
         )
 
 

@@ -7,6 +7,7 @@ different sets, and a block needs only the number of its set.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from sys import getsizeof
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,11 @@ class HolderSets:
 
     def __len__(self) -> int:
         return len(self._bits)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all sets take: each is an integer, and has a place in a list and in a dict."""
+        return sum(map(getsizeof, self._bits)) + 8 * len(self._bits) + getsizeof(self._number_of)
 
     def bits(self, number: int) -> int:
         return self._bits[number]

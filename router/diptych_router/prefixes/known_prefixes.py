@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,11 @@ from diptych_router.prefixes.hash_table import Keys
 from diptych_router.prefixes.prefix_index import MAX_BLOCKS, PrefixIndex
 
 log = logging.getLogger(__name__)
+
+MAX_ENGINE_BLOCKS: Final = 2_000_000
+"""An engine that says to remember more is not believed, however many blocks it says to have."""
+MAX_ADAPTERS: Final = 1024
+NO_ADAPTERS: Final[Mapping[str, str]] = {}
 
 
 @dataclass(slots=True)
@@ -23,6 +29,10 @@ class _Follower:
     """The engine's number in the index."""
     number: int | None = None
     """That of the last message; None: the next one that counts has everything."""
+    num_blocks: int = 0
+    """Blocks that it remembers."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Name -> digest."""
 
 
 class KnownPrefixes:
@@ -41,24 +51,44 @@ class KnownPrefixes:
         """Different blocks that some engine remembers."""
         return self._index.held.num_blocks
 
-    def take(self, engine: str, changes: PrefixChanges) -> bool:
-        """Take in a message. False: one before it is missing; the engine is to be asked anew."""
+    @property
+    def num_bytes(self) -> int:
+        """What the index takes for them."""
+        return self._index.held.num_bytes
+
+    def take(
+        self, engine: str, changes: PrefixChanges, most_blocks: int = MAX_ENGINE_BLOCKS
+    ) -> bool:
+        """Take in a message. False: one before it is missing; the engine is to be asked anew.
+
+        most_blocks: an engine cannot remember more. One that says so is not believed until it tells
+            everything again.
+        """
         follower = self._follower(engine)
         if changes.whole:
-            self._index.held.forget_engine(follower.place)
+            self._clear(follower)
         elif follower.number is None or changes.number <= follower.number:
             return True  # everything is on its way, or this was heard before
         elif changes.number > follower.number + 1:
             self.num_gaps += 1
-            follower.number = None
-            self._index.held.forget_engine(follower.place)
+            self._clear(follower)
             return False
         follower.number = changes.number
+        follower.adapters = changes.adapters if len(changes.adapters) <= MAX_ADAPTERS else {}
         added, removed = _keys(changes.added), _keys(changes.removed)
-        self._index.held.remove(follower.place, removed)
-        if not self._index.is_full:
-            self._index.held.add(follower.place, added)
+        follower.num_blocks -= self._index.held.remove(follower.place, removed)
+        if follower.num_blocks + len(added) > min(most_blocks, MAX_ENGINE_BLOCKS):
+            log.warning("engine %s says to remember more blocks than it can have", engine)
+            self._clear(follower)
+        elif not self._index.is_full:
+            follower.num_blocks += self._index.held.add(follower.place, added)
         return True
+
+    def _clear(self, follower: _Follower) -> None:
+        """Nothing is known of an engine until it tells everything."""
+        if follower.num_blocks:
+            self._index.held.forget_engine(follower.place)
+        follower.number, follower.num_blocks, follower.adapters = None, 0, {}
 
     def forget(self, engine: str) -> None:
         """An engine is gone, and what it remembered with it."""
@@ -74,6 +104,11 @@ class KnownPrefixes:
     def age(self) -> None:
         """What was sent before the last call is no longer expected."""
         self._index.age()
+
+    def adapters(self, engine: str) -> Mapping[str, str]:
+        """Name -> digest of the content, of the adapters that an engine has."""
+        follower = self._followers.get(engine)
+        return NO_ADAPTERS if follower is None else follower.adapters
 
     def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
         """How many blocks of a prompt each of these engines has, from the first one on."""

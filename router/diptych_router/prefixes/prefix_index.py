@@ -16,6 +16,8 @@ from diptych_router.prefixes.holder_sets import EMPTY, HolderSets
 
 MAX_BLOCKS: Final = 10_000_000
 """Beyond, what engines say they hold is not taken in: see `PrefixIndex.is_full`."""
+MAX_EXPECTED_BLOCKS: Final = 500_000
+"""Likewise, of what was sent to engines in one interval."""
 SPARE_SETS: Final = 4096
 """Sets that nobody refers to any more, before they are looked for."""
 
@@ -31,18 +33,19 @@ class BlockHolders:
         self.num_blocks = 0
         """Different blocks that somebody holds."""
 
-    def add(self, engine: int, hashes: Keys) -> None:
-        """An engine holds these blocks now. Those that it held already are no matter."""
+    def add(self, engine: int, hashes: Keys) -> int:
+        """An engine holds these blocks now. Returns how many of them it did not hold before."""
         if not len(hashes):
-            return
+            return 0
         places = self._table.put(np.unique(hashes))
-        self._change(places, self._sets.with_engine(self._table.values[places], engine))
+        return self._change(places, self._sets.with_engine(self._table.values[places], engine))
 
-    def remove(self, engine: int, hashes: Keys) -> None:
-        """It holds these no more. Those that it did not hold are no matter."""
+    def remove(self, engine: int, hashes: Keys) -> int:
+        """It holds these no more. Returns how many of them it held."""
         places = np.unique(self._table.places_of(hashes))
-        if len(places):
-            self._change(places, self._sets.without_engine(self._table.values[places], engine))
+        if not len(places):
+            return 0
+        return self._change(places, self._sets.without_engine(self._table.values[places], engine))
 
     def forget_engine(self, engine: int) -> None:
         """It holds nothing any more."""
@@ -61,22 +64,25 @@ class BlockHolders:
 
     @property
     def num_bytes(self) -> int:
-        """What the table takes, without the sets."""
-        return self._table.num_places * BYTES_PER_PLACE
+        """What the table and the sets take."""
+        return self._table.num_places * BYTES_PER_PLACE + self._sets.num_bytes
 
     @property
     def num_sets(self) -> int:
         """Different sets of engines, also of those that nobody refers to any more."""
         return len(self._sets)
 
-    def _change(self, places: NDArray[np.intp], new: NDArray[np.uint32]) -> None:
+    def _change(self, places: NDArray[np.intp], new: NDArray[np.uint32]) -> int:
+        """Give these places other sets. Returns how many of them had another one."""
         values = self._table.values
+        num_changed = int(np.count_nonzero(values[places] != new))
         self.num_blocks += int(np.count_nonzero(new)) - int(np.count_nonzero(values[places]))
         values[places] = new
         if len(self._sets) > self._tidy_at:
             used = np.unique(values)
             values[:] = self._sets.keep_only(used.tolist())[values]
             self._tidy_at = 2 * len(self._sets) + SPARE_SETS
+        return num_changed
 
 
 class PrefixIndex:
@@ -94,7 +100,8 @@ class PrefixIndex:
 
     def expect(self, engine: int, hashes: Keys) -> None:
         """A prompt with these blocks was sent to an engine."""
-        self._expected[0].add(engine, hashes)
+        if self._expected[0].num_blocks < MAX_EXPECTED_BLOCKS:
+            self._expected[0].add(engine, hashes)
 
     def age(self) -> None:
         """Forget what was sent before the last call: engines have said by now what they hold."""

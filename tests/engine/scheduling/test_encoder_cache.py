@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.encoder_cache import EncoderCache
-from diptych_engine.scheduling.images import PlacedImage, identity_of, seen_in
+from diptych_engine.scheduling.images import PlacedImage, identity_of
 from diptych_engine.scheduling.request import Request, StepPlan, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import FinishReason, SamplingParams
-from diptych_protocol.block_hashes import extend_block_hashes
+from diptych_protocol.block_hashes import ImageInPrompt, extend_block_hashes, seen_in
 
 BLOCK = 4
 MARK = 255
@@ -80,7 +80,8 @@ def prompt_of(parts: Sequence[tuple[str, int]]) -> tuple[list[int], tuple[Placed
     for name, size in parts:
         if name:
             places = array("q", range(len(token_ids), len(token_ids) + size))
-            images.append(PlacedImage(name, places, None))
+            seen = ImageInPrompt(name, places[0], places[-1] + 1)
+            images.append(PlacedImage(name, places, None, seen))
             token_ids += [MARK] * size + [250]
         else:
             token_ids += [len(token_ids) % 7] * size
@@ -235,7 +236,9 @@ def test_steps_without_images_say_so() -> None:
 def hashes_of(parts: Sequence[tuple[str, int]], salt: str | None = None) -> list[bytes]:
     token_ids, images = prompt_of(parts)
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, token_ids, BLOCK, salt, partial(seen_in, images))
+    extend_block_hashes(
+        hashes, token_ids, BLOCK, salt, partial(seen_in, [image.seen for image in images])
+    )
     return hashes
 
 

@@ -44,7 +44,7 @@ class Follower:
 def test_followers_know_what_the_pool_remembers() -> None:
     """Whatever is computed, forgotten and computed again between two messages."""
     core, choices = make_core(num_blocks=16), random.Random(5)
-    news = PrefixNews(core.scheduler)
+    news = PrefixNews(core.scheduler, core.adapters.digests)
     early, late = Follower(), Follower()
     first = news.follow(b"early")
     assert first is not None
@@ -75,7 +75,7 @@ def test_followers_know_what_the_pool_remembers() -> None:
 
 def test_nothing_is_noted_for_nobody() -> None:
     core = make_core()
-    news = PrefixNews(core.scheduler)
+    news = PrefixNews(core.scheduler, core.adapters.digests)
     news.follow(b"a")
     news.forget(b"a")
     news.forget(b"a")
@@ -86,7 +86,7 @@ def test_nothing_is_noted_for_nobody() -> None:
 
 def test_changes_wait_for_each_other_while_there_is_work() -> None:
     core = make_core()
-    news = PrefixNews(core.scheduler)
+    news = PrefixNews(core.scheduler, core.adapters.digests)
     news.follow(b"a")
     run(core, core_request("s", [2] * 40, max_tokens=1))
     assert news.take(1.0, at_once=False) is not None
@@ -97,7 +97,7 @@ def test_changes_wait_for_each_other_while_there_is_work() -> None:
 
 def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_news, "MAX_FOLLOWERS", 2)
-    news = PrefixNews(make_core().scheduler)
+    news = PrefixNews(make_core().scheduler, dict)
     assert [news.follow(name) is not None for name in (b"a", b"b", b"c", b"a")] == [
         True, True, False, True,
     ]  # fmt: skip

@@ -96,6 +96,41 @@ def test_an_index_that_is_full_takes_no_more_in() -> None:
     assert cached(known) == [len(CHAIN), 0, 0]
 
 
+def test_an_engine_that_says_to_have_more_than_it_can_have_is_not_believed() -> None:
+    """Others lose nothing by it, and what it says next counts only with everything."""
+    engine, forger, known = ToyEngine(), ToyEngine(), KnownPrefixes()
+    engine.length = forger.length = 6
+    known.take("p0", engine.snapshot(), 6)
+    known.take("p1", forger.snapshot(), 6)
+    assert cached(known) == [6, 6, 0]
+    assert known.take("p1", forger.change(20), 6)
+    assert cached(known) == [6, 0, 0]
+    forger.length = 4
+    assert known.take("p1", forger.change(5), 6)
+    assert cached(known) == [6, 0, 0]
+    known.take("p1", forger.snapshot(), 6)
+    assert cached(known) == [6, 5, 0]
+
+
+def test_blocks_that_are_told_twice_count_once() -> None:
+    engine, known = ToyEngine(), KnownPrefixes()
+    engine.length = 3
+    known.take("p0", engine.snapshot(), 4)
+    for number in range(1, 9):
+        engine.number = number
+        known.take("p0", PrefixChanges(number, KEYS[number % 3]), 4)
+    assert cached(known) == [3, 0, 0]
+
+
+def test_too_many_adapters_are_none() -> None:
+    known = KnownPrefixes()
+    known.take("p0", PrefixChanges(0, whole=True, adapters={"sql": "digest"}))
+    assert known.adapters("p0") == {"sql": "digest"}
+    known.take("p0", PrefixChanges(1, adapters=dict.fromkeys(map(str, range(5000)), "")))
+    assert not known.adapters("p0")
+    assert not known.adapters("nobody")
+
+
 def test_what_was_sent_is_expected_for_a_while() -> None:
     known = KnownPrefixes()
     known.expect("d0", keys_of(CHAIN[:3]))
