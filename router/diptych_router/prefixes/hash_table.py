@@ -20,7 +20,7 @@ Keys = NDArray[np.uint64]
 Values = NDArray[np.uint32]
 
 MAX_FILLED: Final = 0.7
-"""Of the places, or probing takes long."""
+"""With more of its places filled, probing takes long."""
 SMALLEST: Final = 1 << 10
 BYTES_PER_PLACE: Final = 12
 _FREE = np.uint64(0)

@@ -11,7 +11,6 @@ from engine_kit.core import CLIENT, core_request, make_core, run, step, tokens
 from engine_kit.llm_engine import params, stats
 from engine_kit.llm_engine import run as run_engine
 from model_kit.pictures import encoded, image_part, picture
-from model_kit.seeing import IMAGE_TOKEN
 
 from diptych_engine import LLMEngine
 from diptych_engine.control.core import EngineCore
@@ -120,7 +119,7 @@ def test_contract_B10_the_prefix_cache_knows_images_and_salts(
         [outputs] = run(core, request("r", prompt, max_tokens=1, **fields)).values()
         return outputs[-1].num_cached_tokens
 
-    before = one["prompt_token_ids"].index(IMAGE_TOKEN) // 4 * 4
+    before = one["mm_features"][0].mm_position.offset // 4 * 4
     assert cached(one) == 0
     assert cached(other) == before > 0
     assert cached(one) > len(one["prompt_token_ids"]) - 5

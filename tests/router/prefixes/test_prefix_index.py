@@ -43,7 +43,7 @@ def longest(held: dict[int, set[int]], chain: list[int]) -> list[int]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(changes, st.lists(st.sampled_from(BLOCKS), unique=True, max_size=10))
 def test_it_says_what_a_dict_of_sets_says(
     made: list[tuple[str, int, list[int]]], chain: list[int]
