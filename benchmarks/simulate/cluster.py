@@ -90,7 +90,7 @@ class Simulation:
         job.taker = taker if job.at is not taker else None
         first = 1 if job.taker else left
         row = Row(known, first, lends=bool(job.taker) and left > 1, owner=job)
-        row.prefix, row.prefix_tokens = request.prefix, request.prefix_tokens
+        row.chain = request.chain
         job.sequence, job.coming = row, None
         self._charge(job, known, job.at, job.taker)
         self._at(self.now + self.plan.overheads.request_s, self._add, job, row)
@@ -111,7 +111,7 @@ class Simulation:
         if row.lends and job.taker is not None:
             left = row.known + 1, job.request.output - job.generated - 1
             coming = Row(*left, remote=row.known, owner=job)
-            coming.prefix, coming.prefix_tokens = row.prefix, row.prefix_tokens
+            coming.chain = row.chain
             if job.taker.alive and job.taker.engine.reserve(coming):
                 job.coming = coming
         job.at.engine.add(row)
@@ -138,7 +138,7 @@ class Simulation:
             return
         left = job.request.output - job.generated
         row = Row(lent.prompt + 1, left, remote=lent.prompt, owner=job)
-        row.prefix, row.prefix_tokens = lent.prefix, lent.prefix_tokens
+        row.chain = lent.chain
         job.sequence = row
         self._at(self.now + relay, self._add, job, row)
 

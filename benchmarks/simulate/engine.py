@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from benchmarks.simulate.costs import StepShape
-from benchmarks.simulate.prefixes import PrefixMemory
+from benchmarks.simulate.prefixes import Chain, PrefixMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,8 @@ class Sequence:
     """Tokens whose KV is to be fetched from another engine."""
     lends: bool = False
     """Its blocks stay when it has ended, until `release`."""
-    prefix: int = -1
-    """Which prefix it shares with others; -1: none."""
-    prefix_tokens: int = 0
+    chain: Chain = ()
+    """What its prompt begins with, as far as others may begin with it as well."""
     owner: object = None
     """Whatever the caller wants to find again."""
     computed: int = 0
@@ -54,8 +53,12 @@ class Sequence:
     blocks: int = 0
     early: int = 0
     """Blocks that were reserved before it came."""
-    shared: int = 0
-    """Number of the leading ones of `blocks` that belong to the memory of prefixes."""
+    held: dict[int, int] = field(default_factory=dict)
+    """How many of `blocks` belong to the memory of prefixes, by the keys of `chain`."""
+    complete: int = 0
+    """Parts of `chain` that are computed, and so remembered."""
+    cached: int = -1
+    """Number of prompt tokens that were remembered when it came; -1: nobody has looked yet."""
     row_since: int = -1
     """The step in which it became a decode row; -1: it is none."""
     stays: int = 0
@@ -111,7 +114,7 @@ class EngineModel:
     """Rows of the step under way that were none before."""
 
     def __post_init__(self) -> None:
-        self.prefixes = PrefixMemory(self.limits.num_blocks)
+        self.prefixes = PrefixMemory(self.limits.num_blocks, self.limits.block_size)
         self._due = [0] * self.limits.block_size
 
     @property
@@ -156,8 +159,9 @@ class EngineModel:
 
     def release(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks."""
-        self.prefixes.release(sequence.prefix, sequence.shared, sequence.blocks - sequence.shared)
-        sequence.blocks = sequence.shared = 0
+        self.prefixes.release(sequence.held, sequence.blocks - sum(sequence.held.values()))
+        sequence.blocks = sequence.complete = 0
+        sequence.held = {}
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -342,25 +346,36 @@ class EngineModel:
         sequence.blocks += blocks
 
     def _hit(self, sequence: Sequence) -> tuple[int, int]:
-        """Leading blocks that are remembered, and how many of them nobody holds; at least one
-        token is left to compute."""
-        if sequence.prefix < 0:
+        """Leading blocks that are remembered, and how many blocks nobody holds of their parts; at
+        least one token is left to compute."""
+        if not sequence.chain:
             return 0, 0
-        blocks, idle = self.prefixes.find(sequence.prefix)
-        most = (sequence.known - 1) // self.limits.block_size
-        return min(blocks, most), idle
+        return self.prefixes.find(sequence.chain, self._most(sequence))
+
+    def _most(self, sequence: Sequence) -> int:
+        return (sequence.known - 1) // self.limits.block_size
 
     def _take_prefix(self, sequence: Sequence) -> None:
-        hit, _ = self._hit(sequence)
-        if hit:
-            self.prefixes.take(sequence.prefix)
-            sequence.blocks = sequence.shared = hit
-            sequence.computed = hit * self.limits.block_size
-            if not sequence.remote:
-                self.cached_tokens += sequence.computed
+        if sequence.chain:
+            sequence.held = self.prefixes.take(sequence.chain, self._most(sequence))
+            sequence.blocks = sum(sequence.held.values())
+            sequence.computed = sequence.blocks * self.limits.block_size
+        # After a preemption it finds what it has computed itself, which saves nothing.
+        if sequence.cached < 0 and not sequence.remote:
+            sequence.cached = sequence.computed
+            self.cached_tokens += sequence.cached
 
     def _remember(self, sequence: Sequence) -> None:
-        """The shared part of a prompt is computed: others may find it."""
-        whole = sequence.prefix_tokens // self.limits.block_size
-        if whole and sequence.shared < whole and sequence.computed >= sequence.prefix_tokens:
-            sequence.shared = self.prefixes.remember(sequence.prefix, whole, sequence.shared)
+        """Parts of a prompt are computed: others may find them."""
+        size, chain = self.limits.block_size, sequence.chain
+        while sequence.complete < len(chain):
+            begin = chain[sequence.complete - 1].end // size if sequence.complete else 0
+            key, end = chain[sequence.complete]
+            if sequence.computed < end // size * size:
+                return
+            mine = sequence.held.get(key, 0)
+            if mine < end // size - begin:
+                mine = self.prefixes.remember(key, end // size - begin, mine)
+                if mine:
+                    sequence.held[key] = mine
+            sequence.complete += 1

@@ -61,6 +61,10 @@ class Summary:
     goodput_per_s: float
     """Number of those requests per second of the window."""
     preemptions: int
+    hit_rate: float
+    """Part of all prompt tokens that engines found in their prefix caches, over all of the run."""
+    failed: int
+    """Requests that had no answer."""
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -90,6 +94,8 @@ def summarise(
         attained=good / len(jobs),
         goodput_per_s=good / span,
         preemptions=log.preemptions,
+        hit_rate=log.cached_tokens / sum(job.request.prompt for job in log.jobs),
+        failed=log.stranded,
     )
 
 
