@@ -68,8 +68,8 @@ class Trace:
         """On average, as if the first request came again right after the last one."""
         return len(self.requests) / (self.span_s or 1.0)
 
-    def first(self, count: int) -> Trace:
-        """The requests that came first."""
+    def first(self, count: int | None) -> Trace:
+        """The requests that came first; None: all."""
         return replace(self, requests=self.requests[:count])
 
     def faster(self, speed: float) -> Trace:
