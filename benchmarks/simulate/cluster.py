@@ -61,7 +61,7 @@ class Simulation:
             self.now, _, call, args = heapq.heappop(self._queue)
             call(*args)
             self.events += 1
-        self.log.stranded = len(self._open)
+        self.log.unanswered += [job.arrival for job in self._open]
         self.log.busy_s = {key: pod.busy_s for key, pod in self.pods.items()}
         self.log.preemptions = sum(pod.engine.preemptions for pod in self.pods.values())
         self.log.cached_tokens = sum(pod.engine.cached_tokens for pod in self.pods.values())
@@ -73,6 +73,10 @@ class Simulation:
     # --- routers ------------------------------------------------------------------------------
 
     def _arrive(self, request: Request) -> None:
+        if request.prompt + request.output > self.plan.room_tokens:
+            self.log.unanswered.append(self.now)
+            self._send_waiting()
+            return
         job = Job(request, self.now, next(self._turns) % self.plan.routers)
         self._open[job] = None
         self._begin(job)
@@ -131,7 +135,7 @@ class Simulation:
         self._charge(job, job.request.prompt + job.generated, taker)
         relay = self.plan.overheads.hand_off_s / 2
         row, job.coming = job.coming, None
-        if row is not None:
+        if row is not None and taker.engine.claim(row):
             job.sequence = row
             share = min(lent.prompt, self.plan.prefill.limits.max_num_batched_tokens)
             self._at(self.now + relay, self._move, job, row, share)
@@ -236,6 +240,10 @@ class Simulation:
         self._charge(job, 0)
         del self._open[job]
         self.log.saw_end(job)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """A user has the answer, and another request comes."""
         if self._waiting:
             request = self._waiting.popleft()
             self._at(max(self.now, request.arrival), self._arrive, request)

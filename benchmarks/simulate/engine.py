@@ -101,6 +101,8 @@ class EngineModel:
     """Number of prompt tokens that need not be computed, because the prefix cache had them."""
     reserved: int = 0
     """Blocks of requests that are only announced."""
+    announced: dict[Sequence, None] = field(default_factory=dict)
+    """Those requests, as long as nobody has claimed their blocks; the oldest first."""
     prefixes: PrefixMemory = field(init=False)
     _due: list[int] = field(init=False)
     """Rows that need a block in steps that leave this remainder modulo the block size."""
@@ -144,10 +146,17 @@ class EngineModel:
         self._grow(sequence, max(0, wanted - sequence.blocks))
         sequence.early = wanted
         self.reserved += wanted
+        self.announced[sequence] = None
         return True
 
+    def claim(self, sequence: Sequence) -> bool:
+        """A request that was announced comes. False: its blocks have been given up."""
+        self.announced.pop(sequence, None)
+        return bool(sequence.early)
+
     def forgo(self, sequence: Sequence) -> None:
-        """A request for which blocks were reserved will not come."""
+        """A request for which blocks were reserved will not come, or gets others when it does."""
+        self.announced.pop(sequence, None)
         self.reserved -= sequence.early
         sequence.early = 0
         self.release(sequence)
@@ -242,7 +251,7 @@ class EngineModel:
             short = self._blocks_for(sequence.known) - hit - sequence.blocks
             if short + spared <= self.free - idle:
                 break
-            if self.running or not self._reclaim_from_waiting():
+            if self.running or not (self._reclaim_announced() or self._reclaim_from_waiting()):
                 return None
         if not sequence.remote and len(self.running) >= self.limits.max_num_seqs:
             return None
@@ -330,6 +339,15 @@ class EngineModel:
         self.release(sequence)
         sequence.computed = 0
         self.preemptions += 1
+
+    def _reclaim_announced(self) -> bool:
+        """Announced requests are a bet, and those that are here come first: or both would wait for
+        each other, as the former are not computed while the latter have not read their blocks."""
+        oldest = next(iter(self.announced), None)
+        if oldest is None:
+            return False
+        self.forgo(oldest)
+        return True
 
     def _reclaim_from_waiting(self) -> bool:
         for sequence in reversed(self.waiting):

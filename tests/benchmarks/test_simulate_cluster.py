@@ -52,7 +52,7 @@ def test_every_request_ends_once_and_gives_everything_back(
     simulation = Simulation(Plan(first, second, Overheads(0.003, 0.002, 1e-6), routers=routers))
     log = simulation.run(requests)
     assert sorted(id(job.request) for job in log.jobs) == sorted(map(id, requests))
-    assert log.stranded == 0
+    assert log.unanswered == []
     assert sum(log.gap_counts) == sum(request.output - 1 for request in requests)
     for pod in simulation.pods.values():
         assert pod.engine.free == num_blocks
@@ -166,6 +166,27 @@ def test_one_engine_with_room_and_time_hits_what_a_trace_allows(kind: str) -> No
     # An engine hits whole blocks of 16 tokens.
     assert hit_rate == pytest.approx(trace.ideal_hit_rate(), abs=0.02)
     assert hit_rate <= trace.ideal_hit_rate()
+
+
+def test_a_request_that_no_engine_has_room_for_fails_and_holds_nobody_up() -> None:
+    small = Pool(1, COST, replace(LIMITS, num_blocks=20))
+    fitting, too_long = Request(0.0, 300, 20), Request(1.0, 300, 21)
+    log = Simulation(Plan(small, small, FREE)).run([fitting, too_long, replace(fitting, arrival=2)])
+    got = summarise(log, Objectives(9.0, 9.0))
+    assert (got.requests, got.failed) == (2, 1)
+    assert got.attained == pytest.approx(2 / 3)
+    waiting = [replace(too_long, arrival=0.0), replace(fitting, waits=True)]
+    assert len(Simulation(Plan(small, small, FREE)).run(waiting).jobs) == 1
+
+
+def test_pools_that_are_full_do_not_wait_for_each_other() -> None:
+    """P's blocks wait for D's, and D's are reserved for prompts that P has no blocks for."""
+    tight = Pool(1, COST, replace(LIMITS, num_blocks=160, block_size=16))
+    trace = generate("conversations", 200, 0.4, 20.0, seed=5).scaled(64)
+    fitting = [r for r in of_trace(trace) if r.prompt + r.output <= 160 * 16]
+    log = Simulation(Plan(tight, tight, FREE)).run(fitting)
+    assert log.unanswered == []
+    assert len(log.jobs) == len(fitting)
 
 
 def test_less_memory_hits_less() -> None:
