@@ -34,6 +34,7 @@ from benchmarks.scenarios import (
     router,
     startup,
 )
+from benchmarks.traces.arguments import add_trace, count, positive
 from benchmarks.traces.formats import TraceError
 from benchmarks.traces.replay import Replay
 from rich.console import Console
@@ -71,30 +72,18 @@ def arguments() -> argparse.Namespace:
         parser.error("--repetitions must be at least 1")
     if args.trace is not None and args.scenarios != [replay.SCENARIO.name]:
         parser.error("--trace is for the scenario replay alone")
-    if args.trace is not None and not args.trace.is_file():
-        parser.error(f"--trace: there is no file {args.trace}")
     return args
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     """The fields of `Replay`."""
-    group, usual = parser.add_argument_group("replay"), Replay()
-    group.add_argument(
-        "--trace", type=Path, help="requests from a file, Mooncake's or Azure's; else agents'"
-    )
-    group.add_argument("--first", type=int, help="only so many requests of the trace")
-    group.add_argument(
-        "--speed", type=float, nargs="+", default=usual.speeds, dest="speeds", metavar="SPEED",
-        help="times the trace's rate",
-    )  # fmt: skip
-    group.add_argument(
-        "--block-tokens", type=int, default=usual.block_tokens,
-        help="what 512 tokens of the trace become; all lengths in proportion",
-    )  # fmt: skip
-    group.add_argument("--prefill", type=int, default=usual.prefill, help="engines")
-    group.add_argument("--decode", type=int, default=usual.decode, help="engines")
-    group.add_argument("--ttft-ms", type=float, default=usual.ttft_ms, help="what is promised")
-    group.add_argument("--tpot-ms", type=float, default=usual.tpot_ms, help="a token on average")
+    usual = Replay()
+    add_trace(parser, usual.speeds, usual.block_tokens)
+    group = parser.add_argument_group("the replay of a trace")
+    group.add_argument("--prefill", type=count, default=usual.prefill, help="engines")
+    group.add_argument("--decode", type=count, default=usual.decode, help="engines")
+    group.add_argument("--ttft-ms", type=positive, default=usual.ttft_ms, help="what is promised")
+    group.add_argument("--tpot-ms", type=positive, default=usual.tpot_ms, help="a token on average")
 
 
 def _replay(args: argparse.Namespace) -> Replay:

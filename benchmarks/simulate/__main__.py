@@ -13,6 +13,7 @@ from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, Summary, summarise
 from benchmarks.simulate.workload import Lengths, Request, Sharing, Traffic, bursty, of_trace
+from benchmarks.traces.arguments import add_trace
 from benchmarks.traces.formats import TraceError, read_trace
 from benchmarks.traces.recorded import BLOCK_TOKENS, Trace
 
@@ -55,13 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--shared", type=float, default=0.0, help="part with a common prefix")
     run.add_argument("--prefixes", type=int, default=16)
     run.add_argument("--prefix-tokens", type=int, default=0)
-    run.add_argument("--trace", type=Path, help="requests from a file, Mooncake's or Azure's")
-    run.add_argument("--first", type=int, help="only so many requests of the trace")
-    run.add_argument("--speed", type=float, nargs="+", default=[1.0], help="times the trace's rate")
-    run.add_argument(
-        "--block-tokens", type=int, default=BLOCK_TOKENS,
-        help="what 512 tokens of the trace become; all lengths in proportion",
-    )  # fmt: skip
     run.add_argument("--routers", type=int, default=1)
     run.add_argument("--policy", choices=sorted(POLICIES), default="least_loaded")
     run.add_argument("--ttft-ms", type=float, default=1000.0, help="what every request is to get")
@@ -69,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--json", action="store_true")
     run.add_argument("--plot", type=Path, help="percentiles and goodput against load, as a picture")
+    add_trace(run, [1.0], BLOCK_TOKENS)
     run.set_defaults(run=_run)
     return parser
 
@@ -98,14 +93,14 @@ def _trace(args: argparse.Namespace) -> Trace | None:
         return None
     try:
         return read_trace(args.trace).first(args.first).scaled(args.block_tokens)
-    except (OSError, TraceError) as exc:
+    except TraceError as exc:
         raise SystemExit(str(exc)) from exc
 
 
 def _loads(args: argparse.Namespace, trace: Trace | None) -> dict[float, list[Request]]:
     """Requests by the load that they are."""
     if trace is not None:
-        sped = [trace.faster(speed) for speed in args.speed]
+        sped = [trace.faster(speed) for speed in args.speeds]
         return {each.requests_per_s: of_trace(each) for each in sped}
     sharing = Sharing(args.shared, args.prefixes, args.prefix_tokens)
     traffic = Traffic(args.prompt, args.output, sharing)

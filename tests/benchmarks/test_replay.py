@@ -121,6 +121,8 @@ def test_a_trace_is_cut_and_scaled_before_it_is_replayed(tmp_path: Path) -> None
         (["--trace", "FILE"], "for the scenario replay alone"),
         (["online", "--trace", "FILE"], "for the scenario replay alone"),
         (["replay", "--trace", "FILE.missing"], "there is no file"),
+        (["replay", "--trace", "FILE", "--first", "0"], "no whole number greater than 0"),
+        (["replay", "--trace", "FILE", "--speed", "nan"], "no number greater than 0"),
         (["replay", "--trace", "FILE"], "line 2: input_length: Expected `int`, got `str`"),
     ],
 )
