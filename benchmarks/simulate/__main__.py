@@ -123,6 +123,8 @@ def _run(args: argparse.Namespace) -> None:
     results: dict[float, Summary] = {}
     for load, requests in _loads(args, trace).items():
         log = Simulation(plan).run(requests)
+        if not log.jobs:
+            raise SystemExit(f"all {len(requests)} requests failed: no engine has room for them")
         results[load] = summarise(log, objectives)
     if args.json:
         rows = [{"load": load, **summary.to_dict()} for load, summary in results.items()]
