@@ -69,6 +69,14 @@ class MalformedAnswerError(UtilityError, ValueError):
 def open_dealer(keys: CurveKeys | None, patience_s: float = PATIENCE_S) -> zmq.Socket[bytes]:
     """A socket for one core, still to be connected; see `CoreClient` for the parameters."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    set_dealer_options(socket, keys, patience_s)
+    return socket
+
+
+def set_dealer_options(
+    socket: zmq.Socket[Any], keys: CurveKeys | None, patience_s: float = PATIENCE_S
+) -> None:
+    """Make a new DEALER one for an engine core."""
     socket.setsockopt(zmq.LINGER, 0)
     # Nothing waits for a connection: a message is for the core that listens now, or for none.
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -82,7 +90,6 @@ def open_dealer(keys: CurveKeys | None, patience_s: float = PATIENCE_S) -> zmq.S
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if keys is not None:
         use_keys(socket, keys)
-    return socket
 
 
 class CoreClient:
@@ -223,10 +230,15 @@ class CoreClient:
         self._fail_calls(ClientClosedError(f"the client of {self.endpoint} was closed"))
 
     def _send(self, kind: EngineCoreRequestType, payload: Sequence[Frame]) -> None:
+        self.send((kind.value, *payload))
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send a whole message, the byte of its type first. Raises `NotConnectedError` if nobody
+        listens there now."""
         if self._closed:
             raise ClientClosedError(f"the client of {self.endpoint} was closed")
         try:
-            send_frames(self._socket, (kind.value, *payload))
+            send_frames(self._socket, frames)
         except zmq.Again as exc:
             raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
         if int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:

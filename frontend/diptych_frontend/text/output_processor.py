@@ -109,6 +109,13 @@ class OutputProcessor:
         """The users' ids of the requests that have not ended."""
         return self._by_external_id.keys()
 
+    def collector_of(self, request_id: str) -> Collector[Any] | None:
+        """Where the outputs of an open request (a user's id) go; None if there is none. Of several
+        with this id, it is the collector of one."""
+        for internal_id in self._by_external_id.get(request_id, ()):
+            return self._answers[internal_id].collector
+        return None
+
     @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the sequences that had no output yet."""
@@ -157,9 +164,14 @@ class OutputProcessor:
         parent: ParentRequest | None,
         index: int,
     ) -> _Answer:
-        made = _Answer(request, prompt_text, collector, parent, index, self._tokenizer)
+        tokenizer = self.tokenizer_for(request)
+        made = _Answer(request, prompt_text, collector, parent, index, tokenizer)
         made.stream_interval = self._stream_interval
         return made
+
+    def tokenizer_for(self, request: EngineCoreRequest) -> Tokenizer | None:
+        """What makes text of the request's tokens; a subclass may look at its adapter."""
+        return self._tokenizer
 
     def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Hand the outputs of a step to their consumers; unknown ids are dropped.

@@ -17,7 +17,7 @@ from engine_kit.fake_core import SILENCE, FakeCore, said
 from engine_kit.mq import CONFIG, Eventually, Process, endpoint, make_client, read, reading
 
 from diptych_engine import MQLLMEngineClient
-from diptych_frontend.core_client.mq_client import MQClientClosedError
+from diptych_frontend.v0.errors import MQClientClosedError
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequestType,
@@ -110,7 +110,7 @@ async def test_contract_Q05_the_greeting_must_be_answered(
     tmp_path: Path, process: Process, answer: Any, error: type[Exception], words: str
 ) -> None:
     core = FakeCore(endpoint(tmp_path), describe=answer)
-    client = make_client(tmp_path, process, rpc_timeout_s=0.2 if answer is SILENCE else 10.0)
+    client = make_client(tmp_path, process, rpc_timeout_ms=200 if answer is SILENCE else 10_000)
     with pytest.raises(error, match=words):
         await client.setup()
     client.close()
@@ -118,7 +118,7 @@ async def test_contract_Q05_the_greeting_must_be_answered(
 
 
 async def test_contract_Q05_nobody_there_is_a_timeout_too(tmp_path: Path, process: Process) -> None:
-    client = make_client(tmp_path, process, rpc_timeout_s=0.2)
+    client = make_client(tmp_path, process, rpc_timeout_ms=200)
     with pytest.raises(TimeoutError, match="200 ms"):
         await client.setup()
     client.close()
@@ -311,7 +311,7 @@ async def test_contract_Q01_a_real_core_serves_one_client_after_the_other(tmp_pa
     answers = []
     try:
         for _ in range(2):
-            client = make_client(tmp_path, core, rpc_timeout_s=60.0)
+            client = make_client(tmp_path, core, rpc_timeout_ms=60_000)
             await client.setup()
             answers.append(await read(client, "r"))
             client.close()

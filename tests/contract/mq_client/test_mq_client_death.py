@@ -47,12 +47,12 @@ async def test_contract_Q06_an_error_in_a_heartbeat_is_the_engines(
     tmp_path: Path, process: Process, fake: FakeCore, eventually: Eventually
 ) -> None:
     fake.answers["stats"] = SILENCE
-    client = make_client(tmp_path, process, heartbeat_s=0.01)
+    client = make_client(tmp_path, process, heartbeat_ms=10)
     await client.setup()
     await eventually(lambda: fake.calls("stats") == 1)
     assert not client.errored, "silence proves nothing"
     client.close()
-    client = make_client(tmp_path, process, heartbeat_s=0.01)
+    client = make_client(tmp_path, process, heartbeat_ms=10)
     fake.answers["stats"] = RuntimeError("out of memory")
     await client.setup()
     await eventually(lambda: client.errored)

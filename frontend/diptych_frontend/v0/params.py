@@ -1,0 +1,119 @@
+"""What a caller of V0 asks of an engine, and the same in this project's words."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+import diptych_protocol
+from diptych_protocol import InvalidRequestError, StructuredOutputsParams, UnsupportedFeatureError
+
+Base = TypeVar("Base", bound=msgspec.Struct)
+BACKENDS: Final = (None, "auto", "guidance")
+"""What compiles grammars here is llguidance; `auto` takes what there is."""
+
+
+class Device(enum.Enum):
+    """Where V0 held blocks of KV: on the device that computes, or swapped out to the host."""
+
+    GPU = enum.auto()
+    CPU = enum.auto()
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """How grammars are compiled. There is one way, so there is nothing to set."""
+
+    backend: str = "guidance"
+    reasoning_backend: str = ""
+
+
+@dataclass(frozen=True)
+class PromptAdapterRequest:
+    """Names a prompt adapter. No engine here has any; see `no_prompt_adapter`."""
+
+    prompt_adapter_name: str
+    prompt_adapter_id: int
+    prompt_adapter_local_path: str
+    prompt_adapter_num_virtual_tokens: int
+
+
+def no_prompt_adapter(request: object) -> None:
+    """Raise `UnsupportedFeatureError` unless the request is None."""
+    if request is not None:
+        raise UnsupportedFeatureError(
+            "prompt_adapter_request must be left alone: prompt adapters are not supported; "
+            "use lora_request"
+        )
+
+
+class GuidedDecodingParams(StructuredOutputsParams, omit_defaults=True):
+    """V0's name of `StructuredOutputsParams`, with the library that compiles the form."""
+
+    backend: str | None = None
+    """None, `auto` or `guidance`."""
+
+    def form(self) -> StructuredOutputsParams:
+        """The form under its name of today. Raises `InvalidRequestError` for another backend."""
+        if self.backend not in BACKENDS:
+            raise InvalidRequestError(
+                f"guided_decoding.backend {self.backend!r} is not here; leave it out, or use "
+                "`guidance`",
+                param="guided_decoding",
+            )
+        return _copied(self, StructuredOutputsParams)
+
+
+class SamplingParams(
+    diptych_protocol.SamplingParams, omit_defaults=True, forbid_unknown_fields=True
+):
+    """`SamplingParams` with the fields that V0 had and V1 has not.
+
+    Clients of V1 take it too, and refuse these fields unless they are None.
+    """
+
+    guided_decoding: GuidedDecodingParams | None = None
+    """V0's name of `structured_outputs`."""
+    logits_processors: list[Any] | None = None
+    """Must be None or empty: an engine runs no code of its callers."""
+
+
+def params_of_today(params: Any) -> Any:
+    """Sampling parameters without V0's fields; others are returned as they are. The caller's object
+    stays as it is.
+
+    Raises:
+        InvalidRequestError: `guided_decoding` is not what its field declares, or stands beside
+            `structured_outputs`.
+        UnsupportedFeatureError: there are `logits_processors`.
+    """
+    if not isinstance(params, SamplingParams):
+        return params
+    if params.logits_processors:
+        raise UnsupportedFeatureError(
+            "logits_processors must be left alone: an engine runs no code that a request brings; "
+            "use logit_bias, bad_words, min_p or structured_outputs"
+        )
+    plain = _copied(params, diptych_protocol.SamplingParams)
+    guided = params.guided_decoding
+    if guided is None:
+        return plain
+    if not isinstance(guided, GuidedDecodingParams):
+        raise InvalidRequestError(
+            f"guided_decoding must be GuidedDecodingParams, not {type(guided).__name__}",
+            param="guided_decoding",
+        )
+    if plain.structured_outputs is not None:
+        raise InvalidRequestError(
+            "guided_decoding is the older name of structured_outputs: set one of them",
+            param="guided_decoding",
+        )
+    plain.structured_outputs = guided.form()
+    return plain
+
+
+def _copied(params: msgspec.Struct, base: type[Base]) -> Base:
+    return base(**{name: getattr(params, name) for name in base.__struct_fields__})

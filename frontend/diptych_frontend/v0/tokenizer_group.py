@@ -1,0 +1,66 @@
+"""Tokenizers by adapter: one that brings a tokenizer of its own is asked, and answers, in it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from functools import lru_cache
+from pathlib import Path
+
+from diptych_frontend.model_files.model_source import readable
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.text.tokenizer_files import tokenizer_from_hf
+from diptych_protocol import EngineCoreRequest, LoRARequest
+
+REMEMBERED = 32
+"""Adapters whose tokenizers are kept."""
+
+
+class TokenizerGroup:
+    """The model's tokenizer, and those of adapters, which are read when they are first used.
+
+    An adapter's folder has its own tokenizer if there is a `tokenizer.json`; for others, and for
+    folders that are not on this machine, it is the model's.
+    """
+
+    def __init__(self, renderer: TextRenderer) -> None:
+        self._renderer = renderer
+        self._of_folder = lru_cache(REMEMBERED)(self._load)
+
+    def renderer_for(self, lora_request: LoRARequest | None) -> TextRenderer:
+        """What makes token ids of prompts for an adapter. Raises `InvalidRequestError` for a
+        tokenizer that cannot be read."""
+        if lora_request is None or not lora_request.lora_path:
+            return self._renderer
+        return self._of_folder(lora_request.lora_path)
+
+    def get_lora_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer:
+        """The tokenizer of an adapter; None stands for the model. Raises `InvalidRequestError` if
+        there is none, or it cannot be read."""
+        return self.renderer_for(lora_request).get_tokenizer()
+
+    async def get_lora_tokenizer_async(self, lora_request: LoRARequest | None = None) -> Tokenizer:
+        """The same, without holding up the event loop."""
+        return await asyncio.to_thread(self.get_lora_tokenizer, lora_request)
+
+    def _load(self, folder: str) -> TextRenderer:
+        with readable(Path(folder)):
+            own = tokenizer_from_hf(Path(folder), self._renderer.model_config.eos_token_ids)
+        if own is None or self._renderer.tokenizer is None:
+            return self._renderer
+        renderer = copy.copy(self._renderer)
+        renderer.tokenizer = own
+        return renderer
+
+
+class AdapterOutputs(OutputProcessor):
+    """Makes text of each answer with the tokenizer of its request's adapter."""
+
+    def __init__(self, tokenizers: TokenizerGroup, stream_interval: int) -> None:
+        super().__init__(tokenizers.renderer_for(None).tokenizer, stream_interval=stream_interval)
+        self._tokenizers = tokenizers
+
+    def tokenizer_for(self, request: EngineCoreRequest) -> Tokenizer | None:
+        return self._tokenizers.renderer_for(request.lora_request).tokenizer
