@@ -206,7 +206,7 @@ async def test_nobody_answers_is_a_time_out_that_names_the_milliseconds() -> Non
 
 
 def test_an_engine_has_ten_seconds_to_answer() -> None:
-    assert import_module("diptych_engine.as_vllm.envs").VLLM_RPC_TIMEOUT == 10_000  # type: ignore[attr-defined]
+    assert import_module("diptych_engine.as_vllm.envs").VLLM_RPC_TIMEOUT == 10_000
 
 
 @pytest.mark.parametrize(("size", "unsupported"), [(1, False), (2, True)])

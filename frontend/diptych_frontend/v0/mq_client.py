@@ -42,7 +42,12 @@ from diptych_frontend.v0.rpc import (
     frames_of,
 )
 from diptych_frontend.v0.rpc_calls import CLOSED
-from diptych_frontend.v0.sockets import QuestionSocket, RequestSocket, open_question_socket
+from diptych_frontend.v0.sockets import (
+    QuestionSocket,
+    RequestSocket,
+    close_all,
+    open_question_socket,
+)
 from diptych_frontend.v0.tokenizer_group import AdapterOutputs, TokenizerGroup
 from diptych_protocol import (
     EngineConfig,
@@ -98,10 +103,12 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         self._ended = asyncio.Event()
         """Something went wrong for good."""
         self.context = zmq.asyncio.Context()
-        self._context_finalizer = weakref.finalize(self, self.context.destroy, 0)
         self.input_socket = self.output_socket = RequestSocket(self._cores)
         self.heartbeat_socket = open_question_socket(self.context, heartbeat_ms)
         self.heartbeat_socket.connect(f"{ipc_path}{IPC_HEALTH_EXT}")
+        self._own_sockets = {self.heartbeat_socket}
+        # A context waits for its sockets, so those of a client that nobody closed go first.
+        self._sockets_finalizer = weakref.finalize(self, close_all, self._own_sockets)
         self.data_ipc_path = f"{ipc_path}{IPC_DATA_EXT}"
         self.output_loop: asyncio.Task[None] | None = None
         self.health_loop: asyncio.Task[None] | None = None
@@ -121,10 +128,12 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         if self._closed:
             raise MQClientClosedError(CLOSED)
         socket = open_question_socket(self.context, self._rpc_timeout_ms)
+        self._own_sockets.add(socket)
         try:
             socket.connect(self.data_ipc_path)
             yield socket
         finally:
+            self._own_sockets.discard(socket)
             socket.close(linger=0)
 
     async def setup(self) -> None:
@@ -338,7 +347,8 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
             if loop is not None and not loop.get_loop().is_closed():
                 loop.cancel()
         super().shutdown(timeout)
-        self._context_finalizer()
+        self._sockets_finalizer()
+        self.context.destroy(linger=0)
 
     # --- what it was made of ------------------------------------------------------------------
 

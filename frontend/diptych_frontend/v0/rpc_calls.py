@@ -44,11 +44,11 @@ class RpcCalls:
         """
         _check_open(socket)
         await socket.send_multipart(frames_of(request))
-        timeout_ms = socket.timeout_ms
-        if not await _arrives(socket, timeout_ms):
-            raise TimeoutError(f"RPCServer didn't reply within {timeout_ms} ms")
-        answer = await _read(socket, error_message)
-        data = startup_response(answer.result) if isinstance(answer, UtilityOutput) else answer
+        try:
+            answer = await _answer(error_message, socket)
+        except TimeoutError as exc:
+            raise TimeoutError(f"RPCServer didn't reply within {socket.timeout_ms} ms") from exc
+        data = startup_response(answer.result)
         if not isinstance(data, expected_type):
             raise ValueError(error_message)
         return data
@@ -73,10 +73,10 @@ class RpcCalls:
         Raises `TimeoutError` if there is none in time, and what `_check_success` raises.
         """
         _check_open(socket)
-        timeout_ms = socket.timeout_ms
-        if not await _arrives(socket, timeout_ms):
-            raise TimeoutError(f"MQLLMEngine didn't reply within {timeout_ms}ms")
-        await self._check_success(error_message, socket)
+        try:
+            await _answer(error_message, socket)
+        except TimeoutError as exc:
+            raise TimeoutError(f"MQLLMEngine didn't reply within {socket.timeout_ms}ms") from exc
 
     @staticmethod
     async def _check_success(error_message: str, socket: QuestionSocket) -> None:
@@ -101,14 +101,18 @@ class RpcCalls:
         return response
 
 
-async def _arrives(socket: QuestionSocket, timeout_ms: int) -> bool:
-    """Whether a message comes in time."""
+async def _answer(error_message: str, socket: QuestionSocket) -> UtilityOutput:
+    """The next answer of the engine; what it tells everybody may come before it. Raises
+    `TimeoutError`, and what `RpcCalls._check_success` raises."""
     try:
-        return bool(await socket.poll(timeout=timeout_ms))
+        async with asyncio.timeout(socket.timeout_ms / 1000):
+            while (answer := await _read(socket, error_message)) is None:
+                pass
     except asyncio.CancelledError:
         # Closing a socket cancels whatever waits for it, which is no end of the waiting task.
         _check_open(socket)
         raise
+    return answer
 
 
 async def _read(socket: QuestionSocket, error_message: str) -> UtilityOutput | None:

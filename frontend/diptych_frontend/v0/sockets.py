@@ -6,7 +6,7 @@ because a core answers where it was asked; V0's two names for it stand for a `Re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import zmq
@@ -33,6 +33,12 @@ def open_question_socket(context: zmq.asyncio.Context, timeout_ms: int) -> Quest
     socket.setsockopt(zmq.IMMEDIATE, 0)
     socket.timeout_ms = timeout_ms
     return socket
+
+
+def close_all(sockets: Iterable[QuestionSocket]) -> None:
+    """Close them without sending what they hold; harmless if that was done."""
+    for socket in list(sockets):
+        socket.close(linger=0)
 
 
 class RequestSocket:

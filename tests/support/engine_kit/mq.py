@@ -18,7 +18,8 @@ from waits import PATIENCE_S
 
 from diptych_engine import MQLLMEngineClient
 from diptych_frontend.core_client.launcher import CoreProcess
-from diptych_protocol import EngineConfig, RequestOutputKind, SamplingParams
+from diptych_frontend.v0.params import SamplingParams
+from diptych_protocol import EngineConfig, RequestOutputKind
 
 CONFIG = EngineConfig(DUMMY, num_blocks=64, num_threads=1)
 REAL = EngineConfig(
@@ -26,6 +27,7 @@ REAL = EngineConfig(
     num_blocks=512,
     num_threads=1,
     max_num_seqs=8,
+    weight_packing="none",  # answers are compared however they were batched
 )
 """The real model, which answers different prompts differently."""
 PATIENCE_MS = int(PATIENCE_S * 1000)

@@ -1,0 +1,108 @@
+"""Adapters with tokenizers of their own, asked through the older client: rows Q15 and Q17."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from engine_kit.mq import LONG, Eventually, answer, client_of, reading, running
+from model_kit.checkpoints import SIZES, random_tensors, save_adapter, save_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from diptych_engine import MQLLMEngineClient
+from diptych_protocol import EngineConfig, InvalidRequestError, LoRARequest, SamplingParams
+
+WORDS = [f"w{number}" for number in range(SIZES["vocab_size"])]
+PROMPT = "w5 w6 w7"
+
+
+def save_tokenizer(folder: Path, words: list[str]) -> None:
+    backend = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, "w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, an adapter that counts its words backwards, and one without a tokenizer."""
+    root = tmp_path_factory.mktemp("adapters")
+    save_model(root / "base", random_tensors(0))
+    save_tokenizer(root / "base", WORDS)
+    for seed, name in enumerate(("backwards", "plain")):
+        save_adapter(root / name, seed + 1)
+    save_tokenizer(root / "backwards", WORDS[::-1])
+    return root
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> EngineConfig:
+    return EngineConfig(str(folder / "base"), num_blocks=256, num_threads=1, max_loras=2)
+
+
+@pytest_asyncio.fixture
+async def client(config: EngineConfig) -> AsyncIterator[MQLLMEngineClient]:
+    with running(config) as core:
+        client = client_of(core)
+        await client.setup()
+        yield client
+        client.close()
+
+
+@pytest.fixture
+def adapters(folder: Path) -> dict[str, LoRARequest]:
+    names = ("backwards", "plain")
+    return {name: LoRARequest(name, at + 1, str(folder / name)) for at, name in enumerate(names)}
+
+
+async def test_contract_Q17_an_adapter_is_asked_and_answers_in_its_own_words(
+    client: MQLLMEngineClient, adapters: dict[str, LoRARequest]
+) -> None:
+    own = adapters["backwards"]
+    theirs = await client.get_tokenizer(own)
+    assert theirs.encode(PROMPT) == [len(WORDS) - 1 - number for number in (5, 6, 7)]
+    assert theirs is await client.get_tokenizer(own), "it is read once"
+    base = await client.get_tokenizer()
+    assert base is await client.get_tokenizer(adapters["plain"])
+    assert base.encode(PROMPT) == [5, 6, 7]
+
+    by_text = await answer(client, PROMPT, own, max_tokens=8, ignore_eos=True)
+    by_ids = await answer(client, [58, 57, 56], own, max_tokens=8, ignore_eos=True)
+    assert by_text == by_ids
+    in_base = await answer(client, {"prompt": PROMPT}, adapters["plain"], max_tokens=8)
+    assert in_base == await answer(client, [5, 6, 7], adapters["plain"], max_tokens=8)
+    assert in_base != by_text
+
+
+async def test_contract_Q17_words_are_detokenised_by_their_adapter(
+    client: MQLLMEngineClient, adapters: dict[str, LoRARequest]
+) -> None:
+    own = adapters["backwards"]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    outputs = [output async for output in client.generate(PROMPT, params, "r", own)]
+    said = outputs[-1].outputs[0]
+    theirs, base = await client.get_tokenizer(own), await client.get_tokenizer()
+    assert said.text.strip() == theirs.decode(said.token_ids) != base.decode(said.token_ids)
+
+
+async def test_contract_Q15_adapters_are_loaded_while_others_generate(
+    client: MQLLMEngineClient, adapters: dict[str, LoRARequest], eventually: Eventually
+) -> None:
+    [task] = reading(client, "r", length=min(LONG, 400))
+    await eventually(lambda: client.output_queues)
+    loads = [client.add_lora(adapter) for adapter in adapters.values()]
+    _, asleep = await asyncio.gather(asyncio.gather(*loads), client.is_sleeping())
+    assert asleep is False
+    assert await client.list_loras() == {1, 2}
+    assert len(await task) == 400
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_refused(
+    client: MQLLMEngineClient, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        await answer(client, PROMPT, LoRARequest("broken", 9, str(tmp_path)))
+    assert not client.output_queues
