@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -89,6 +90,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     bad_words_token_ids: list[list[int]] | None = None
     """The tokens of `bad_words`, which the front-end adds to what stands here."""
     structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: list[str] | None = None
+    """Functions of the engine's configuration, as `module:function`, that change the logits in this
+    order."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -154,6 +158,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words_token_ids or ()),
                 "not empty or huge",
             ),
+            (
+                "logits_processors",
+                len(self.logits_processors or ()) <= MAX_STOPS,
+                f"at most {MAX_STOPS} functions",
+            ),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
             (
                 "stop",
@@ -181,6 +190,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                         f"{field}: {token_id} is outside the vocabulary of {vocab_size}",
                         param=field,
                     )
+
+    def check_processors(self, known: Collection[str]) -> None:
+        """Raise `InvalidRequestError` for a function that is none of an engine's."""
+        for name in self.logits_processors or ():
+            if name not in known:
+                raise InvalidRequestError(
+                    f"logits_processors: {name!r} is none of this engine's functions; name it in "
+                    "the engine's option of the same name",
+                    param="logits_processors",
+                )
 
     @property
     def greedy(self) -> bool:

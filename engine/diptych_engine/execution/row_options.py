@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.execution.grammar_state import GrammarState, constrain
+from diptych_engine.execution.logits_processors import Processor, process_logits
 from diptych_engine.execution.penalties import Penalties, apply_penalties
 from diptych_engine.scheduling.request import Request
 from diptych_kernels.host_arrays import to_device
@@ -29,10 +30,14 @@ class RowOptions:
     bias: Bias | None
     penalties: Penalties | None
     grammar: GrammarState | None
+    processors: list[Processor]
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> RowOptions | None:
-        """The request's special options; None if it has none."""
+    def of(
+        cls, request: Request, vocab_size: int, processors: Mapping[str, Processor]
+    ) -> RowOptions | None:
+        """The request's special options; None if it has none. `processors` are all that it may
+        name."""
         params = request.params
         options = cls(
             params.logprobs is not None,
@@ -43,6 +48,7 @@ class RowOptions:
             Bias.of(params.logit_bias),
             Penalties.of(params),
             None if request.grammar is None else GrammarState(request.grammar),
+            [processors[name] for name in params.logits_processors or ()],
         )
         return options if options._any else None
 
@@ -55,6 +61,7 @@ class RowOptions:
             or self.bias
             or self.penalties
             or self.grammar
+            or self.processors
         )
 
     def forbidden(self, request: Request) -> Iterator[int]:
@@ -84,12 +91,14 @@ class Bias:
 def change_logits(
     logits: Tensor, special: Sequence[tuple[int, RowOptions]], requests: Sequence[Request]
 ) -> dict[str, str]:
-    """Add biases, apply penalties, then exclude tokens, in place: vLLM's order.
+    """Let processors work, add biases, apply penalties, exclude tokens, in place: vLLM's order.
 
     logits: [requests, vocabulary].
     special: the rows of `logits` that have options.
     Returns the ids of requests that cannot go on, with the reasons.
     """
+    processed = [(row, o.processors) for row, o in special if o.processors]
+    failed = process_logits(logits, processed, requests) if processed else {}
     for row, options in special:
         if options.bias is not None:
             logits[row, to_device(options.bias.token_ids, logits.device)] += to_device(
@@ -106,8 +115,10 @@ def change_logits(
         where: NDArray[np.int64] = np.array(pairs, np.int64).T
         logits[tuple(to_device(where, logits.device))] = -torch.inf
     if unchanged is None:
-        return {}
-    return constrain(logits, unchanged, rows, [state for _, state in constrained], requests)
+        return failed
+    return failed | constrain(
+        logits, unchanged, rows, [state for _, state in constrained], requests
+    )
 
 
 def _ends(request: Request, vocab_size: int) -> list[int]:

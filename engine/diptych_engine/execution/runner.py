@@ -16,6 +16,7 @@ from torch import Tensor
 from diptych_engine.execution.batch_rows import BatchRows
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
+from diptych_engine.execution.logits_processors import load_processors
 from diptych_engine.execution.placement import (
     block_bytes,
     block_shape,
@@ -131,7 +132,12 @@ class ModelRunner:
         if self._device.type == "cuda" and shard.size == 1:
             self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
-        self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size, self._device)
+        self._sampler = Sampler(
+            config.max_num_seqs,
+            source.config.vocab_size,
+            self._device,
+            load_processors(config.logits_processors),
+        )
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
         self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)

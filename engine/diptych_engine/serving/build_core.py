@@ -91,6 +91,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         tasks=("generate", *POOLING_TASKS),
         scheduling_policy=config.scheduling_policy,
         tracing_enabled=config.otlp_traces_endpoint is not None,
+        logits_processors=tuple(config.logits_processors),
     )
     cpu_level, num_set_aside = runner.cpu_facts
     scheduler = Scheduler(

@@ -42,12 +42,14 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         scheduling_policy: SchedulingPolicy = "fcfs",
+        logits_processors: Collection[str] = (),
     ) -> None:
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.scheduling_policy = scheduling_policy
+        self.logits_processors = logits_processors
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -65,6 +67,7 @@ class InputProcessor:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             scheduling_policy=config.scheduling_policy,
+            logits_processors=config.logits_processors,
         )
 
     def process(
@@ -218,6 +221,7 @@ class InputProcessor:
         """A checked copy of the parameters in which nothing is left open."""
         params.check()
         params.check_vocabulary(self.vocab_size)
+        params.check_processors(self.logits_processors)
         self._check_stops(params)
         self._check_form(params)
         _check_kv_transfer(params)

@@ -70,15 +70,14 @@ class GuidedDecodingParams(StructuredOutputsParams, omit_defaults=True):
 class SamplingParams(
     diptych_protocol.SamplingParams, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """`SamplingParams` with the fields that V0 had and V1 has not.
+    """`SamplingParams` with what V0 had and V1 has not.
 
-    Clients of V1 take it too, and refuse these fields unless they are None.
+    Clients of V1 take it too, but refuse `guided_decoding` unless it is None. V0's client takes
+    functions as `logits_processors`, and tells the engine their names.
     """
 
     guided_decoding: GuidedDecodingParams | None = None
     """V0's name of `structured_outputs`."""
-    logits_processors: list[Any] | None = None
-    """Must be None or empty: an engine runs no code of its callers."""
 
 
 def params_of_today(params: Any) -> Any:
@@ -88,16 +87,14 @@ def params_of_today(params: Any) -> Any:
     Raises:
         InvalidRequestError: `guided_decoding` is not what its field declares, or stands beside
             `structured_outputs`.
-        UnsupportedFeatureError: there are `logits_processors`.
     """
-    if not isinstance(params, SamplingParams):
+    if not isinstance(params, diptych_protocol.SamplingParams):
         return params
-    if params.logits_processors:
-        raise UnsupportedFeatureError(
-            "logits_processors must be left alone: an engine runs no code that a request brings; "
-            "use logit_bias, bad_words, min_p or structured_outputs"
-        )
     plain = _copied(params, diptych_protocol.SamplingParams)
+    if isinstance(plain.logits_processors, list):
+        plain.logits_processors = [_name_of(each) for each in plain.logits_processors]
+    if not isinstance(params, SamplingParams):
+        return plain
     guided = params.guided_decoding
     if guided is None:
         return plain
@@ -113,6 +110,12 @@ def params_of_today(params: Any) -> Any:
         )
     plain.structured_outputs = guided.form()
     return plain
+
+
+def _name_of(processor: Any) -> Any:
+    """What a configuration calls a function, which is all that travels of it."""
+    module, name = getattr(processor, "__module__", ""), getattr(processor, "__qualname__", "")
+    return f"{module}:{name}" if module and name else processor
 
 
 def _copied(params: msgspec.Struct, base: type[Base]) -> Base:

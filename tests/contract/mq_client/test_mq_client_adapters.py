@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from engine_kit import logits_processors
 from engine_kit.mq import LONG, Eventually, answer, client_of, reading, running
 from model_kit.checkpoints import SIZES, random_tensors, save_adapter, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from diptych_engine import MQLLMEngineClient
-from diptych_protocol import EngineConfig, InvalidRequestError, LoRARequest, SamplingParams
+from diptych_frontend.v0.params import SamplingParams as SamplingParamsOfV0
+from diptych_protocol import (
+    EngineConfig,
+    EngineGenerateError,
+    InvalidRequestError,
+    LoRARequest,
+    SamplingParams,
+)
 
 WORDS = [f"w{number}" for number in range(SIZES["vocab_size"])]
 PROMPT = "w5 w6 w7"
@@ -39,7 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> EngineConfig:
-    return EngineConfig(str(folder / "base"), num_blocks=256, num_threads=1, max_loras=2)
+    return EngineConfig(
+        str(folder / "base"),
+        num_blocks=256,
+        num_threads=1,
+        max_loras=2,
+        logits_processors=logits_processors.NAMES,
+    )
 
 
 @pytest_asyncio.fixture
@@ -97,6 +112,27 @@ async def test_contract_Q15_adapters_are_loaded_while_others_generate(
     assert asleep is False
     assert await client.list_loras() == {1, 2}
     assert len(await task) == 400
+
+
+async def test_contract_Q08_Q09_logits_processors_are_functions_that_the_engine_has_too(
+    client: MQLLMEngineClient,
+) -> None:
+    """Their names travel; the caller's parameters keep the functions."""
+    functions: list[Any] = [logits_processors.count_up]
+    params: Any = SamplingParamsOfV0(max_tokens=3, logits_processors=functions)
+    outputs = [output async for output in client.generate([1, 2], params, "r")]
+    assert outputs[-1].outputs[0].token_ids == [10, 11, 12]
+    assert params.logits_processors == [logits_processors.count_up]
+    by_name = {"logits_processors": [logits_processors.NAMES[0]]}
+    assert await answer(client, [1, 2], max_tokens=2, **by_name) == " w10 w11"
+    for bad in ([lambda ids, logits: logits], [print], [object()]):
+        with pytest.raises(InvalidRequestError, match="logits_processors"):
+            await answer(client, [1, 2], logits_processors=bad)
+    [task] = reading(client, "beside", length=20)
+    with pytest.raises(EngineGenerateError, match="nothing suits me"):
+        await answer(client, [1, 2], logits_processors=[logits_processors.fail])
+    assert len(await task) == 20
+    assert client.is_running
 
 
 async def test_a_tokenizer_that_cannot_be_read_is_refused(

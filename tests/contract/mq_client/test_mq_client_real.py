@@ -311,7 +311,7 @@ async def test_contract_Q09_the_callers_parameters_stay_as_they_are(
         await answer(
             client, "x", guided_decoding=GuidedDecodingParams(regex="a", backend="outlines")
         )
-    with pytest.raises(UnsupportedFeatureError, match="logits_processors"):
+    with pytest.raises(InvalidRequestError, match="none of this engine's functions"):
         await answer(client, "x", logits_processors=[lambda _ids, logits: logits])
 
 
