@@ -221,7 +221,8 @@ class InputProcessor:
         """A checked copy of the parameters in which nothing is left open."""
         params.check()
         params.check_vocabulary(self.vocab_size)
-        params.check_processors(self.logits_processors)
+        if params.logits_processors:
+            params.check_processors(self.logits_processors)
         self._check_stops(params)
         self._check_form(params)
         _check_kv_transfer(params)

@@ -139,7 +139,7 @@ class OutputProcessor:
         if request.pooling_params is not None:
             answer = PoolingAnswer(request, collector)
         else:
-            answer = self._answer(request, prompt_text, collector, parent, index)
+            answer = self._answer(request, prompt_text, collector, parent, index, self._tokenizer)
         self._answers[request_id] = answer
         self._waiting[request_id] = len(request.prompt_token_ids or ())
         self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
@@ -153,7 +153,7 @@ class OutputProcessor:
         Raises `KeyError` if it has ended meanwhile.
         """
         collector: Collector[Any] = self._answers[request.request_id].collector
-        answer = self._answer(request, prompt_text, collector, None, 0)
+        answer = self._answer(request, prompt_text, collector, None, 0, self._tokenizer)
         self._answers[request.request_id] = answer
 
     def _answer(
@@ -163,15 +163,12 @@ class OutputProcessor:
         collector: Collector[RequestOutput],
         parent: ParentRequest | None,
         index: int,
+        tokenizer: Tokenizer | None,
     ) -> _Answer:
-        tokenizer = self.tokenizer_for(request)
+        """A subclass may know a better tokenizer for the request."""
         made = _Answer(request, prompt_text, collector, parent, index, tokenizer)
         made.stream_interval = self._stream_interval
         return made
-
-    def tokenizer_for(self, request: EngineCoreRequest) -> Tokenizer | None:
-        """What makes text of the request's tokens; a subclass may look at its adapter."""
-        return self._tokenizer
 
     def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Hand the outputs of a step to their consumers; unknown ids are dropped.

@@ -158,6 +158,9 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
             self._check_usable()  # it may be silent because it has ended
             timeout_ms = self._rpc_timeout_ms
             raise TimeoutError(f"RPCServer didn't reply within {timeout_ms} ms") from exc
+        except MQClientClosedError:
+            self._check_usable()  # its end closes the sockets too
+            raise
         except MalformedAnswerError as exc:
             raise ValueError("Unable to start RPC Server") from exc
         self.tracing_flag = response.tracing_enabled
@@ -326,7 +329,7 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         self._errored_with = e
         super()._die(ENGINE_DEAD_ERROR(e))
         self._ended.set()
-        self.heartbeat_socket.close(linger=0)  # a core that ends waits until its clients have left
+        close_all(self._own_sockets)  # a core that ends waits until its clients have left
 
     def _die(self, cause: EngineDeadError) -> None:
         error = MQEngineDeadError(str(cause))

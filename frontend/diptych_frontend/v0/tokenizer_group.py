@@ -6,13 +6,14 @@ import asyncio
 import copy
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from diptych_frontend.model_files.model_source import readable
-from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.output_processor import Collector, OutputProcessor, ParentRequest
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import tokenizer_from_hf
-from diptych_protocol import EngineCoreRequest, LoRARequest
+from diptych_protocol import EngineCoreRequest, LoRARequest, RequestOutput
 
 REMEMBERED = 32
 """Adapters whose tokenizers are kept."""
@@ -62,5 +63,14 @@ class AdapterOutputs(OutputProcessor):
         super().__init__(tokenizers.renderer_for(None).tokenizer, stream_interval=stream_interval)
         self._tokenizers = tokenizers
 
-    def tokenizer_for(self, request: EngineCoreRequest) -> Tokenizer | None:
-        return self._tokenizers.renderer_for(request.lora_request).tokenizer
+    def _answer(
+        self,
+        request: EngineCoreRequest,
+        prompt_text: str | None,
+        collector: Collector[RequestOutput],
+        parent: ParentRequest | None,
+        index: int,
+        tokenizer: Tokenizer | None,
+    ) -> Any:
+        tokenizer = self._tokenizers.renderer_for(request.lora_request).tokenizer
+        return super()._answer(request, prompt_text, collector, parent, index, tokenizer)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
@@ -27,7 +28,13 @@ from engine_kit.mq import (
 from diptych_engine import MQLLMEngineClient
 from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.v0.errors import MQEngineDeadError
-from diptych_protocol import EngineDeadError, EngineGenerateError, LoRARequest, UtilityError
+from diptych_protocol import (
+    EngineDeadError,
+    EngineGenerateError,
+    LoRARequest,
+    SamplingParams,
+    UtilityError,
+)
 
 POISONED = [POISON, 5, 6]
 POISON_TAKER = real_with(executor_class="engine_kit.failing_executor:FailingExecutor")
@@ -37,8 +44,13 @@ async def ends_of(tasks: list[asyncio.Task[Any]]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def read_on(outputs: AsyncIterator[Any]) -> None:
+    async for _ in outputs:
+        pass
+
+
 async def under_way(client: MQLLMEngineClient, *names: str) -> list[asyncio.Task[list[int]]]:
-    """Requests that the engine has begun to answer, or will."""
+    """Requests that are on their way to the engine."""
     tasks = reading(client, *names, length=LONG)
     while len(client.output_queues) < len(names):
         await asyncio.sleep(0.01)
@@ -96,6 +108,18 @@ async def test_contract_Q06_a_process_that_is_gone_already_is_an_error_at_once(
     client.close()
 
 
+async def test_contract_Q05_an_engine_that_dies_while_it_starts_is_no_time_out(
+    doomed: CoreProcess,
+) -> None:
+    client = client_of(doomed)  # as patient as any test
+    greeting = asyncio.create_task(client.setup())
+    await asyncio.sleep(0.1)
+    doomed.process.kill()
+    with pytest.raises(EngineDeadError, match="died"):
+        await greeting
+    client.close()
+
+
 async def test_contract_Q06_silence_is_no_proof(
     doomed: CoreProcess, eventually: Eventually
 ) -> None:
@@ -118,7 +142,9 @@ async def test_contract_Q06_Q14_an_error_in_a_heartbeat_is_the_engines(
     with running(real_with(shutdown_timeout_s=PATIENCE_MS / 1000)) as core:
         client = client_of(core, heartbeat_ms=10)
         await client.setup()
-        tasks = await under_way(client, "keeps it here")
+        params = SamplingParams(max_tokens=LONG, ignore_eos=True)
+        outputs = client.generate([1, 2, 3], params, "keeps it here")
+        await anext(outputs)
         core.process.send_signal(signal.SIGTERM)
         await eventually(lambda: client.errored)
         raised = []
@@ -127,9 +153,8 @@ async def test_contract_Q06_Q14_an_error_in_a_heartbeat_is_the_engines(
                 await client.check_health()
             raised.append(caught.value)
         assert raised[0] is raised[1] is client.dead_error.__cause__
-        [end] = await ends_of(tasks)
-        assert isinstance(end, MQEngineDeadError)
-        assert "shutting down" in str(end)
+        with pytest.raises(MQEngineDeadError, match="shutting down"):
+            await read_on(outputs)
         client.close()
 
 

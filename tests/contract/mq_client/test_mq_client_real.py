@@ -196,13 +196,13 @@ async def test_contract_Q05_an_engine_that_refuses_says_why() -> None:
     with running(real_with(shutdown_timeout_s=PATIENCE_MS / 1000)) as core:
         first = client_of(core)
         await first.setup()
-        [task] = reading(first, "keeps it here", length=LONG)
-        while not first.output_queues:
-            await asyncio.sleep(0)
+        params = SamplingParams(max_tokens=LONG, ignore_eos=True)
+        outputs = first.generate(FACT.words, params, "keeps it here")
+        await anext(outputs)
         core.process.send_signal(signal.SIGTERM)
         with pytest.raises(UtilityError, match="shutting down"):
             await greet_until_refused(core)
-        task.cancel()
+        await outputs.aclose()
         first.close()
 
 
