@@ -110,11 +110,9 @@ class OutputProcessor:
         return self._by_external_id.keys()
 
     def collector_of(self, request_id: str) -> Collector[Any] | None:
-        """Where the outputs of an open request (a user's id) go; None if there is none. Of several
-        with this id, it is the collector of one."""
-        for internal_id in self._by_external_id.get(request_id, ()):
-            return self._answers[internal_id].collector
-        return None
+        """Where the outputs of an open request (a user's id) go; of several, those of one."""
+        open_here = self._by_external_id.get(request_id, ())
+        return next((self._answers[internal_id].collector for internal_id in open_here), None)
 
     @property
     def num_waiting_tokens(self) -> int:
