@@ -22,7 +22,7 @@ from diptych_protocol.engine_client import (
     TextPrompt,
     TokensPrompt,
 )
-from diptych_protocol.engine_settings import EngineSettings, SchedulingPolicy
+from diptych_protocol.engine_settings import EngineSettings, ReasoningParserName, SchedulingPolicy
 from diptych_protocol.errors import (
     ClientClosedError,
     DiptychError,
@@ -37,6 +37,11 @@ from diptych_protocol.errors import (
 from diptych_protocol.journey import RequestJourneyEvent, RequestJourneyEventType
 from diptych_protocol.kv_transfer_params import KVTransferParams, fingerprint
 from diptych_protocol.lora import LoRARequest
+from diptych_protocol.multimodal import (
+    MultiModalCacheStats,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+)
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -97,11 +102,15 @@ __all__ = [
     "Logprob",
     "LogprobsLists",
     "LogprobsTensors",
+    "MultiModalCacheStats",
+    "MultiModalFeatureSpec",
     "PauseMode",
+    "PlaceholderRange",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
     "PromptType",
+    "ReasoningParserName",
     "ReconfigureDistributedRequest",
     "ReconfigureRankType",
     "RefusedByEngineError",

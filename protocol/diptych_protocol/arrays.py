@@ -15,11 +15,11 @@ import msgspec
 
 ITEM_BYTES: Final = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2,
-    "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
+    "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _FORMATS: Final = {
-    "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "uint8": "B",
-    "bool": "?",
+    "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h",
+    "uint8": "B", "bool": "?",
 }  # fmt: skip
 INLINE_BYTES: Final = 256
 """Smaller arrays are not worth a frame."""

@@ -19,6 +19,7 @@ import msgspec
 from diptych_protocol import wire
 from diptych_protocol.arrays import FrameDecoder
 from diptych_protocol.errors import InvalidRequestError
+from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.pooling import PoolingParams
 from diptych_protocol.sampling import SamplingParams
 from diptych_protocol.wire import EngineCoreRequest, UtilityCall
@@ -73,15 +74,34 @@ def ids_of(request_ids: object) -> list[str]:
 
 
 def request_as_sent(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request with the types that its fields declare; its prompt is taken over as it is.
+    """The request with the types that its fields declare; its prompt is taken over as it is, and so
+    are the tiles of its images.
 
     Raises `InvalidRequestError`, naming the field, for values of other types, for integers beyond
     64 bits, and for more than a message can carry.
     """
-    rest = msgspec.structs.replace(request, prompt_token_ids=None, prompt_embeds=None)
+    rest = msgspec.structs.replace(
+        request,
+        prompt_token_ids=None,
+        prompt_embeds=None,
+        mm_features=None if request.mm_features is None else _without_data(request.mm_features),
+    )
     sent: EngineCoreRequest = _round_trip(rest, wire.request_decoder)
     sent.prompt_token_ids, sent.prompt_embeds = request.prompt_token_ids, request.prompt_embeds
+    sent.mm_features = request.mm_features
     return sent
+
+
+def _without_data(features: Any) -> Any:
+    """Features without their tiles; anything else as it is."""
+    if not isinstance(features, list):
+        return features
+    return [
+        msgspec.structs.replace(feature, data=None)
+        if isinstance(feature, MultiModalFeatureSpec)
+        else feature
+        for feature in features
+    ]
 
 
 def params_as_sent(params: object, kind: type[Params]) -> Params:

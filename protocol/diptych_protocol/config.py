@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, Self
 import msgspec
 from msgspec import Meta
 
-from diptych_protocol.engine_settings import MAX_RANKS, EngineSettings
+from diptych_protocol.engine_settings import MAX_RANKS, EngineSettings, ReasoningParserName
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.field_ranges import check_fields
 
@@ -179,6 +179,14 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         str,
         Meta(description="module:Class with worker methods of your own for collective_rpc."),
     ] = ""
+    allow_functions: Annotated[
+        bool,
+        Meta(
+            description="Insecure: let clients name functions, as module:function, that "
+            "collective_rpc and apply_model run in the engine. Who reaches the engine's own socket "
+            "can then run any code there."
+        ),
+    ] = False
     executor_class: Annotated[
         str,
         Meta(
@@ -324,6 +332,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "`lora_modules`."
         ),
     ] = {}
+    reasoning_parser: Annotated[
+        ReasoningParserName,
+        Meta(description="How the model marks its reasoning; the same as the engines'."),
+    ] = "none"
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

@@ -25,6 +25,9 @@ WakeUpTag = Literal["weights", "kv_cache", "scheduling"]
 
 PROFILE_PREFIX: Final = re.compile(r"[-\w.]{0,128}", re.ASCII)
 CALL_TIMEOUT_S: Final = 60.0
+CALL_FUNCTION: Final = "call_function"
+APPLY_MODEL: Final = "apply_model"
+"""Worker methods that run a named function; see `EngineConfig.allow_functions`."""
 REST_TIMEOUT_S: Final = 3600.0
 """Until requests have come to rest: a pause that waits for them takes as long as they do."""
 MOVE_TIMEOUT_S: Final = 1800.0
@@ -77,6 +80,11 @@ class ControlCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The arguments of the `UtilityCall`."""
         return msgspec.structs.astuple(self)
 
+    @property
+    def forgets_images(self) -> bool:
+        """The front-end, too, is to forget the images that it prepared."""
+        return False
+
     def report(self, answer: Any) -> msgspec.Struct | None:
         """What the admin port makes of the core's answer; None: it shows the engine's state."""
         return None
@@ -88,6 +96,10 @@ class PauseGeneration(ControlCall, frozen=True):
     TIMEOUT_S = REST_TIMEOUT_S
     mode: PauseMode = "abort"
     clear_cache: bool = True
+
+    @property
+    def forgets_images(self) -> bool:
+        return self.clear_cache
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequestError` for a mode that does not exist."""
@@ -110,6 +122,10 @@ class Sleep(ControlCall, frozen=True):
     SILENT = True
     level: Literal[0, 1, 2] = 1
     mode: PauseMode = "abort"
+
+    @property
+    def forgets_images(self) -> bool:
+        return self.level != 0
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequestError` for a mode that does not exist."""
@@ -144,6 +160,10 @@ class ResetPrefixCache(ControlCall, frozen=True):
 
 class ResetMmCache(ControlCall, frozen=True):
     METHOD = PATH = "reset_mm_cache"
+
+    @property
+    def forgets_images(self) -> bool:
+        return True
 
     def report(self, answer: Any) -> ResetReport:
         return ResetReport(True, answer)

@@ -15,6 +15,7 @@ from diptych_protocol.config import EngineConfig, RouterConfig
 from diptych_protocol.control_calls import PauseMode
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.lora import LoRARequest
+from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.outputs import RequestOutput
 from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import SamplingParams
@@ -37,19 +38,26 @@ class StreamingInput:
 class TextPrompt(TypedDict, total=False):
     prompt: str
     cache_salt: str
+    multi_modal_data: dict[str, Any]
+    """`{"image": ...}`: the bytes of an image file, an image of Pillow's, or a list of these, one
+    for each image token of the prompt."""
 
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
     cache_salt: str
+    multi_modal_data: dict[str, Any]
+    mm_features: list[MultiModalFeatureSpec]
+    """Set by the renderer, which expands the image tokens."""
     prompt_embeds: Array
     """Set by the renderer for an `EmbedsPrompt`, whose token ids are zeros."""
 
 
 class EmbedsPrompt(TypedDict, total=False):
-    prompt_embeds: Array
-    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens."""
+    prompt_embeds: Any
+    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens. A
+    `torch.Tensor`, a `numpy.ndarray` or an `Array`."""
     cache_salt: str
 
 
@@ -73,8 +81,10 @@ class Renderer(Protocol):
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
-        """Apply the model's chat template; `tools` are those that the answer may call.
+        """Apply the model's chat template; `tools` are those that the answer may call, and
+        `template_kwargs` further variables of the template.
 
         Raises `InvalidRequestError` if the template refuses.
         """
@@ -123,6 +133,11 @@ class EngineClient(ABC):
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         return self.vllm_config.name
+
+    @property
+    def reasoning_parser(self) -> str:
+        """The format of the model's reasoning; `none` if nobody is to look for it."""
+        return self.vllm_config.reasoning_parser
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:
@@ -175,6 +190,13 @@ class EngineClient(ABC):
 
         Leaving the generator early aborts the request in the core. `tenant` says whose request it
         is: engines are fair to tenants.
+
+        With a `reasoning_parser`, the form of `structured_outputs` holds from the end of the
+        model's reasoning on. reasoning_ended: True if there is none to come, so that the form holds
+        from the first token on; False if the prompt has begun it; None: the prompt's end, or else
+        the output, shows that. reasoning_parser_kwargs: `{"chat_template_kwargs": {...}}`, what the
+        template was given, of which `enable_thinking: false` says that no reasoning is to come. The
+        text of a request with these keeps the markers of reasoning that are special tokens.
 
         A prompt that comes in pieces (an async generator) keeps its KV between them. Each piece is
         answered by itself, with the parameters it brings, and the next one is asked for when that

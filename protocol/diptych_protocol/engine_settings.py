@@ -17,6 +17,7 @@ MAX_RANKS = 64
 """Limit of either kind of parallelism."""
 BlockSize = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ReasoningParserName = Literal["none", "think", "harmony"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -126,6 +127,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     enable_prefix_caching: Annotated[
         bool, Meta(description="Keep the KV of finished prompts to reuse for equal prefixes.")
     ] = True
+    encoder_cache_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="Image tokens whose features an engine keeps, for a model that takes "
+            "images. A larger image is refused.",
+        ),
+    ] = 16384
     max_idle_sessions: Annotated[
         int,
         Meta(
@@ -142,6 +152,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "the last token, mean the mean of all."
         ),
     ] = "last"
+    reasoning_parser: Annotated[
+        ReasoningParserName,
+        Meta(
+            description="How the model marks its reasoning, which chats then tell apart from the "
+            "answer, and which no structured output constrains. think: between tags of this name, "
+            "as Qwen and DeepSeek models do; harmony: in channels, as gpt-oss does; none: all text "
+            "is the answer."
+        ),
+    ] = "none"
     seed: Annotated[
         int, Meta(description="Seeds dummy weights and requests that bring no seed.")
     ] = 0
@@ -174,6 +193,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "its own memory for KV.",
         ),
     ] = 1
+    enable_return_routed_experts: Annotated[
+        bool,
+        Meta(
+            description="Answers tell which experts each of their tokens went through; only for a "
+            "model that has some."
+        ),
+    ] = False
     otlp_traces_endpoint: (
         Annotated[
             str,

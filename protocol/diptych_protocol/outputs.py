@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -29,6 +33,12 @@ class CompletionOutput:
     """Per token of `token_ids`: token id -> Logprob; the sampled token comes first."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: NDArray[np.int16] | None = None
+    """[tokens, layers, experts a token], with the last output, if the engine has
+    `enable_return_routed_experts`: which experts each layer chose for the tokens of prompt and
+    answer, the likeliest first. The token that was sampled last went through no layer. -1: a layer
+    without experts, or a token whose KV came from another engine, such as a prefix that an earlier
+    request fetched."""
 
     @property
     def finished(self) -> bool:

@@ -158,11 +158,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words_token_ids or ()),
                 "not empty or huge",
             ),
-            (
-                "logits_processors",
-                len(self.logits_processors or ()) <= MAX_STOPS,
-                f"at most {MAX_STOPS} functions",
-            ),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
             (
                 "stop",
@@ -192,8 +187,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                     )
 
     def check_processors(self, known: Collection[str]) -> None:
-        """Raise `InvalidRequestError` for a function that is none of an engine's."""
-        for name in self.logits_processors or ():
+        """Raise `InvalidRequestError` for a function that is none of an engine's, and for too many
+        of them."""
+        wanted = self.logits_processors or ()
+        if len(wanted) > MAX_STOPS:
+            raise InvalidRequestError(
+                f"logits_processors must be at most {MAX_STOPS} functions",
+                param="logits_processors",
+            )
+        for name in wanted:
             if name not in known:
                 raise InvalidRequestError(
                     f"logits_processors: {name!r} is none of this engine's functions; name it in "

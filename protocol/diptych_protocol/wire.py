@@ -29,6 +29,7 @@ from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.lora import LoRARequest
+from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.pooling import PoolingParams
 from diptych_protocol.sampling import SamplingParams
 
@@ -61,6 +62,8 @@ class ErrorKind(enum.IntEnum):
     """This attempt failed."""
     OVERLOADED = 1
     """There is no room: try another engine, or later."""
+    MISSING_IMAGE = 2
+    """The request names an image that the core does not have: send it again with all data."""
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -75,11 +78,11 @@ class EngineCoreRequestType(enum.Enum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One request for an EngineCore. Fields typed `None` are reserved by the contract."""
+    """One request for an EngineCore."""
 
     request_id: str
     prompt_token_ids: list[int] | None
-    mm_features: None
+    mm_features: list[MultiModalFeatureSpec] | None
     sampling_params: SamplingParams | None
     pooling_params: PoolingParams | None
     eos_token_id: int | None
@@ -101,7 +104,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Further pieces of the prompt will follow, as requests with the same id and this flag; one
     without it says that there are no more."""
     reasoning_ended: bool | None = None
+    """No reasoning comes before the answer (True), or the prompt has begun it (False); None: its
+    end, or else the output, shows that. A form of the answer holds from the answer on."""
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    """What the format of the reasoning depends on: `{"chat_template_kwargs": {...}}`."""
     abort_immediately: bool = False
     generated_token_ids: list[int] | None = None
     """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.
@@ -258,6 +264,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Kernels that differed from their references, which compute in their place."""
     malformed_messages: int = 0
     """Messages of clients that could not be read."""
+    images_encoded: int = 0
+    encoder_cache_hits: int = 0
+    """Images that a prompt needed and that were encoded before."""
+    encoder_cache_tokens: int = 0
+    """Image tokens whose features are kept."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -276,7 +287,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     trace_headers: Mapping[str, str] | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache of this engine had, so that it did not compute them."""
-    routed_experts: None = None
+    routed_experts: Array | None = None
+    """[tokens, layers, experts a token] int16, if the engine has `enable_return_routed_experts`:
+    the experts of the tokens after those that were told before, up to the one before the newest.
+    -1: not known, or a layer that has no experts."""
     num_nans_in_logits: int = 0
     # ours
     error: str | None = None

@@ -45,6 +45,7 @@ def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolCli
         max_model_len=source.config.max_position_embeddings,
         vocab_size=source.config.vocab_size,
         eos_token_ids=source.config.eos_token_ids,
+        reasoning_parser=config.reasoning_parser,
     )
     read_keys = None
     if args.keys is not None:
@@ -53,7 +54,7 @@ def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolCli
     return PoolClient(
         config,
         inputs,
-        OutputProcessor(renderer.tokenizer),
+        OutputProcessor(renderer.tokenizer, reasoning_parser=config.reasoning_parser),
         targets={"prefill": parse_targets(args.prefill), "decode": parse_targets(args.decode)},
         read_keys=read_keys,
         serving=args.serving,

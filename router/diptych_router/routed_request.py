@@ -198,7 +198,13 @@ class RoutedRequest:
         params = msgspec.structs.replace(
             self.original.sampling, extra_args=self._extra_args(lease.to_dict())
         )
-        return msgspec.structs.replace(self._with(params), request_id=coming)
+        coming_request = msgspec.structs.replace(self._with(params), request_id=coming)
+        if coming_request.mm_features is not None:  # their names tell D enough
+            coming_request.mm_features = [
+                msgspec.structs.replace(feature, data=None)
+                for feature in coming_request.mm_features
+            ]
+        return coming_request
 
     def withdraw_announcement(self) -> Announcement | None:
         """Give up the announced placement. Returns the announcement; its id is used up."""

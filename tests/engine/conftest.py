@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models import StepInputs, build_model, load_weights
+from diptych_engine.models.interface import GivenEmbeddings
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_kernels.paged_attention import AttentionMetadata
 
@@ -31,7 +32,9 @@ class LoneSequence:
         )  # fmt: skip
         self.blocks = np.random.default_rng(0).permutation(num_blocks)
 
-    def logits(self, token_ids: list[int], start: int = 0) -> Tensor:
+    def logits(
+        self, token_ids: list[int], start: int = 0, given: GivenEmbeddings | None = None
+    ) -> Tensor:
         """Compute `token_ids` from position `start` on; what precedes stands in the cache."""
         end = start + len(token_ids)
         positions = np.arange(start, end)
@@ -48,6 +51,7 @@ class LoneSequence:
                 block_size=BLOCK_SIZE,
                 window=self.window,
             ),
+            given=given,
         )
         with torch.inference_mode():
             hidden = self.model.forward(inputs, self.cache.unbind(1))

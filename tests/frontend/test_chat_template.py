@@ -59,3 +59,39 @@ def test_a_template_that_does_not_parse_is_an_error_of_the_model() -> None:
     with pytest.raises(InvalidRequestError, match="not valid") as caught:
         ChatTemplate("{% if %}", "", "")
     assert caught.value.param == "model"
+
+
+def with_kwargs(source: str, kwargs: Any) -> str:
+    template = ChatTemplate(source, "<s>", "</s>")
+    return template.render([], add_generation_prompt=True, template_kwargs=kwargs)
+
+
+def test_contract_C05_a_caller_sets_variables_of_the_template() -> None:
+    source = "{{ enable_thinking is defined and enable_thinking is false }} {{ self_made.a[0] }}"
+    assert with_kwargs(source, {"enable_thinking": False, "self_made": {"a": ["é"]}}) == "True é"
+    assert with_kwargs("{{ bos_token }}", {}) == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ([("a", 1)], "must be an object"),
+        ({"messages": []}, "messages is set by the server"),
+        ({"add_generation_prompt": False}, "set by the server"),
+        ({"documents": ["a"]}, "set by the server"),
+        ({"bos_token": ""}, "set by the server"),
+        ({"raise_exception": 1}, "set by the server"),
+        ({"range": 1}, "set by the server"),
+        ({"__class__": 1}, "no name of a variable"),
+        ({"a b": 1}, "no name of a variable"),
+        ({"": 1}, "no name of a variable"),
+        ({1: 1}, "no name of a variable"),
+        ({"a": "x" * (17 << 10)}, "at most 16384"),
+        ({"a": object()}, "plain values"),
+        ({"a": 1 << 70}, "plain values"),
+    ],
+)
+def test_contract_C05_other_variables_are_refused_by_name(kwargs: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(reason)) as refusal:
+        with_kwargs("{{ bos_token }}", kwargs)
+    assert refusal.value.param == "chat_template_kwargs"

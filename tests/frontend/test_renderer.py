@@ -106,7 +106,7 @@ def test_what_no_tokenizer_takes_is_refused(kwargs: Any, says: str) -> None:
         ({"prompt_token_ids": "ab"}, "prompt", "array"),
         ({"prompt": "x", "cache_salt": 1}, "cache_salt", "string"),
         ("\ud800", "prompt", "surrogate"),
-        ({"prompt": "x", "multi_modal_data": {"image": "y"}}, "multi_modal_data", "not supported"),
+        ({"prompt": "x", "multi_modal_data": {"image": "y"}}, "multi_modal_data", "no images"),
         ({"prompt_token_ids": [5], "token_type_ids": [0]}, "token_type_ids", "not supported"),
     ],
 )

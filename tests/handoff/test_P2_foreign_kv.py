@@ -151,7 +151,7 @@ def test_P2_a_reference_that_is_not_good_is_an_error_and_poisons_nothing(
     made = fetch(decode, prefill, prompt, forge(lent), **fields)
     assert made[-1].finish_reason is FinishReason.ERROR
     assert made[-1].error
-    assert tokens(made) in ([], lent["first_token_ids"]), "nothing that was computed"
+    assert tokens(made) == []
     assert answer(decode, prompt, **fields) == answer(alone, prompt), "an innocent client"
     decode.core.call("reject_kv_transfer", ["forged", lent])
     assert at_rest(prefill, decode)
@@ -170,7 +170,7 @@ def test_P2_block_ids_are_hints_and_prove_nothing(
     lent = lend(prefill, VICTIM)
     made = fetch(decode, prefill, VICTIM, signed(blocks(change)(lent)))
     if made[-1].finish_reason is FinishReason.ERROR:
-        assert tokens(made) == lent["first_token_ids"]
+        assert tokens(made) == []
     else:
         assert tokens(made) == answer(alone, VICTIM)
     assert answer(decode, VICTIM) == answer(alone, VICTIM)
@@ -208,7 +208,7 @@ def test_P2_a_reference_serves_once(
     assert prefill.hinge.stale_reads_refused == refused, "nobody asked it"
     made = fetch(other, prefill, VICTIM, lent)
     assert "released" in (made[-1].error or ""), "nor does it serve another engine"
-    assert tokens(made) == lent["first_token_ids"], "P's token, which came with the reference"
+    assert tokens(made) == []
     assert prefill.hinge.stale_reads_refused == refused + 1, "prefill counts it"
     assert answer(decode, prompt) == answer(alone, prompt), "an innocent client"
     assert at_rest(prefill, decode)

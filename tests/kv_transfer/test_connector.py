@@ -518,6 +518,7 @@ def test_a_closed_connector_gives_its_port_back() -> None:
     out = run_python("""
 p.close()
 with socket.socket() as again:
+    again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection may still time out
     again.bind(("0.0.0.0", p.port))
     print("bound")
 """)

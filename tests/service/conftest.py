@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from service_kit import Pair, engine_config, healthy, make_pools, start_engine
+from service_kit import Pair, engine_config, healthy, make_router, start_engine
 
 from diptych_frontend.core_client.curve import new_keys, read_keys
 
@@ -30,13 +30,22 @@ def pair_options() -> dict[str, Any]:
     return {}
 
 
+@pytest.fixture(scope="module")
+def router_options() -> dict[str, Any]:
+    """What its router has that others have not."""
+    return {}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(smollm2: str, keys_dir: Path, pair_options: dict[str, Any]) -> AsyncIterator[Pair]:
+async def pair(
+    smollm2: str, keys_dir: Path, pair_options: dict[str, Any], router_options: dict[str, Any]
+) -> AsyncIterator[Pair]:
     (prefill, at_p), (decode, at_d) = await asyncio.gather(
         start_engine(engine_config("prefill-0", smollm2, **pair_options), keys_dir),
         start_engine(engine_config("decode-0", smollm2, **pair_options), keys_dir),
     )
-    pools = make_pools(smollm2, at_p, at_d, read_keys(keys_dir))
+    keys = read_keys(keys_dir)
+    pools = make_router(smollm2, at_p, at_d, lambda: [keys], **router_options)
     pools.start()
     try:
         await healthy(pools)

@@ -417,6 +417,24 @@ async def test_a_stranger_frees_nothing(pods: Pods, told: str) -> None:
     await until_free(pods)
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_contract_M02_a_hand_off_that_fails_is_a_500_from_the_first_byte_on(
+    pods: Pods, path: str, stream: bool
+) -> None:
+    """The proxy's router is slow, and P has ended the lease when D asks for the blocks."""
+    body = body_of(path, cache_salt=f"{path} {stream}")
+    lent = await pods.lend(path, body)
+    released = await pods.p.post("/v1/kv_transfer/reject", json={"kv_transfer_params": lent})
+    assert released.status_code == 200
+    answer = await pods.d.post(path, json={**body, "kv_transfer_params": lent, "stream": stream})
+    assert answer.status_code == 500, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == "engine_error"
+    assert "hand-off failed" in error["message"]
+    await until_free(pods)
+
+
 async def test_a_reference_is_used_once(pods: Pods) -> None:
     """By whoever came first, who is not disturbed by who comes next."""
     body = body_of(COMPLETIONS)

@@ -22,6 +22,7 @@ from sim_tally import UTILITY_REFUSALS, named, refused_by_engine
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
+from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.scheduling.scheduler import Scheduler
@@ -128,7 +129,13 @@ class SimEngine:
         grammars = cast(GrammarCompiler, NoGrammars())
         self.runner = HashingRunner(self.memory)
         self.core = EngineCore(
-            description, scheduler, self.runner, connector, grammars, runs_ahead=shape.runs_ahead
+            description,
+            scheduler,
+            self.runner,
+            connector,
+            grammars,
+            ImageIntake(None, 0),
+            runs_ahead=shape.runs_ahead,
         )
         self.core.offer(*Controls(self.core).calls)
         self.alive = True

@@ -131,17 +131,18 @@ def make_router(
     """As `make_pools`, with the settings of a RouterConfig."""
     source = resolve_model(model)
     renderer = TextRenderer(source)
+    config = RouterConfig(model=model, served_name="smollm2", **settings)  # type: ignore[arg-type]
     inputs = InputProcessor(
         renderer,
         max_model_len=source.config.max_position_embeddings,
         vocab_size=source.config.vocab_size,
         eos_token_ids=source.config.eos_token_ids,
+        reasoning_parser=config.reasoning_parser,
     )
-    config = RouterConfig(model=model, served_name="smollm2", **settings)  # type: ignore[arg-type]
     return PoolClient(
         config,
         inputs,
-        OutputProcessor(renderer.tokenizer),
+        OutputProcessor(renderer.tokenizer, reasoning_parser=config.reasoning_parser),
         targets={"prefill": parse_targets(prefill), "decode": parse_targets(decode)},
         read_keys=read_keys,
         serving=serving,

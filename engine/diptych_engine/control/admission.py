@@ -7,10 +7,13 @@ import json
 import secrets
 from typing import Any
 
+from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.scheduling.adapter import Adapter, cache_identity
+from diptych_engine.scheduling.images import PlacedImage
 from diptych_engine.scheduling.request import Request
 from diptych_engine.scheduling.sessions import check_arrival, check_piece
+from diptych_frontend.reasoning.request_options import said_ended
 from diptych_frontend.text.prompt_embeds import check_embeds
 from diptych_protocol import (
     EngineCoreRequest,
@@ -28,14 +31,17 @@ def admit(
     client: bytes,
     limits: EngineDescription,
     adapters: AdapterTable,
+    images: ImageIntake,
     *,
     hinged: bool,
+    announced: bool = False,
 ) -> tuple[Request, list[int]]:
     """Validate a message and make it a Request.
 
     hinged: this engine takes part in hand-offs.
+    announced: the request is still to come; the message need not have the data of its images.
     Returns the request and the tokens that its client is to be told at once. Raises
-    `InvalidRequestError` for a message that cannot be served.
+    `InvalidRequestError` for a message that cannot be served, and `MissingImageError`.
     """
     check_arrival(message)
     if len(message.tenant) > MAX_TENANT_LENGTH:
@@ -59,6 +65,13 @@ def admit(
             f"{len(token_ids)} tokens leave no room to generate in {limits.max_model_len}"
         )
     adapter = adapters.resolve(message.lora_request)
+    placed: tuple[PlacedImage, ...] = ()
+    if message.mm_features is not None:
+        if message.prompt_embeds is not None:
+            raise InvalidRequestError(
+                "mm_features and prompt_embeds exclude each other", param="mm_features"
+            )
+        placed = images.place(message.mm_features, prompt, message.cache_salt, announced=announced)
     room = limits.max_model_len if params.max_tokens is None else params.max_tokens
     request = Request(
         request_id=message.request_id,
@@ -76,7 +89,11 @@ def admit(
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,
         prompt_embeds=message.prompt_embeds,
+        images=placed,
         resumable=message.resumable,
+        # With the tokens that it was given, whoever made them told of all but the last.
+        num_routed=len(token_ids) - 1 if message.generated_token_ids else 0,
+        said_ended=said_ended(message.reasoning_ended, message.reasoning_parser_kwargs),
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
     )
     return request, _first_tokens(request, limits)
@@ -94,6 +111,10 @@ def _admit_pooling(
         raise InvalidRequestError(
             "a pooling request generates nothing: it has neither sampling_params (which includes "
             "kv_transfer_params) nor generated_token_ids"
+        )
+    if message.mm_features is not None:
+        raise InvalidRequestError(
+            "a pooling request takes no images; leave out mm_features", param="mm_features"
         )
     params.check()
     if (params.dimensions or 0) > limits.hidden_size:

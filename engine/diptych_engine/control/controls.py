@@ -171,23 +171,39 @@ class Controls:
         return self._core.deferred.when(lambda: not scheduler.has_leases, scheduler.forget_cache)
 
     def reset_mm_cache(self) -> str:
-        """Forget multimodal inputs. Returns what there is to say about it."""
-        log.info("reset_mm_cache: %s", NO_MULTIMODAL_MODEL)
-        return NO_MULTIMODAL_MODEL
+        """Forget images as they came: the next request has to bring its images again. Returns what
+        there is to say about it."""
+        forgotten = self._core.images.forget()
+        return self._note("reset_mm_cache", f"{forgotten} images have to be sent again")
 
     def reset_encoder_cache(self) -> str:
-        """Forget encoder outputs. Returns what there is to say about it."""
-        log.info("reset_encoder_cache: %s", NO_MULTIMODAL_MODEL)
-        return NO_MULTIMODAL_MODEL
+        """Forget the features of images: whoever needs some encodes its images again. Returns what
+        there is to say about it."""
+        forgotten = self._forget_features()
+        return self._note("reset_encoder_cache", f"{forgotten} images have to be encoded again")
+
+    def _note(self, method: str, note: str) -> str:
+        note = note if self._core.images.sees else NO_MULTIMODAL_MODEL
+        log.info("%s: %s", method, note)
+        return note
+
+    def _forget_features(self) -> int:
+        if not self._core.images.sees:
+            return 0
+        self._core.runner.collective_rpc("_forget_images")
+        return self._core.scheduler.forget_images()
 
     def forget_everything(self) -> None:
-        """No KV that was computed up to now will be used by any request of this engine. What
+        """No KV and no features of images that were computed up to now will be used by any request
+        of this engine, and no image that has come will be found by its name. What
         is lent out stays as it is, unless its prompt is still computed: KV of two kinds does not
         go into one lease."""
         self._core.scheduler.preempt_all()
         self._core.hand_offs.withdraw_lent()
         self._discard_loads()
         self._core.scheduler.forget_cache(even_held=True)
+        self._core.images.forget()
+        self._forget_features()
 
     def _discard_loads(self) -> None:
         """Use nothing of what the hinge brings from now on: its requests compute their prompts

@@ -15,6 +15,8 @@ import msgspec
 
 from diptych_engine.control.admission import admit
 from diptych_engine.control.deferred import Deferred
+from diptych_engine.control.image_intake import ImageIntake, MissingImageError
+from diptych_engine.control.last_outputs import aborted, failed
 from diptych_engine.control.sleep import Residency
 from diptych_engine.control.utilities import Convert, call_utility
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
@@ -38,7 +40,6 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.admin import DrainReport
-from diptych_protocol.wire import ErrorKind
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class EngineCore:
         runner: Runner,
         connector: KVConnector | None,
         grammars: GrammarCompiler,
+        images: ImageIntake,
         *,
         runs_ahead: bool = False,
     ) -> None:
@@ -89,6 +91,7 @@ class EngineCore:
         self.runner = runner
         self.connector = connector
         self.grammars = grammars
+        self.images = images
         self.adapters = AdapterTable(scheduler.max_loras, runner.collective_rpc)
         scheduler.pinned_adapters = self.adapters.pinned
         self.hand_offs = HandOffs(description, scheduler, connector, self._admit_announced)
@@ -134,6 +137,8 @@ class EngineCore:
         """Queue a request; one that cannot be served is answered with an error output."""
         try:
             self._take(message, client)
+        except MissingImageError as exc:  # its client sends it again, with the image
+            self._fail(message.request_id, client, exc)
         except DiptychError as exc:
             log.info("request %s refused: %s", message.request_id, exc)
             unproven = isinstance(exc, UnprovenReferenceError)
@@ -164,7 +169,7 @@ class EngineCore:
             return
         if self.leaving:
             self.hand_offs.refused(message)
-            self._outputs[client].append(_aborted(message.request_id))
+            self._outputs[client].append(aborted(message.request_id))
             return
         self.weights.require_whole()
         if not self.scheduler.can_add(message.tenant):
@@ -172,6 +177,8 @@ class EngineCore:
         if self.scheduler.is_loading(message.request_id):
             raise DiptychError("the KV of an earlier request of this id is still on its way")
         request, first_tokens = self._admit(message, client)
+        if request.images:
+            self.images.require_room(request, self.scheduler.unfinished)
         self.hand_offs.check(request)
         ended = stop_condition(request, first_tokens[-1]) if first_tokens else None
         if ended is not None:  # prefill has sampled all that was wanted
@@ -182,8 +189,7 @@ class EngineCore:
             self.hand_offs.refused(message)
             return
         queued = self.grammars.begin(request)
-        if first_tokens:
-            self._outputs[client].append(EngineCoreOutput(request.request_id, first_tokens))
+        request.first_tokens = first_tokens
         self.hand_offs.arrived(request)
         (self.scheduler.add if queued else self.scheduler.hold)(request)
         surplus = self.scheduler.surplus()
@@ -206,13 +212,16 @@ class EngineCore:
         self.hand_offs.refused(message, may_release=may_release)
         self._fail(message.request_id, client, error)
 
-    def _admit(self, message: EngineCoreRequest, client: bytes) -> tuple[Request, list[int]]:
-        hinged = self.connector is not None
-        return admit(message, client, self.description, self.adapters, hinged=hinged)
+    def _admit(
+        self, message: EngineCoreRequest, client: bytes, *, announced: bool = False
+    ) -> tuple[Request, list[int]]:
+        limits, hinged = self.description, self.connector is not None
+        tables = self.adapters, self.images
+        return admit(message, client, limits, *tables, hinged=hinged, announced=announced)
 
     def _admit_announced(self, message: EngineCoreRequest) -> Request:
         self.weights.require_whole()
-        return self._admit(message, b"")[0]
+        return self._admit(message, b"", announced=True)[0]
 
     def take_grammars(self) -> None:
         """Queue requests that waited for grammars; call when `grammars.wake_fd` is readable."""
@@ -233,7 +242,7 @@ class EngineCore:
                 self.hand_offs.forgo(request_id)
             else:
                 self._end(request, FinishReason.ABORT)
-                self._outputs[request.client].append(_aborted(request_id))
+                self._outputs[request.client].append(aborted(request_id))
 
     def abort_all(self) -> None:
         """End every request, as `abort` does."""
@@ -253,17 +262,7 @@ class EngineCore:
         self.scheduler.finish(request, reason)
 
     def _fail(self, request_id: str, client: bytes, error: DiptychError | str) -> None:
-        overloaded = isinstance(error, EngineOverloadedError)
-        self._outputs[client].append(
-            EngineCoreOutput(
-                request_id,
-                [],
-                finish_reason=FinishReason.ERROR,
-                error=str(error),
-                error_kind=ErrorKind.OVERLOADED if overloaded else ErrorKind.FAULT,
-                error_param=error.param if isinstance(error, InvalidRequestError) else None,
-            )
-        )
+        self._outputs[client].append(failed(request_id, error))
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -302,7 +301,7 @@ class EngineCore:
                 self._end(request, FinishReason.ERROR)
                 self._fail(request.request_id, request.client, error)
             plan = plan.without_finished()
-        if not plan.scheduled and not plan.removed:
+        if not (plan.scheduled or plan.removed or plan.images):
             return plan, no_result
         return plan, self.runner.launch(plan)
 
@@ -418,7 +417,3 @@ class EngineCore:
         if self.connector is not None:
             self.connector.close()
         self.runner.close()
-
-
-def _aborted(request_id: str) -> EngineCoreOutput:
-    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)

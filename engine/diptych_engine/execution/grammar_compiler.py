@@ -11,13 +11,16 @@ import logging
 import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer
 
+from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.reasoning.formats import PROMPT_TAIL, ReasoningFormat, format_of
 from diptych_frontend.text.structured_outputs import (
     MAX_REASON_CHARS,
     encode_form,
@@ -25,7 +28,12 @@ from diptych_frontend.text.structured_outputs import (
     parser_limits,
 )
 from diptych_frontend.text.tokenizer_files import load_tokenizer
-from diptych_protocol import DiptychError, InvalidRequestError, StructuredOutputsParams
+from diptych_protocol import (
+    DiptychError,
+    InvalidRequestError,
+    ReasoningParserName,
+    StructuredOutputsParams,
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +43,26 @@ Compiled = tuple[bytes, LLMatcher | None, str]
 """An encoded form, its grammar, and why there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    tokens: LLTokenizer
+    reasoning: ReasoningTokens | None
+    """None if nobody is to look for reasoning."""
+
+
 class GrammarCompiler:
     """For one engine core. `begin` and `finished` belong to the core's thread."""
 
-    def __init__(self, source: ModelSource) -> None:
-        """Begin to prepare the model's vocabulary, which takes up to a second."""
+    def __init__(self, source: ModelSource, reasoning_parser: ReasoningParserName = "none") -> None:
+        """Begin to prepare the model's vocabulary, which takes up to a second.
+
+        reasoning_parser: as `EngineConfig.reasoning_parser`.
+        """
+        self._style = format_of(reasoning_parser)
         self._executor = ThreadPoolExecutor(1, "grammar compiler")
-        self._vocabulary: Future[LLTokenizer] = self._executor.submit(_vocabulary, source)
+        self._vocabulary: Future[Vocabulary] = self._executor.submit(
+            _vocabulary, source, self._style
+        )
         self._finished: SimpleQueue[Compiled] = SimpleQueue()
         self._waiting: dict[bytes, list[Request]] = {}
         """Encoded forms that are being compiled, and who wants them."""
@@ -68,6 +89,7 @@ class GrammarCompiler:
             raise InvalidRequestError(
                 f"structured_outputs: {reason}", param="structured_outputs"
             ) from reason
+        self._see_reasoning(request)
         key = encode_form(form)
         grammar = self._known.get(key)
         if grammar is None:
@@ -79,6 +101,20 @@ class GrammarCompiler:
         self._known.move_to_end(key)
         request.grammar = grammar
         return True
+
+    def _see_reasoning(self, request: Request) -> None:
+        """Find out what may stand before the part of its output that has the form."""
+        reasoning = self._vocabulary.result().reasoning
+        if reasoning is not None:
+            end = request.num_prompt_tokens
+            tail = request.token_ids[max(0, end - PROMPT_TAIL) : end]
+            request.reasoning = reasoning.before(request.said_ended, tail)
+        elif request.said_ended is False:
+            raise InvalidRequestError(
+                "reasoning_ended needs an engine whose reasoning_parser is set: this one knows no "
+                "reasoning",
+                param="reasoning_ended",
+            )
 
     @property
     def has_finished(self) -> bool:
@@ -111,9 +147,8 @@ class GrammarCompiler:
         """In the compiler's thread."""
         grammar = None
         try:
-            grammar = LLMatcher(
-                self._vocabulary.result(), grammar_of(form), log_level=0, limits=parser_limits()
-            )
+            tokens = self._vocabulary.result().tokens
+            grammar = LLMatcher(tokens, grammar_of(form), log_level=0, limits=parser_limits())
             if not grammar.is_error():
                 # The first mask is the dearest, and shows what the limits do not allow.
                 grammar.compute_bitmask()
@@ -125,7 +160,7 @@ class GrammarCompiler:
         os.eventfd_write(self.wake_fd, 1)
 
 
-def _vocabulary(source: ModelSource) -> LLTokenizer:
+def _vocabulary(source: ModelSource, style: ReasoningFormat | None) -> Vocabulary:
     """The model's tokens as llguidance wants them. Raises `ValueError` if it has none."""
     try:
         tokenizer = load_tokenizer(source)
@@ -136,4 +171,8 @@ def _vocabulary(source: ModelSource) -> LLTokenizer:
     ends = list(source.config.eos_token_ids)
     if not ends:
         raise ValueError("this model has no token that ends an answer")
-    return LLTokenizer(tokenizer.backend.to_str(), n_vocab=source.config.vocab_size, eos_token=ends)
+    size = source.config.vocab_size
+    return Vocabulary(
+        LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends),
+        None if style is None else ReasoningTokens.of(style, tokenizer, size, ends),
+    )

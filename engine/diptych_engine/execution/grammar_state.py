@@ -10,6 +10,8 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_engine.execution.preface import Preface
+from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_engine.scheduling.request import Request
 from diptych_kernels.host_arrays import to_device
 
@@ -22,28 +24,39 @@ class GrammarState:
     """One output's place in its grammar, found from the tokens of the output alone: a request that
     comes back after preemption, or from another engine, is at the same place."""
 
-    def __init__(self, grammar: LLMatcher) -> None:
+    def __init__(self, grammar: LLMatcher, reasoning: Reasoning | None = None) -> None:
+        """reasoning: what may stand before the part of the output that has the grammar."""
         self._matcher = grammar.deep_copy()
         self._num_taken = 0
+        self._preface = None if reasoning is None else Preface(reasoning)
 
     def allowed(self, request: Request) -> NDArray[np.uint8]:
         """One bit for each token, the lowest of a byte first: those that may come next.
 
-        When the grammar is fulfilled and allows no more, that is the end of the answer only.
+        When the grammar is fulfilled and allows no more, that is the end of the answer only. While
+        the output reasons, these are all but the ends of an answer.
         Raises `GrammarError` if the output breaks the grammar, or the grammar its limits.
         """
         new = request.token_ids[request.num_prompt_tokens + self._num_taken :]
         self._num_taken += len(new)
         for token in new:
-            # After its end only more ends can come, from a request that ignores them.
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
-        if self._matcher.is_error():
-            raise GrammarError(self._reason())
+            for of_answer in (token,) if self._preface is None else self._preface.take(token):
+                self._consume(of_answer)
+        if self._preface is not None:
+            if not self._preface.ended:
+                return self._preface.allowed(self._matcher)
+            self._preface = None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise GrammarError(self._reason())
         return bits
+
+    def _consume(self, token: int) -> None:
+        # After its end only more ends can come, from a request that ignores them.
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+        if self._matcher.is_error():
+            raise GrammarError(self._reason())
 
     def _reason(self) -> str:
         return self._matcher.get_error().partition("\n")[0]

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from diptych_engine.execution.prompt_logprobs import ROWS_AT_ONCE
+from diptych_engine.models.vision import TILES_AT_ONCE
 from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 BYTES_ON_A_CPU = 1 << 30
@@ -44,6 +46,9 @@ def bytes_for_kv(
     torch.cuda.empty_cache()  # what loading has left
     memory = GpuMemory(*torch.cuda.mem_get_info(device))
     peak = peak_of_a_step(model, config.max_num_batched_tokens, config.max_num_seqs, dtype.itemsize)
+    if model.vision is not None:
+        peak += peak_of_images(model.vision, dtype.itemsize)
+        peak += config.encoder_cache_tokens * model.hidden_size * dtype.itemsize
     return bytes_that_fit(memory, config.gpu_memory_utilization, peak)
 
 
@@ -88,11 +93,23 @@ def peak_of_a_step(model: ModelConfig, max_tokens: int, max_seqs: int, itemsize:
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
     # Twice the residual and its norm; queries, keys and values, and twice what attention makes of
-    # them; gate and up, and their product.
-    per_token = 4 * model.hidden_size + 3 * queries + 2 * keys + 3 * model.intermediate_size
+    # them; gate and up, and their product; of each expert of a token also what goes in and out.
+    of_expert = 2 * model.hidden_size + 3 * model.moe_intermediate_size
+    inner = max(3 * model.intermediate_size, model.num_experts_per_tok * of_expert)
+    per_token = 4 * model.hidden_size + 3 * queries + 2 * keys + inner
     # As computed and in float32; log-probabilities and what sampling sorts.
     per_row = model.vocab_size * (itemsize + 4 * 4)
     rows = max(max_seqs, ROWS_AT_ONCE)
     # Split contexts: each split's output and its weights, in float32.
     splits = max_seqs * queries * 4 * 16
     return BESIDE_TENSORS + max_tokens * per_token * itemsize + rows * per_row + splits
+
+
+def peak_of_images(vision: VisionConfig, itemsize: int) -> int:
+    """More than encoding an image takes of a GPU's memory, in bytes, counted in the same way."""
+    patches = TILES_AT_ONCE * vision.patches_per_edge**2
+    # The residual and its norms; queries, keys and values, and what attention makes of them; the
+    # inner layer before and after its activation.
+    per_patch = 9 * vision.hidden_size + 2 * vision.intermediate_size
+    pixels = TILES_AT_ONCE * 3 * vision.image_size**2
+    return patches * per_patch * itemsize + pixels * (1 + 3 * 4)

@@ -1,25 +1,28 @@
-"""Prompts that are embeddings: their rows, put in the place of the tokens' own embeddings."""
+"""What stands in the place of tokens' own embeddings: prompts that are embeddings, and images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.models.interface import GivenEmbeddings
+from diptych_engine.execution.encoded_images import EncodedImages
+from diptych_engine.models.interface import CausalLM, GivenEmbeddings
 from diptych_engine.models.wire_arrays import as_tensor
-from diptych_engine.scheduling.request import ScheduledRequest
+from diptych_engine.scheduling.request import ScheduledRequest, StepPlan
 from diptych_protocol import Array
 
 
 class PromptEmbeds:
     """The embeddings of every request in the batch that brought some; false if there is none."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` and `device`: the model's."""
+        self.images = EncodedImages(model.encode_images)
         self._dtype = dtype
         self._device = device
         self._of: dict[str, Tensor] = {}
@@ -34,15 +37,27 @@ class PromptEmbeds:
         """Forget a request; one without embeddings is ignored."""
         self._of.pop(request_id, None)
 
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """What `collective_rpc` may name, but no client."""
+        return {"_forget_images": self.images.forget}
+
     def among(
-        self, shares: Sequence[ScheduledRequest], query_starts: NDArray[np.int64]
+        self,
+        plan: StepPlan,
+        shares: Sequence[ScheduledRequest],
+        query_starts: NDArray[np.int64],
     ) -> GivenEmbeddings | None:
         """The rows that belong to a step's tokens; None if all of those are plain tokens.
 
+        shares: those of the plan, in the order of their tokens.
         query_starts: [shares + 1]: where each share begins among the step's tokens.
         """
         rows: list[NDArray[np.int64]] = []
         values: list[Tensor] = []
+        if plan.images is not None:
+            for places, features in self.images.among(shares, query_starts):
+                rows.append(places)
+                values.append(features)
         for share, first in zip(shares, query_starts, strict=False):
             embeds = self._of.get(share.request.request_id)
             if embeds is not None and share.start < len(embeds):
@@ -51,5 +66,5 @@ class PromptEmbeds:
                 values.append(value.to(self._device, self._dtype))
         if not rows:
             return None
-        places = torch.from_numpy(np.concatenate(rows)).to(self._device)
-        return GivenEmbeddings(places, torch.cat(values))
+        given = torch.from_numpy(np.concatenate(rows)).to(self._device)
+        return GivenEmbeddings(given, torch.cat(values))

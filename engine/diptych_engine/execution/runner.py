@@ -16,7 +16,6 @@ from torch import Tensor
 from diptych_engine.execution.batch_rows import BatchRows
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
-from diptych_engine.execution.logits_processors import load_processors
 from diptych_engine.execution.placement import (
     block_bytes,
     block_shape,
@@ -35,8 +34,11 @@ from diptych_engine.execution.processor import (
 from diptych_engine.execution.profiler import Profiler
 from diptych_engine.execution.prompt_embeds import PromptEmbeds
 from diptych_engine.execution.prompt_logprobs import PromptLogprobs
+from diptych_engine.execution.routed_experts import RoutedExperts, check_routed
+from diptych_engine.execution.row_options import load_processors
 from diptych_engine.execution.sampler import Sampler
 from diptych_engine.execution.step_order import order_of
+from diptych_engine.execution.warm_up import WARM_UP_TOKENS, warm_up_request
 from diptych_engine.execution.worker_extension import extension_methods
 from diptych_engine.execution.worker_memory import WorkerMemory
 from diptych_engine.lora.bank import LoraBank
@@ -46,7 +48,6 @@ from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.scheduling.request import (
     Pending,
-    Request,
     ScheduledRequest,
     StepPlan,
     StepResult,
@@ -59,12 +60,10 @@ from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.host_arrays import to_device
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.trust import set_aside
-from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
+from diptych_protocol import EngineConfig, InvalidRequestError
 from diptych_protocol.threads import model_threads
 
 log = logging.getLogger(__name__)
-
-WARM_UP_TOKENS = 8
 
 
 class ModelRunner:
@@ -104,6 +103,8 @@ class ModelRunner:
             kernels = CpuKernels(likely, source.config.head_dim, packed=self._packs)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
+        if config.enable_return_routed_experts:
+            check_routed(source.config, max_tokens)
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
         self._source, self._seed = source, config.seed
@@ -129,7 +130,8 @@ class ModelRunner:
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
         self._graphs: DecodeGraphs | None = None
-        if self._device.type == "cuda" and shard.size == 1:
+        # A mixture of experts is launched with counts of rows, which a recording would repeat.
+        if self._device.type == "cuda" and shard.size == 1 and not source.config.num_experts:
             self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(
@@ -142,17 +144,22 @@ class ModelRunner:
         self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
-        self._embeds = PromptEmbeds(self._dtype, self._device)
+        self._embeds = PromptEmbeds(self.model, self._dtype, self._device)
+        self.routed: RoutedExperts | None = None
+        """The first rank keeps them: all ranks choose alike."""
+        if config.enable_return_routed_experts and shard.rank == 0:
+            self.routed = RoutedExperts(source.config, self.num_blocks, config.block_size)
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         worker_rank = config.data_parallel_rank * shard.size + shard.rank
         self.worker_methods: dict[str, Callable[..., Any]] = {
-            **extension_methods(config.worker_extension, self),
+            **extension_methods(config, self),
             "_reload_weights": self._load,
             **self.loras.methods(),
             **WeightReceiver(self.model, worker_rank).methods(),
             **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
             **self._profiler.methods(),
+            **self._embeds.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,
             "rank": lambda: shard.rank,
         }
@@ -197,6 +204,8 @@ class ModelRunner:
         """As `execute`; on a GPU without waiting for it."""
         for request_id in plan.removed:
             self._free(request_id)
+        if plan.images is not None:
+            self._embeds.images.do(plan.images)
         if not plan.scheduled:
             return no_result
         fresh_blocks = self._place(plan.scheduled)
@@ -216,17 +225,25 @@ class ModelRunner:
     ) -> Pending:
         """The model's work, and what follows from it."""
         query_starts = inputs.attention.query_starts
-        if self._embeds:
-            inputs = replace(inputs, given=self._embeds.among(shares, query_starts))
+        if self._embeds or plan.images is not None:
+            inputs = replace(inputs, given=self._embeds.among(plan, shares, query_starts))
+        if self.routed is not None:
+            inputs.routed = self.routed.room_for(len(inputs.token_ids), self._device)
         hidden = self.forward(inputs, fresh_blocks)
+        told = None if self.routed is None else self.routed.take(inputs, shares, self._rows)
         of_prompts = self._prompt_logprobs.gather(shares, query_starts, hidden, self.model.logits)
         pending = self._sample(plan, shares, rows, inputs, hidden)
         pooled = None
         if self._pooler:
             pooled = self._pooler.pool(shares, query_starts, hidden, self.model.normed)
-        if of_prompts is None and pooled is None:
+        if of_prompts is None and pooled is None and told is None:
             return pending
-        return lambda: replace(pending(), prompt_logprobs=of_prompts, pooled=pooled)
+        return lambda: replace(
+            pending(),
+            prompt_logprobs=of_prompts,
+            pooled=pooled,
+            routed=None if told is None else told(),
+        )
 
     def can_run_ahead(self, plan: StepPlan) -> bool:
         """Whether the step after a launched one needs none of its results on the host."""
@@ -397,7 +414,7 @@ class ModelRunner:
         room = min(self._max_tokens, self.num_blocks * self._block_size)
         num_prompt = min(WARM_UP_TOKENS, room - 1)
         most = self._rows.size if self._graphs is not None else 1
-        requests = [self._warm_up_request(index, num_prompt) for index in range(most)]
+        requests = [warm_up_request(i, num_prompt, self._block_size) for i in range(most)]
         names = [request.request_id for request in requests]
         self.execute(
             StepPlan([ScheduledRequest(requests[0], 0, num_prompt, samples=False)], num_prompt, [])
@@ -408,20 +425,6 @@ class ModelRunner:
             self.execute(StepPlan(some, len(some), removed=[]))
         self.execute(StepPlan([], 0, removed=names))
         self.kv_cache[requests[0].block_ids] = 0
-
-    def _warm_up_request(self, index: int, num_prompt: int) -> Request:
-        """All write to the same blocks; nobody looks at what comes of it."""
-        return Request(
-            request_id=f"warm-up {index}",
-            client=b"",
-            params=SamplingParams(temperature=1.0),
-            token_ids=[0] * (num_prompt + 1),
-            num_prompt_tokens=num_prompt,
-            eos_token_id=None,
-            max_total_tokens=num_prompt + 1,
-            seed=0,
-            block_ids=list(range(num_prompt // self._block_size + 1)),
-        )
 
 
 def _to_array(numbers: list[int]) -> NDArray[np.int64]:

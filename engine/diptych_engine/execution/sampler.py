@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.execution.logits_processors import Processor
 from diptych_engine.execution.readback import Readback
-from diptych_engine.execution.row_options import RowOptions, change_logits
+from diptych_engine.execution.row_options import Processor, RowOptions, change_logits
 from diptych_engine.execution.sampling_math import describe, find_largest, uniforms
 from diptych_engine.scheduling.request import Pending, Request, StepResult
 from diptych_kernels.host_arrays import to_device

@@ -2,7 +2,8 @@
 
 `EngineConfig.worker_extension` names a class as `module:Class`. Each worker makes one, with itself
 (a `ModelRunner`) as the only argument; its public methods may then be called by name, on every
-worker.
+worker. With `EngineConfig.allow_functions` clients may also name any function, as
+`module:function`: its name travels, and never its code.
 """
 
 from __future__ import annotations
@@ -10,17 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from diptych_engine.execution.named_class import named_class, refusal
+from diptych_engine.execution.named import named, refusal
+from diptych_protocol import EngineConfig
+from diptych_protocol.control_calls import APPLY_MODEL, CALL_FUNCTION
 
 
-def extension_methods(spec: str, worker: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of the extension; none for an empty `spec`.
+def extension_methods(config: EngineConfig, worker: Any) -> dict[str, Callable[..., Any]]:
+    """What a configuration adds to the methods of a worker.
 
     Raises `InvalidRequestError` if there is no such class or it cannot be made.
     """
-    if not spec:
-        return {}
-    extension_class = named_class(spec, "worker_extension")
+    methods = _public_methods(config.worker_extension, worker) if config.worker_extension else {}
+    if config.allow_functions:
+        methods[CALL_FUNCTION] = lambda name, *args, **kwargs: named(name, "method")(
+            worker, *args, **kwargs
+        )
+        methods[APPLY_MODEL] = lambda name: named(name, "func")(worker.model)
+    return methods
+
+
+def _public_methods(spec: str, worker: Any) -> dict[str, Callable[..., Any]]:
+    extension_class = named(spec, "worker_extension")
     try:
         extension = extension_class(worker)
     except Exception as exc:  # somebody else's code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,8 @@ class HandOffs:
         self._admit_announced = admit_announced
         self._promises: dict[str, Promise] = {}
         """By the ids of the requests; those whose leases have ended are not among them."""
+        self.before_load: Callable[[Sequence[int]], None] | None = None
+        """Told of the blocks that a load will fill; whoever builds the core may set it."""
 
     # --- requests come and go -----------------------------------------------------------------
 
@@ -65,7 +67,7 @@ class HandOffs:
             return
         if params.do_remote_prefill:
             tokens = request.token_ids[: params.remote_num_tokens]
-            self._connector.check(params, tokens, request.cache_salt)
+            self._connector.check(params, tokens, request.kv_identity)
         elif params.lease_id is not None and self._scheduler.has_lease(params.lease_id):
             raise bad_params("there is a lease of this id already")
 
@@ -98,7 +100,7 @@ class HandOffs:
             lease_id,
             -(-num_tokens // self._description.block_size),
             request.token_ids[:num_tokens],
-            request.cache_salt,
+            request.kv_identity,
         )
         self._scheduler.begin_lease(lease_id)
         promise = self._promises[request.request_id] = Promise(request, lease_id)
@@ -165,7 +167,7 @@ class HandOffs:
         if order is None:
             connector.reach(params)
         else:
-            _start(connector, order, early=True)
+            self._start(connector, order, early=True)
         return order is not None
 
     # --- a step -------------------------------------------------------------------------------
@@ -176,7 +178,20 @@ class HandOffs:
         if self._connector is None:
             return
         for order in orders:
-            _start(self._connector, order, early=False)
+            self._start(self._connector, order, early=False)
+
+    def _start(self, connector: KVConnector, order: LoadOrder, *, early: bool) -> None:
+        if self.before_load is not None:
+            self.before_load(order.local_block_ids)
+        connector.start_load(
+            order.request_id,
+            order.params,
+            order.indices,
+            order.local_block_ids,
+            order.token_ids,
+            order.identity,
+            early=early,
+        )
 
     def lend_computed(self) -> None:
         """Let the full blocks that a step has completed travel while others are computed."""
@@ -221,7 +236,7 @@ class HandOffs:
             scheduler.lend(promise.lease_id, request.block_ids[lent:end]),
             request.token_ids[:computed],
             request.token_ids[computed:],
-            request.cache_salt,
+            request.kv_identity,
             promise.lease_id,
         )
         return params.to_dict()
@@ -296,15 +311,3 @@ class HandOffs:
                 self.reject_kv_transfer(message.request_id, raw)
             except DiptychError as exc:
                 log.info("request %s: nothing to release: %s", message.request_id, exc)
-
-
-def _start(connector: KVConnector, order: LoadOrder, *, early: bool) -> None:
-    connector.start_load(
-        order.request_id,
-        order.params,
-        order.indices,
-        order.local_block_ids,
-        order.token_ids,
-        order.cache_salt,
-        early=early,
-    )

@@ -24,8 +24,9 @@ TENSOR_FILE: Final = "adapter_model.safetensors"
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_HEADER_BYTES: Final = 16 << 20
 TENSOR_NAME: Final = re.compile(
-    r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_(A|B)\.weight"
+    r"base_model\.model\.model\.(?:text_model\.)?layers\.(\d+)\.([\w.]+)\.lora_(A|B)\.weight"
 )
+"""The decoder of a model that sees is its `text_model`."""
 
 
 class PeftConfig(msgspec.Struct):

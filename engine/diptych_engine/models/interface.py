@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,9 @@ class StepInputs:
     """The adapters that some of the tokens want."""
     given: GivenEmbeddings | None = None
     """Used in place of the embeddings of those tokens."""
+    routed: Tensor | None = None
+    """[tokens, layers, experts a token] int16: a model with experts writes here which of them its
+    layers chose, the likeliest first. Layers without experts leave it as it is."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,11 +125,17 @@ class CausalLM(Protocol):
 
     @property
     def projections(self) -> Mapping[str, Projection]:
-        """What an adapter may change in each layer, by the Hugging Face name inside the layer."""
+        """What an adapter may change in each layer, by the Hugging Face name inside the layer; in a
+        model with experts, only what belongs to attention."""
 
     @property
     def packables(self) -> Sequence[Packable]:
         """The output matrix among them."""
+
+    @property
+    def encode_images(self) -> Callable[[Tensor], Tensor] | None:
+        """[tiles, 3, edge, edge] uint8 -> [features, hidden], which stand in the place of the
+        embeddings of as many image tokens; None for a model that takes text only."""
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from diptych_engine.models.linear import Linear
+from diptych_frontend.model_files.model_source import ModelConfig
 
 
 @dataclass(slots=True, frozen=True)
-class LayerWeights:
+class AttentionWeights:
     """H query heads, K key-value heads, D head_dim; of the heads, those of this rank."""
 
     attention_norm: Tensor
@@ -22,7 +25,74 @@ class LayerWeights:
     output: Linear
     """[H D, hidden]."""
     mlp_norm: Tensor
+
+    def parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
+        """All that the layer holds, by the model's own names for it."""
+        for field in fields(self):
+            part = getattr(self, field.name)
+            if isinstance(part, tuple):
+                for index, member in enumerate(part):
+                    for name in ("gate_up", "down"):
+                        yield f"{field.name}.{index}.{name}", getattr(member, name)
+            elif part is not None:
+                yield field.name, part
+
+
+@dataclass(slots=True, frozen=True)
+class LayerWeights(AttentionWeights):
+    """A layer whose MLP every token goes through."""
+
+    is_mixture: ClassVar[Literal[False]] = False
     gate_up: Linear
     """[hidden, 2 intermediate]."""
     down: Linear
     """[intermediate, hidden]."""
+
+
+@dataclass(slots=True, frozen=True)
+class Expert:
+    """One MLP of a mixture; of its inner dimension, this rank's share."""
+
+    gate_up: Linear
+    """[hidden, 2 inner]."""
+    down: Linear
+    """[inner, hidden]."""
+
+
+@dataclass(slots=True, frozen=True)
+class MixtureWeights(AttentionWeights):
+    """A layer with a mixture of experts: every token goes through a few of them."""
+
+    is_mixture: ClassVar[Literal[True]] = True
+    router: Tensor
+    """[hidden, experts]; the same on every rank."""
+    experts: tuple[Expert, ...]
+
+
+def empty_layer(
+    config: ModelConfig, index: int, empty: Callable[..., Tensor]
+) -> LayerWeights | MixtureWeights:
+    """A layer's weights, still undefined.
+
+    config: of this rank. index: of the layer. empty: makes a tensor of a shape.
+    """
+    heads = config.num_attention_heads
+    num_qkv = (heads + 2 * config.num_key_value_heads) * config.head_dim
+    hidden = config.hidden_size
+
+    def mlp(inner: int) -> tuple[Linear, Linear]:
+        return Linear(empty(hidden, 2 * inner)), Linear(empty(inner, hidden))
+
+    attention = (
+        empty(hidden),
+        Linear(empty(hidden, num_qkv)),
+        empty(num_qkv) if config.attention_bias else None,
+        empty(config.head_dim) if config.qk_norm else None,
+        empty(config.head_dim) if config.qk_norm else None,
+        Linear(empty(heads * config.head_dim, hidden)),
+        empty(hidden),
+    )
+    if not config.has_experts(index):
+        return LayerWeights(*attention, *mlp(config.intermediate_size))
+    experts = (Expert(*mlp(config.moe_intermediate_size)) for _ in range(config.num_experts))
+    return MixtureWeights(*attention, empty(hidden, config.num_experts), tuple(experts))

@@ -1,5 +1,7 @@
 """The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3, which differ by a few flags.
 
+Layers have one MLP, or a mixture of experts (Qwen3-MoE).
+
 Shapes: T tokens of the step, H query heads, K key-value heads, D head_dim; of the heads, those of
 this rank.
 Projections that read the same input are fused: query, key and value; gate and up. They are stored
@@ -8,21 +10,27 @@ Projections that read the same input are fused: query, key and value; gate and u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
-from diptych_engine.models.layer import LayerWeights
+from diptych_engine.models.layer import (
+    AttentionWeights,
+    Expert,
+    LayerWeights,
+    MixtureWeights,
+    empty_layer,
+)
 from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
+from diptych_engine.models.mixture import mixture, route
 from diptych_engine.models.rotary import rotation_table
-from diptych_engine.models.shard import WHOLE, Shard
-from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_engine.models.shard import WHOLE, Shard, Span
+from diptych_frontend.model_files.model_config import ModelConfig, family_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
 from diptych_kernels.paged_attention.calls import fills_vectors
@@ -47,7 +55,9 @@ class LlamaModel(torch.nn.Module):
         self._query_rows = shard.share(config.num_attention_heads, dim)
         self._key_rows = shard.share(config.num_key_value_heads, dim)
         self._inner_rows = shard.share(config.intermediate_size)
+        self._expert_rows = shard.share(config.moe_intermediate_size)
         self._reduce = shard.reduce
+        self._prefix = family_of(config.architecture).text_prefix
         config = shard.local(config)
         self.config = config
         self._eps = config.rms_norm_eps
@@ -64,21 +74,10 @@ class LlamaModel(torch.nn.Module):
             self._published_head = empty(config.vocab_size, config.hidden_size)
         self._head = Linear(self._published_head.t(), keeps_weight=True)
         self._final_norm = empty(config.hidden_size)
-        num_qkv = (self._num_rotated_heads + config.num_key_value_heads) * config.head_dim
         self._layers = [
-            LayerWeights(
-                attention_norm=empty(config.hidden_size),
-                qkv=Linear(empty(config.hidden_size, num_qkv)),
-                qkv_bias=empty(num_qkv) if config.attention_bias else None,
-                query_norm=empty(config.head_dim) if config.qk_norm else None,
-                key_norm=empty(config.head_dim) if config.qk_norm else None,
-                output=Linear(empty(self._num_query, config.hidden_size)),
-                mlp_norm=empty(config.hidden_size),
-                gate_up=Linear(empty(config.hidden_size, 2 * config.intermediate_size)),
-                down=Linear(empty(config.intermediate_size, config.hidden_size)),
-            )
-            for _ in range(config.num_hidden_layers)
+            empty_layer(config, index, empty) for index in range(config.num_hidden_layers)
         ]
+        self._dense = [layer for layer in self._layers if not layer.is_mixture]
         self.slots = self._all_slots()
         """Made once: no view can be made of a weight that has no memory."""
 
@@ -87,35 +86,38 @@ class LlamaModel(torch.nn.Module):
             and dtype is torch.float32
             and self._reduce is None
             and fills_vectors(config.head_dim)
+            and len(self._dense) == len(self._layers)
         )
         self._calls: LayerCalls | None = None
 
     def _all_slots(self) -> dict[str, WeightSlot]:
         slots = {
-            "model.embed_tokens.weight": WeightSlot(self._embedding),
-            "model.norm.weight": WeightSlot(self._final_norm),
+            f"{self._prefix}embed_tokens.weight": WeightSlot(self._embedding),
+            f"{self._prefix}norm.weight": WeightSlot(self._final_norm),
         }
         if not self.config.tie_word_embeddings:
             slots["lm_head.weight"] = WeightSlot(self._published_head)
         for index, layer in enumerate(self._layers):
             for name, slot in self._layer_slots(layer).items():
-                slots[f"model.layers.{index}.{name}"] = slot
+                slots[f"{self._prefix}layers.{index}.{name}"] = slot
         return slots
 
-    def _layer_slots(self, layer: LayerWeights) -> dict[str, WeightSlot]:
+    def _layer_slots(self, layer: LayerWeights | MixtureWeights) -> dict[str, WeightSlot]:
         dim = self.config.head_dim
         num_key = self.config.num_key_value_heads * dim
-        gate, up = layer.gate_up.weight.t().chunk(2)
         slots = {
             "input_layernorm.weight": WeightSlot(layer.attention_norm),
             "self_attn.o_proj.weight": WeightSlot(
                 layer.output.weight.t(), columns=self._query_rows
             ),
             "post_attention_layernorm.weight": WeightSlot(layer.mlp_norm),
-            "mlp.gate_proj.weight": WeightSlot(gate, rows=self._inner_rows),
-            "mlp.up_proj.weight": WeightSlot(up, rows=self._inner_rows),
-            "mlp.down_proj.weight": WeightSlot(layer.down.weight.t(), columns=self._inner_rows),
         }
+        if not layer.is_mixture:
+            slots |= _mlp_slots("mlp.", layer, self._inner_rows)
+        else:
+            slots["mlp.gate.weight"] = WeightSlot(layer.router.t())
+            for index, expert in enumerate(layer.experts):
+                slots |= _mlp_slots(f"mlp.experts.{index}.", expert, self._expert_rows)
         for kind, fused in (("weight", layer.qkv.weight.t()), ("bias", layer.qkv_bias)):
             if fused is not None:
                 query, key, value = torch.split(fused, [self._num_query, num_key, num_key])
@@ -149,10 +151,8 @@ class LlamaModel(torch.nn.Module):
         if not self.config.tie_word_embeddings:
             yield "head", self._published_head
         for index, layer in enumerate(self._layers):
-            for field in fields(layer):
-                part: Tensor | Linear | None = getattr(layer, field.name)
-                if part is not None:
-                    yield f"layers.{index}.{field.name}", part
+            for name, part in layer.parts():
+                yield f"layers.{index}.{name}", part
 
     @property
     def num_layers(self) -> int:
@@ -167,31 +167,39 @@ class LlamaModel(torch.nn.Module):
             "self_attn.k_proj": ("qkv", key),
             "self_attn.v_proj": ("qkv", value),
             "self_attn.o_proj": ("output", 0),
-            "mlp.gate_proj": ("gate_up", 0),
-            "mlp.up_proj": ("gate_up", config.intermediate_size),
-            "mlp.down_proj": ("down", 0),
         }
+        if len(self._dense) == len(self._layers):
+            places["mlp.gate_proj"] = ("gate_up", 0)
+            places["mlp.up_proj"] = ("gate_up", config.intermediate_size)
+            places["mlp.down_proj"] = ("down", 0)
         return {
-            name: Projection(fused, start, self.slots[f"model.layers.0.{name}.weight"])
+            name: Projection(fused, start, self.slots[f"{self._prefix}layers.0.{name}.weight"])
             for name, (fused, start) in places.items()
         }
 
     @property
     def packables(self) -> list[Packable]:
         tied = self.config.tie_word_embeddings
-        packables = [
-            Packable(self._head, ("model.embed_tokens.weight" if tied else "lm_head.weight",))
-        ]
+        head = f"{self._prefix}embed_tokens.weight" if tied else "lm_head.weight"
+        packables = [Packable(self._head, (head,))]
         for index, layer in enumerate(self._layers):
-            for linear, names in (
+            linears: list[tuple[Linear, tuple[str, ...]]] = [
                 (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
                 (layer.output, ("self_attn.o_proj",)),
-                (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
-                (layer.down, ("mlp.down_proj",)),
-            ):
-                published = tuple(f"model.layers.{index}.{name}.weight" for name in names)
+            ]
+            if not layer.is_mixture:
+                linears += _mlp_linears("mlp.", layer)
+            else:
+                for number, expert in enumerate(layer.experts):
+                    linears += _mlp_linears(f"mlp.experts.{number}.", expert)
+            for linear, names in linears:
+                published = tuple(f"{self._prefix}layers.{index}.{name}.weight" for name in names)
                 packables.append(Packable(linear, published))
         return packables
+
+    @property
+    def encode_images(self) -> Callable[[Tensor], Tensor] | None:
+        return None
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:
@@ -217,10 +225,10 @@ class LlamaModel(torch.nn.Module):
             return None
         tokens = len(inputs.token_ids)
         if self._calls is None or not self._calls.fit(tokens):
-            if None in matrices_of(self._layers) or not have_kernels(self.config.head_dim):
+            if None in matrices_of(self._dense) or not have_kernels(self.config.head_dim):
                 return None
             room = 1 << (tokens - 1).bit_length()
-            self._calls = LayerCalls(self._layers, self.config, room)
+            self._calls = LayerCalls(self._dense, self.config, room)
         return self._calls
 
     def _run_layers_(
@@ -240,6 +248,9 @@ class LlamaModel(torch.nn.Module):
             else:
                 self._add_product(hidden, attended, layer.output, inputs, index, "output")
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
+            if layer.is_mixture:
+                self._add_mixture_(hidden, normed, layer, inputs, index)
+                continue
             gate_up = layer.gate_up.product(normed, num_decodes)
             if adapters:
                 add_low_rank(gate_up, normed, adapters, index, "gate_up")
@@ -248,6 +259,21 @@ class LlamaModel(torch.nn.Module):
                 layer.down.add_product_(hidden, gated, num_decodes)
             else:
                 self._add_product(hidden, gated, layer.down, inputs, index, "down")
+
+    def _add_mixture_(
+        self, hidden: Tensor, x: Tensor, layer: MixtureWeights, inputs: StepInputs, index: int
+    ) -> None:
+        """hidden += the experts' part; every rank routes alike and has a share of each expert."""
+        config = self.config
+        chosen, weights = route(
+            x, layer.router, config.num_experts_per_tok, renormalise=config.norm_topk_prob
+        )
+        if inputs.routed is not None:
+            inputs.routed[:, index] = chosen
+        part = mixture(x, chosen, weights, layer.experts, inputs.attention.num_decodes)
+        if self._reduce is not None:
+            self._reduce(part)
+        hidden.add_(part)
 
     def _add_product(
         self, hidden: Tensor, x: Tensor, linear: Linear, inputs: StepInputs, layer: int, fused: str
@@ -265,7 +291,7 @@ class LlamaModel(torch.nn.Module):
 
     def _attend(
         self,
-        layer: LayerWeights,
+        layer: AttentionWeights,
         qkv: Tensor,
         rotations: Tensor,
         inputs: StepInputs,
@@ -295,3 +321,21 @@ class LlamaModel(torch.nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         normed = self.normed(hidden)
         return self._head.product(normed, normed.shape[0])
+
+
+def _mlp_slots(prefix: str, mlp: LayerWeights | Expert, inner: Span) -> dict[str, WeightSlot]:
+    """inner: this rank's share of the inner dimension."""
+    gate, up = mlp.gate_up.weight.t().chunk(2)
+    return {
+        f"{prefix}gate_proj.weight": WeightSlot(gate, rows=inner),
+        f"{prefix}up_proj.weight": WeightSlot(up, rows=inner),
+        f"{prefix}down_proj.weight": WeightSlot(mlp.down.weight.t(), columns=inner),
+    }
+
+
+def _mlp_linears(prefix: str, mlp: LayerWeights | Expert) -> list[tuple[Linear, tuple[str, ...]]]:
+    """The projections, each with the published ones that lie side by side in it."""
+    return [
+        (mlp.gate_up, (f"{prefix}gate_proj", f"{prefix}up_proj")),
+        (mlp.down, (f"{prefix}down_proj",)),
+    ]

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from diptych_engine.models.expert_layouts import StoredTensor, separate_gguf, separate_stored
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.linear import Linear
@@ -83,7 +83,9 @@ def _load_gguf(
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     family = family_of(source.config.architecture)
-    table = {published_name(name, family): tensor for name, tensor in source.tensors().items()}
+    table = separate_gguf(
+        {published_name(name, family): tensor for name, tensor in source.tensors().items()}
+    )
     _require_same_names(slots, table.keys())
     for name, tensor in table.items():
         _require_shape(slots[name], tensor.shape, name)
@@ -177,27 +179,27 @@ def _load_safetensors(
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     with ExitStack() as stack:
-        readers = _open_safetensors(source.path, stack)
-        _require_same_names(slots, (name for name in readers if not is_redundant(name, slots)))
+        stored = separate_stored(_open_safetensors(source.path, stack), slots)
+        _require_same_names(slots, (name for name in stored if not is_redundant(name, slots)))
         total = sum(slot.target.nbytes for slot in slots.values())
         done = 0
         for name, slot in slots.items():
-            fill(slot, readers[name](), name, reorder=True)
+            fill(slot, stored[name].read(), name, reorder=True)
             done += slot.target.nbytes
             progress(done, total)
 
 
-def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Tensor]]:
-    """A reader for every tensor of every shard; the names in the files are the index."""
-    readers: dict[str, Callable[[], Tensor]] = {}
+def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    """Every tensor of every shard; the names in the files are the index."""
+    stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             shard: Any = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as exc:
             raise _unusable(f"{path} cannot be read: {exc}") from exc
         for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-            readers[name] = partial(shard.get_tensor, name)
-    return readers
+            stored[name] = StoredTensor(shard, name)
+    return stored
 
 
 def is_redundant(name: str, slots: Mapping[str, WeightSlot]) -> bool:

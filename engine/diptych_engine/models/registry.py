@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from diptych_engine.models.idefics3 import Idefics3Model
 from diptych_engine.models.interface import CausalLM
 from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.shard import WHOLE, Shard
@@ -14,7 +15,7 @@ from diptych_frontend.model_files.model_config import ModelConfig, family_of
 
 Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard], CausalLM]
 
-BUILDERS: Final[dict[str, Builder]] = {"llama": LlamaModel}
+BUILDERS: Final[dict[str, Builder]] = {"llama": LlamaModel, "idefics3": Idefics3Model}
 """By the name that a `FamilySpec` gives its model class."""
 
 

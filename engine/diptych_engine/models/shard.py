@@ -1,5 +1,7 @@
 """Tensor parallelism: each rank has some heads, and some of the inner dimension, of every layer.
 
+Of a mixture of experts it has all experts, and some of the inner dimension of each.
+
 After Shoeybi et al., "Megatron-LM" (2019): the projections into attention and into the MLP are
 split by output, those out of them by input, so that one sum over the ranks ends each half of a
 layer. Embeddings, norms and the output matrix are the same on every rank.
@@ -45,6 +47,8 @@ class Shard:
             (f"{kv_heads} key-value heads", kv_heads % self.size == 0 or self.size % kv_heads == 0),
             (f"intermediate_size {config.intermediate_size}",
              config.intermediate_size % self.size == 0),
+            (f"moe_intermediate_size {config.moe_intermediate_size}",
+             config.moe_intermediate_size % self.size == 0),
         ):  # fmt: skip
             if not ok:
                 raise InvalidRequestError(
@@ -54,11 +58,13 @@ class Shard:
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """The model that this rank computes, as if it were a whole one."""
+        experts = config.moe_intermediate_size
         return msgspec.structs.replace(
             config,
             num_attention_heads=self.share(config.num_attention_heads).length,
             num_key_value_heads=self.share(config.num_key_value_heads).length,
             intermediate_size=self.share(config.intermediate_size).length,
+            moe_intermediate_size=self.share(experts).length if experts else 0,
         )
 
     def share(self, whole: int, unit: int = 1) -> Span:

@@ -14,6 +14,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from diptych_engine.scheduling.images import PlacedImage, seen_in
+
 
 def root_hash(cache_salt: str | None) -> bytes:
     """The parent of a sequence's first block; different salts never share a prefix."""
@@ -21,12 +23,21 @@ def root_hash(cache_salt: str | None) -> bytes:
 
 
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: list[int], block_size: int, cache_salt: str | None
+    hashes: list[bytes],
+    token_ids: list[int],
+    block_size: int,
+    cache_salt: str | None,
+    images: Sequence[PlacedImage] = (),
 ) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet."""
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet.
+
+    images: those of the tokens; a block that holds a part of one depends on it.
+    """
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         parent = hashes[-1] if hashes else root_hash(cache_salt)
         content = array("q", token_ids[start : start + block_size]).tobytes()
+        if images:
+            content += seen_in(images, start, start + block_size)
         hashes.append(hashlib.blake2b(parent + content, digest_size=16).digest())
 
 

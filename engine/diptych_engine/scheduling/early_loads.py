@@ -152,7 +152,7 @@ class EarlyLoads:
 
 
 def _same(announced: Request, request: Request) -> bool:
-    """What was fetched is what the request needs: same lease, same tokens, same salt."""
+    """What was fetched is what the request needs: same lease, tokens, images and salt."""
     promised, given = announced.kv_transfer, request.kv_transfer
     if promised is None or given is None:
         return False
@@ -160,5 +160,5 @@ def _same(announced: Request, request: Request) -> bool:
     return (
         (promised.lease_id, promised.remote_num_tokens) == (given.lease_id, count)
         and announced.token_ids[:count] == request.token_ids[:count]
-        and announced.cache_salt == request.cache_salt
+        and announced.kv_identity == request.kv_identity
     )

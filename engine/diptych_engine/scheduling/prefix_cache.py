@@ -80,5 +80,9 @@ class PrefixCache:
 
     def _extend_hashes(self, request: Request) -> None:
         extend_block_hashes(
-            request.block_hashes, request.token_ids, self.block_size, request.cache_salt
+            request.block_hashes,
+            request.token_ids,
+            self.block_size,
+            request.cache_salt,
+            request.images,
         )

@@ -10,6 +10,8 @@ import msgspec
 from llguidance import LLMatcher
 
 from diptych_engine.scheduling.adapter import Adapter
+from diptych_engine.scheduling.images import ImageWork, PlacedImage, identity_of
+from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_frontend.fair_share import Account
 from diptych_protocol import (
     Array,
@@ -91,12 +93,14 @@ class Request:
     num_charged: int = 0
     """Prompt tokens that its tenant is not to be charged for again."""
     cache_salt: str | None = None
-    """All that its KV depends on besides its tokens: see `cache_identity`."""
+    """All that its KV depends on besides its tokens and images: see `cache_identity`."""
     adapter: Adapter | None = None
     pooling: PoolingParams | None = None
     """Set: the prompt's hidden states are pooled, and nothing is sampled."""
     prompt_embeds: Array | None = None
     """[prompt tokens, hidden]: used in place of the embeddings of the prompt's tokens."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images of its prompt, in order."""
     reads_prefix_cache: bool = True
     """False: every token has to be computed, because the answer needs more of it than its KV."""
     resumable: bool = False
@@ -111,6 +115,11 @@ class Request:
     """Prompt tokens that the prefix cache had when it was first admitted; None before."""
     num_received_tokens: int = 0
     """Tokens whose KV came from another engine, until its client is told."""
+    num_routed: int = 0
+    """Leading tokens whose experts its client was told, by this engine or by those before it."""
+    first_tokens: list[int] = field(default_factory=list)
+    """Tokens that the engine of its prompt sampled, until its client is told: with the first token
+    that is sampled here, so that a hand-off which fails is an error from the first byte on."""
     block_ids: list[int] = field(default_factory=list)
     """Append-only while the request holds blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
@@ -121,6 +130,10 @@ class Request:
     grammar: LLMatcher | None = None
     """The matcher of its structured output's grammar, in the initial state; to be copied, not
     changed."""
+    said_ended: bool | None = None
+    """Whether its sender says that there is no reasoning to come before its answer."""
+    reasoning: Reasoning | None = None
+    """What may stand in its output before the part that has the grammar."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -137,6 +150,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def kv_identity(self) -> str | None:
+        """Names all that its KV depends on besides its tokens."""
+        return identity_of(self.cache_salt, self.images)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -211,13 +229,16 @@ class StepPlan:
     one that comes back does so with a new block table."""
     ahead: bool = False
     """The tokens to compute are those that the step before it samples; only the runner has them."""
+    images: ImageWork | None = None
+    """None: no token of the step has to do with images."""
 
     def without_finished(self) -> StepPlan:
         """The plan without requests that have ended since it was made."""
         kept = [share for share in self.scheduled if not share.request.finished]
         if len(kept) == len(self.scheduled):
             return self
-        return StepPlan(kept, sum(share.num_tokens for share in kept), self.removed)
+        num_tokens = sum(share.num_tokens for share in kept)
+        return StepPlan(kept, num_tokens, self.removed, images=self.images)
 
 
 @dataclass(slots=True, frozen=True)
@@ -235,6 +256,8 @@ class StepResult:
     pooled: dict[str, Array] | None = None
     """Request id -> vectors of the pooling requests whose prompts this step completed; None when
     nobody pools."""
+    routed: dict[str, Array] | None = None
+    """Request id -> `EngineCoreOutput.routed_experts`; None unless the engine tells them."""
     failed: dict[str, str] = field(default_factory=dict)
     """Request id -> the reason why the request cannot go on; its tokens mean nothing."""
 
@@ -258,7 +281,8 @@ class LoadOrder:
     local_block_ids: list[int]
     token_ids: list[int]
     """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
-    cache_salt: str | None
+    identity: str | None
+    """`Request.kv_identity`."""
 
     @classmethod
     def of(cls, request: Request, first: int, end: int) -> LoadOrder:
@@ -273,7 +297,7 @@ class LoadOrder:
             list(range(first, end)),
             request.block_ids[first:end],
             request.token_ids[: request.num_remote_tokens],
-            request.cache_salt,
+            request.kv_identity,
         )
 
 

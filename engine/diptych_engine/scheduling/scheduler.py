@@ -62,6 +62,9 @@ class Scheduler(SchedulerState):
         preempted = False
         if allowed and self.tenants.several:
             self._be_fair()
+        encoder = self.encoder
+        if encoder.passed:
+            encoder.let_go()
         block_size = self.block_size
         index = 0
         for request in self.running:  # the loop may remove requests, but only from the end
@@ -87,7 +90,8 @@ class Scheduler(SchedulerState):
         if chunks or self.waiting:
             budget = share_out(self, scheduled, budget, chunks, admitting=not preempted)
         removed, self._removed = self._removed, []
-        return StepPlan(scheduled, allowed - budget, removed)
+        images = None if encoder.work is None else encoder.take_work()
+        return StepPlan(scheduled, allowed - budget, removed, images=images)
 
     def _be_fair(self) -> None:
         """Serve those first who were served least, and take from those who were served most."""
@@ -181,6 +185,10 @@ class Scheduler(SchedulerState):
         """Forget every cached prefix. False, and nothing is done, if a block is in use, unless
         `even_held`: then no request finds what blocks in use hold now."""
         return self.pool.forget_all(even_held=even_held)
+
+    def forget_images(self) -> int:
+        """The features of images are gone. Returns how many images had some."""
+        return self.encoder.forget_all()
 
     def discard_loads(self) -> list[str]:
         """Use nothing of what the hinge brings from now on: its requests compute their prompts

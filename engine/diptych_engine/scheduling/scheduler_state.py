@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from diptych_engine.scheduling.adapter import busy_adapters
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
+from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -58,6 +59,9 @@ class SchedulerState:
     """A step that holds so many begins no further prompt."""
     journey: JourneyLog | None = None
     """Is told what happens to requests, if anybody wants to know."""
+
+    encoder: EncoderCache = field(default_factory=EncoderCache)
+    """The images whose features are ready."""
 
     requests: dict[str, Request] = field(default_factory=dict)
     """Every unfinished request."""
@@ -365,6 +369,8 @@ class SchedulerState:
             self.journey.record(request, station, self.stats.steps)
 
     def _free_blocks(self, request: Request) -> None:
+        if request.images:
+            self.encoder.release(request)
         self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_computed_tokens = 0

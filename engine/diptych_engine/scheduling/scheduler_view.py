@@ -62,5 +62,8 @@ def snapshot(state: SchedulerState) -> SchedulerStats:
         num_waiting_for_input=len(state.idle),
         blocks_total=state.pool.num_blocks,
         blocks_free=state.pool.num_free,
+        images_encoded=state.encoder.encoded,
+        encoder_cache_hits=state.encoder.hits,
+        encoder_cache_tokens=state.encoder.num_tokens,
         queued_prompt_tokens=state.prefixes.queued_prompt_tokens(state.requests.values()),
     )

@@ -42,6 +42,7 @@ def check_piece(message: EngineCoreRequest, limits: EngineDescription) -> Sampli
     check_arrival(message)
     for name, given in (
         ("prompt_embeds", message.prompt_embeds),
+        ("mm_features", message.mm_features),
         ("generated_token_ids", message.generated_token_ids),
         ("prompt_logprobs", params.prompt_logprobs),
         ("structured_outputs", params.structured_outputs),

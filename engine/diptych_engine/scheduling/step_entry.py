@@ -1,7 +1,7 @@
 """How waiting requests get into a step, beside the prompts that are computed already. Pure.
 
-The next one to enter is the first of the queue, and when it lacks blocks, a row or a place for its
-adapter, all wait. Two rules besides:
+The next one to enter is the first of the queue, and when it lacks blocks, a row, or a place for its
+adapter or its next image, all wait. Two rules besides:
 
 - A step that holds `enough_prompt_tokens` begins no further prompt.
 - A prompt that does not end with a step leaves up to half of its part to those that are done with
@@ -65,6 +65,8 @@ def share_out(
         if admitting and start + count < request.num_tokens:
             _admit_short(scheduler, step, request, count // 2)
             count = min(count, step.budget)
+        if count > 0 and request.images:
+            count = scheduler.encoder.fit(request, start, count)
         if count > 0:
             step.add(request, start, count)
     if admitting:
@@ -164,12 +166,16 @@ def _enter(
         return True  # it is not as short as it looked
     if not remote and not scheduler.has_room_for(request):
         return False
+    count = min(wanted, room)
+    if not remote and request.images:
+        count = scheduler.encoder.fit(request, start, count)
+        if count == 0:
+            return False
     scheduler.waiting.remove(request)
     scheduler.take_prefix(request, hit, start)
     if remote:
         scheduler.order_load(request)
         return True
-    count = min(wanted, room)
     scheduler.start(request, start + count, beside)
     step.add(request, start, count)
     return True

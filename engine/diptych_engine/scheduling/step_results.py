@@ -43,7 +43,7 @@ def apply_results(
             prefixes.remember(request, start // size)
         if share.samples:
             output = _accept_token(request, result, position)
-            generated += len(output.new_token_ids)
+            generated += output.error is None
         elif result.pooled is not None and request.request_id in result.pooled:
             request.finish_reason = FinishReason.STOP
             output = EngineCoreOutput(
@@ -83,10 +83,15 @@ def _accept_token(request: Request, result: StepResult, position: int) -> Engine
     output = EngineCoreOutput(request_id, [token], num_cached_tokens=cached)
     if request.num_received_tokens:
         output.num_received_tokens, request.num_received_tokens = request.num_received_tokens, 0
+    if request.first_tokens:
+        output.new_token_ids, request.first_tokens = [*request.first_tokens, token], []
     if result.logprobs is not None:
         output.new_logprobs = _of_one_token(result.logprobs[position])
     if result.prompt_logprobs is not None:
         output.new_prompt_logprobs_tensors = result.prompt_logprobs.get(request_id)
+    if result.routed is not None:
+        output.routed_experts = result.routed.get(request_id)
+        request.num_routed = request.num_tokens - 1
     if result.num_nans is not None:
         output.num_nans_in_logits = result.num_nans[position]
     return output

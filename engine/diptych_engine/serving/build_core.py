@@ -7,15 +7,17 @@ import secrets
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
+from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
-from diptych_engine.execution.named_class import named_class
+from diptych_engine.execution.named import named
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.lora.calls import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_frontend.model_files.model_source import resolve_model
@@ -36,7 +38,7 @@ def executor_class(config: EngineConfig) -> type[ModelRunner]:
     own: type[ModelRunner] = ModelRunner if config.tensor_parallel_size == 1 else LeadRunner
     if not config.executor_class:
         return own
-    chosen: type[ModelRunner] = named_class(config.executor_class, "executor_class")
+    chosen: type[ModelRunner] = named(config.executor_class, "executor_class")
     if not (isinstance(chosen, type) and issubclass(chosen, own)):
         raise InvalidRequestError(
             f"executor_class {config.executor_class!r} must be a subclass of {own.__name__}, which "
@@ -55,7 +57,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     config.check()
     source = resolve_model(config.model)
     model = source.config
-    grammars = GrammarCompiler(source)
+    grammars = GrammarCompiler(source, config.reasoning_parser)
     runner = executor_class(config)(config, source)
     runner.warm_up()
     grammars.wait_until_ready()
@@ -106,6 +108,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         journey=JourneyLog() if config.follows_requests else None,
         max_loras=config.max_loras,
         enough_prompt_tokens=runner.enough_prompt_tokens,
+        encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )
     connector = None
@@ -125,9 +128,12 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         description.kv_transfer_host = connector.host
         description.kv_transfer_port = connector.port
         description.kv_transfer_proof = connector.proof
+    images = ImageIntake(model.vision, config.encoder_cache_tokens)
     core = EngineCore(
-        description, scheduler, runner, connector, grammars, runs_ahead=runner.runs_ahead
+        description, scheduler, runner, connector, grammars, images, runs_ahead=runner.runs_ahead
     )
+    if runner.routed is not None:
+        core.hand_offs.before_load = runner.routed.forget
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.now_running)

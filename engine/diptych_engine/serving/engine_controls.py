@@ -6,8 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diptych_protocol import AnyControlCall, LoRARequest, PauseMode
+from diptych_frontend.core_client.foreign_options import importable_name
+from diptych_protocol import (
+    AnyControlCall,
+    EngineConfig,
+    LoRARequest,
+    PauseMode,
+    UnsupportedFeatureError,
+)
 from diptych_protocol.control_calls import (
+    APPLY_MODEL,
+    CALL_FUNCTION,
     CALL_TIMEOUT_S,
     REST_TIMEOUT_S,
     AddLora,
@@ -28,7 +37,6 @@ from diptych_protocol.control_calls import (
 )
 
 if TYPE_CHECKING:
-    from diptych_engine.control.core import Runner
     from diptych_engine.models import CausalLM
 
 T = TypeVar("T")
@@ -38,6 +46,9 @@ class EngineControls(ABC):
     """Mixed into an engine that has a core. Every method raises `UtilityError` if the core refuses
     or fails, `TimeoutError` if it takes too long, and `EngineDeadError` if it has ended."""
 
+    vllm_config: EngineConfig
+    """The engine's settings."""
+
     @abstractmethod
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """A utility call."""
@@ -46,12 +57,10 @@ class EngineControls(ABC):
         """Have the core do what a call says. Returns what it answers, undecoded."""
         return self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
 
+    @property
     @abstractmethod
-    def call_workers(self, function: Callable[[Any], T]) -> list[T]:
-        """Call a function with each worker of a core in this process.
-
-        Raises `UnsupportedFeatureError` for a core elsewhere: no code crosses to a process.
-        """
+    def only_worker(self) -> Any:
+        """The runner of the whole model, if it is in this process. Otherwise None."""
 
     # --- pause and sleep ----------------------------------------------------------------------
 
@@ -77,6 +86,7 @@ class EngineControls(ABC):
     # --- caches -------------------------------------------------------------------------------
 
     def reset_mm_cache(self) -> None:
+        """Forget images on both sides: as they were prepared here, and as they came there."""
         self.control(ResetMmCache())
 
     def reset_encoder_cache(self) -> None:
@@ -118,16 +128,19 @@ class EngineControls(ABC):
 
     def collective_rpc(
         self,
-        method: str | Callable[[Runner], T],
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker, or a function of every worker of a core in this process;
-        the results in the order of their ranks."""
+        """Run a method of every worker, or a function of every worker; the results in the order of
+        their ranks. A function must be one that can be imported, and `allow_functions` set, unless
+        the only worker is in this process."""
         if callable(method):
-            function = method
-            return self.call_workers(lambda worker: function(worker, *args, **(kwargs or {})))
+            if self.only_worker is not None:
+                return [method(self.only_worker, *args, **(kwargs or {}))]
+            args = (self._name_of(method, "method"), *args)
+            method = CALL_FUNCTION
         wait_s = REST_TIMEOUT_S if timeout is None else timeout
         results = self.call_core(
             "collective_rpc", method, list(args), kwargs or {}, timeout_s=wait_s
@@ -135,5 +148,15 @@ class EngineControls(ABC):
         return list(results)
 
     def apply_model(self, func: Callable[[CausalLM], T]) -> list[T]:
-        """Call a function with every worker's model."""
-        return self.call_workers(lambda worker: func(worker.model))
+        """Call a function with every worker's model, as `collective_rpc` does with the worker."""
+        if self.only_worker is not None:
+            return [func(self.only_worker.model)]
+        return self.collective_rpc(APPLY_MODEL, args=(self._name_of(func, "func"),))
+
+    def _name_of(self, function: Callable[..., Any], param: str) -> str:
+        if not self.vllm_config.allow_functions:
+            raise UnsupportedFeatureError(
+                f"{param} can be a function only where the whole model is in this process, or with "
+                "allow_functions=True in the engine's settings"
+            )
+        return importable_name(function, param)

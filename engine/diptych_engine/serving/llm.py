@@ -75,15 +75,26 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several; otherwise as `generate`."""
+        """Answers to one conversation or several; otherwise as `generate`.
+
+        chat_template_kwargs: further variables of the model's chat template.
+        """
         if not isinstance(messages, Sequence) or not messages:
             raise InvalidRequestError("messages must be a list that is not empty", param="messages")
         several = cast(
             Sequence[Conversation], [messages] if isinstance(messages[0], dict) else messages
         )
         render = self.llm_engine.renderer.render_chat
-        prompts = [render(one, add_generation_prompt=add_generation_prompt) for one in several]
+        prompts = [
+            render(
+                one,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=chat_template_kwargs,
+            )
+            for one in several
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(

@@ -30,6 +30,7 @@ from diptych_frontend.text.output_processor import Collector, OutputProcessor, f
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
+    AnyControlCall,
     CompletionOutput,
     EngineConfig,
     EngineCoreOutputs,
@@ -108,7 +109,9 @@ class LLMEngine(EngineControls):
         self.renderer = self.input_processor.renderer
         self.model_config = self.renderer.model_config
         self.output_processor = OutputProcessor(
-            self.renderer.tokenizer, stream_interval=vllm_config.stream_interval
+            self.renderer.tokenizer,
+            stream_interval=vllm_config.stream_interval,
+            reasoning_parser=vllm_config.reasoning_parser,
         )
         self.log_stats = log_stats
         self.engine_core = make_core(vllm_config, multiprocess_mode)
@@ -126,12 +129,16 @@ class LLMEngine(EngineControls):
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
             self.logger_manager = StatLoggerManager(
-                vllm_config, stat_loggers or (), aggregate=aggregate_engine_logging
+                vllm_config,
+                stat_loggers or (),
+                aggregate=aggregate_engine_logging,
+                stat_mm_cache=self.renderer.stat_mm_cache,
             )
             self.logger_manager.log_engine_initialized()
         self._clock = clock
         self._log_interval_s = float(os.environ.get(LOG_INTERVAL, DEFAULT_LOG_INTERVAL_S))
         self._logged_at = clock()
+        self.reset_mm_cache()
 
     @classmethod
     def from_vllm_config(
@@ -378,13 +385,20 @@ class LLMEngine(EngineControls):
 
     # --- the core -----------------------------------------------------------------------------
 
+    def control(self, call: AnyControlCall) -> Any:
+        if call.forgets_images:
+            self.renderer.clear_mm_cache()
+        return super().control(call)
+
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self.engine_core.call(method, *args, timeout_s=timeout_s)
 
-    def call_workers(self, function: Callable[[Any], T]) -> list[T]:
-        if self.vllm_config.tensor_parallel_size > 1:
-            raise UnsupportedFeatureError("the model is spread over several processes")
-        return [function(self.model_executor)]
+    @property
+    def only_worker(self) -> Any:
+        core = getattr(self.engine_core, "core", None)
+        if core is None or self.vllm_config.tensor_parallel_size > 1:
+            return None
+        return core.runner
 
     def shutdown(self) -> None:
         """End the core. Safe to call twice."""

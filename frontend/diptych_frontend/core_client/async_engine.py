@@ -171,6 +171,8 @@ class AsyncEngine(EngineClient):
                 priority=priority,
                 trace_headers=trace_headers,
                 data_parallel_rank=data_parallel_rank,
+                reasoning_ended=reasoning_ended,
+                reasoning_parser_kwargs=reasoning_parser_kwargs,
                 tenant=tenant,
             )
             async with contextlib.aclosing(self._generate_by_pieces(prompt, streamed)) as outputs:
@@ -190,6 +192,8 @@ class AsyncEngine(EngineClient):
             priority=priority,
             data_parallel_rank=data_parallel_rank,
             prompt_text=prompt_text,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
         with self._until_finished(collector), _unexpected_is_failure():
@@ -227,6 +231,7 @@ class AsyncEngine(EngineClient):
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
+            reasoning_ended=reasoning_ended,
             tenant=tenant,
         )
         with self._until_finished(collector):
@@ -284,6 +289,8 @@ class AsyncEngine(EngineClient):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> Collector[Any]:
         """Send a request on its way; its outputs come to the collector.
@@ -309,9 +316,11 @@ class AsyncEngine(EngineClient):
             priority=priority,
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
-        if _is_quick(params):
+        if _is_quick(prompt, params):
             request = process()
         else:  # it would hold up everybody's stream here
             request = await asyncio.to_thread(process)
@@ -402,8 +411,10 @@ class AsyncEngine(EngineClient):
         self.output_processor.fail_all(self._dead)
 
 
-def _is_quick(params: object) -> bool:
-    """There is neither a schema to compile nor are there words to tokenise."""
+def _is_quick(prompt: object, params: object) -> bool:
+    """There are no images to prepare, no schema to compile and no words to tokenise."""
+    if prompt.__class__ is dict and "multi_modal_data" in prompt:
+        return False
     if not isinstance(params, SamplingParams):
         return True
     words = params.bad_words

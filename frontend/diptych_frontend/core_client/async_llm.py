@@ -23,6 +23,7 @@ from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
+    AnyControlCall,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -104,7 +105,11 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         super().__init__(
             vllm_config,
             inputs,
-            OutputProcessor(inputs.renderer.tokenizer, stream_interval=vllm_config.stream_interval),
+            OutputProcessor(
+                inputs.renderer.tokenizer,
+                stream_interval=vllm_config.stream_interval,
+                reasoning_parser=vllm_config.reasoning_parser,
+            ),
             max_open_requests=_most_open(vllm_config, vllm_config.data_parallel_size),
         )
         self._client_index = client_index
@@ -113,7 +118,11 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         self.logger_manager = None
         if log_stats:
             self.logger_manager = StatLoggerManager(
-                vllm_config, stat_loggers or (), client_index, aggregate=aggregate_engine_logging
+                vllm_config,
+                stat_loggers or (),
+                client_index,
+                aggregate=aggregate_engine_logging,
+                stat_mm_cache=inputs.renderer.stat_mm_cache,
             )
         self._stall_limit_s = stall_limit_s
         if core is None and client_addresses is not None:
@@ -282,6 +291,11 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         await super().wake_up(tags)
         if self.logger_manager is not None:
             self.logger_manager.record_sleep_state(0, 0)
+
+    async def control(self, call: AnyControlCall) -> Any:
+        if call.forgets_images:
+            self.renderer.clear_mm_cache()
+        return await super().control(call)
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
         await self._connect()

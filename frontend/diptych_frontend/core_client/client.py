@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diptych_frontend.core_client.curve import use_keys
+from diptych_frontend.core_client.sent_images import SentImages
 from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     ClientClosedError,
@@ -117,6 +118,7 @@ class CoreClient:
         self.endpoint = endpoint
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._images = SentImages()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._closed = False
@@ -158,15 +160,19 @@ class CoreClient:
         return await self.ask("stats", SchedulerStats, timeout_s=timeout_s)
 
     def add(self, request: EngineCoreRequest) -> None:
-        self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
+        if request.mm_features is not None:
+            request = self._images.to_send(request)
+        self.send((EngineCoreRequestType.ADD.value, *wire.encoder.encode(request)))
 
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:
-            self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
+            self._images.ended(request_ids)
+            self.send((EngineCoreRequestType.ABORT.value, *wire.encoder.encode(request_ids)))
 
     def start_wave(self, wave: int, exclude: int) -> None:
         """Let the core step together with the others, unless its rank is `exclude`."""
-        self._send(EngineCoreRequestType.START_DP_WAVE, wire.encoder.encode((wave, exclude)))
+        payload = wire.encoder.encode((wave, exclude))
+        self.send((EngineCoreRequestType.START_DP_WAVE.value, *payload))
 
     async def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
         """A utility call.
@@ -183,7 +189,7 @@ class CoreClient:
         self._calls[call_id] = answer
         try:
             payload = encode_call(UtilityCall(0, call_id, method, list(args)))
-            self._send(EngineCoreRequestType.UTILITY, payload)
+            self.send((EngineCoreRequestType.UTILITY.value, *payload))
             async with asyncio.timeout(timeout_s):
                 return await answer
         finally:
@@ -195,7 +201,7 @@ class CoreClient:
         Raises `NotConnectedError` if nobody listens there now.
         """
         call = UtilityCall(0, ~next(self._call_ids), method, list(args))
-        self._send(EngineCoreRequestType.UTILITY, encode_call(call))
+        self.send((EngineCoreRequestType.UTILITY.value, *encode_call(call)))
 
     async def ask(
         self, method: str, wanted: type[T], *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
@@ -228,9 +234,6 @@ class CoreClient:
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._fail_calls(ClientClosedError(f"the client of {self.endpoint} was closed"))
-
-    def _send(self, kind: EngineCoreRequestType, payload: Sequence[Frame]) -> None:
-        self.send((kind.value, *payload))
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Send a whole message, the byte of its type first. Raises `NotConnectedError` if nobody
@@ -275,6 +278,9 @@ class CoreClient:
         if outputs.utility_output is not None:
             self._answer(outputs.utility_output)
         else:
+            if self._images.open:
+                for request in self._images.to_send_again(outputs):
+                    self.add(request)
             self._on_outputs(outputs)
 
     @property
@@ -339,6 +345,7 @@ class CoreClient:
 
     def lost(self, cause: EngineDeadError) -> None:
         """Fail everything that waits on this connection."""
+        self._images.forget()
         self._fail_calls(cause)
         self._on_lost(cause)
 

@@ -24,10 +24,26 @@ def with_executor(config: EngineConfig, executor_class: object) -> EngineConfig:
     """
     if executor_class is None:
         return config
-    if not isinstance(executor_class, type) or "<locals>" in executor_class.__qualname__:
-        raise InvalidRequestError(
-            f"executor_class must be a class that can be imported, not {executor_class!r}",
-            param="executor_class",
-        )
-    name = f"{executor_class.__module__}:{executor_class.__qualname__}"
-    return msgspec.structs.replace(config, executor_class=name)
+    if not isinstance(executor_class, type):
+        raise _unnamed(executor_class, "executor_class")
+    return msgspec.structs.replace(
+        config, executor_class=importable_name(executor_class, "executor_class")
+    )
+
+
+def importable_name(thing: object, param: str) -> str:
+    """`module:name` of a class or function, by which another process can import it.
+
+    Raises `InvalidRequestError`, with `param`, for a lambda, for what was made in a function, and
+    for what stands in the program itself: none of them can be imported.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "<")
+    if not isinstance(module, str) or module == "__main__" or "<" in name:
+        raise _unnamed(thing, param)
+    return f"{module}:{name}"
+
+
+def _unnamed(thing: object, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param} must be something that can be imported from a module, not {thing!r}", param=param
+    )

@@ -17,6 +17,7 @@ from diptych_frontend.core_client.client import (
     open_dealer,
 )
 from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core
+from diptych_frontend.core_client.sent_images import SentImages
 from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     ClientClosedError,
@@ -49,6 +50,7 @@ class SyncCoreClient:
         self._core = core
         self._socket = open_dealer(core.keys)
         self._messages: deque[EngineCoreOutputs] = deque()
+        self._images = SentImages()
         self._answers: dict[int, UtilityOutput] = {}
         self._awaited: int | None = None
         """The utility call whose answer is waited for; others came too late."""
@@ -76,10 +78,13 @@ class SyncCoreClient:
             raise MalformedAnswerError(f"describe: the answer is malformed: {exc}") from exc
 
     def add(self, request: EngineCoreRequest) -> None:
+        if request.mm_features is not None:
+            request = self._images.to_send(request)
         self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
 
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:
+            self._images.ended(request_ids)
             self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
 
     def get_output(self, wait_s: float = OUTPUT_WAIT_S) -> EngineCoreOutputs:
@@ -150,6 +155,9 @@ class SyncCoreClient:
             raise self._dead from exc
         answer = message.utility_output
         if answer is None:
+            if self._images.open:
+                for request in self._images.to_send_again(message):
+                    self.add(request)
             self._messages.append(message)
         elif answer.call_id == self._awaited:
             self._answers[answer.call_id] = answer

@@ -23,6 +23,10 @@ GGUF_TENSORS: Final = MappingProxyType(
         "blk.N.ffn_gate": "model.layers.N.mlp.gate_proj",
         "blk.N.ffn_up": "model.layers.N.mlp.up_proj",
         "blk.N.ffn_down": "model.layers.N.mlp.down_proj",
+        "blk.N.ffn_gate_inp": "model.layers.N.mlp.gate",
+        "blk.N.ffn_gate_exps": "model.layers.N.mlp.experts.gate_proj",
+        "blk.N.ffn_up_exps": "model.layers.N.mlp.experts.up_proj",
+        "blk.N.ffn_down_exps": "model.layers.N.mlp.experts.down_proj",
     }
 )
 """A GGUF tensor's name -> Hugging Face's, both without `.weight` or `.bias`; N is the layer."""
@@ -33,7 +37,7 @@ class FamilySpec:
     """One family: how its files are read, and which of the engine's models computes it."""
 
     architecture: str
-    """`model_type` of config.json, and `general.architecture` of a GGUF file."""
+    """`model_type` of config.json."""
     model: str = "llama"
     """The model class, a key of `BUILDERS` in `engine/diptych_engine/models/registry.py`."""
     attention_bias: bool = False
@@ -43,6 +47,15 @@ class FamilySpec:
     uses_window: bool = False
     """`sliding_window` of config.json limits what every layer's attention sees; else it is unused
     by this family, and `use_sliding_window` is refused."""
+    sees: bool = False
+    """It takes images: config.json keeps the decoder in `text_config`, the tower in
+    `vision_config`."""
+    text_prefix: str = "model."
+    """What the names of the decoder's published tensors begin with, but for `lm_head`."""
+    has_experts: bool = False
+    """Some layers are mixtures of experts, with the keys and tensors of Qwen3-MoE."""
+    gguf_architecture: str = ""
+    """`general.architecture` of a GGUF file, if that is another name."""
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
     gguf_interleaves_pairs: bool = False
     """GGUF files hold the rows of query and key with the two members of each rotated pair side by

@@ -7,8 +7,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from diptych_frontend.model_files.families import FAMILIES
+from diptych_frontend.model_files.families import FAMILIES, GGUF_ARCHITECTURES
 from diptych_frontend.model_files.family_spec import FamilySpec
+from diptych_frontend.model_files.vision_config import VisionConfig, vision_from_hf
 from diptych_protocol import InvalidRequestError
 
 T = TypeVar("T")
@@ -16,6 +17,7 @@ T = TypeVar("T")
 LLAMA3_ROPE_KEYS: Final = (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 )  # fmt: skip
+MAX_EXPERTS: Final = 1 << 12
 MAX_SIZE: Final = 1 << 24
 """Larger than any dimension of a real model; keeps a damaged file from asking for the world."""
 
@@ -47,6 +49,24 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A token sees this many positions, itself included; None: all (Mistral 7B v0.1 has one)."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    vision: VisionConfig | None = None
+    """None: it takes text only."""
+    num_experts: int = 0
+    """How many each layer has that is a mixture of experts; 0: no layer is one."""
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    """`intermediate_size` of one expert."""
+    norm_topk_prob: bool = False
+    """The weights of a token's experts add up to one."""
+    decoder_sparse_step: int = 1
+    """Every how many layers one is a mixture: 2 makes layers 1, 3, 5... mixtures."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers that are none all the same."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        sparse = self.num_experts > 0 and layer not in self.mlp_only_layers
+        return sparse and (layer + 1) % self.decoder_sparse_step == 0
 
     def check(self) -> None:
         """Raise `InvalidRequestError` unless the numbers describe a model that can be built."""
@@ -57,7 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for field in sizes:
             if not 1 <= getattr(self, field) <= MAX_SIZE:
                 raise _unsupported(f"{field} is {getattr(self, field)}")
-        family_of(self.architecture)
+        self._check_experts(family_of(self.architecture))
         if self.num_attention_heads % self.num_key_value_heads:
             raise _unsupported(
                 f"{self.num_attention_heads} heads cannot share "
@@ -72,6 +92,26 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         outside = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
         if outside:
             raise _unsupported(f"eos_token_ids {outside} lie outside the vocabulary")
+        if self.vision is not None:
+            fault = self.vision.fault()
+            if fault is not None:
+                raise _unsupported(fault)
+            if not 0 <= self.vision.image_token_id < self.vocab_size:
+                raise _unsupported(f"image_token_id {self.vision.image_token_id}")
+
+    def _check_experts(self, family: FamilySpec) -> None:
+        if not self.num_experts:
+            return
+        if not family.has_experts:
+            raise _unsupported(f"num_experts in {self.architecture}")
+        for field, most in (
+            ("num_experts", MAX_EXPERTS),
+            ("num_experts_per_tok", self.num_experts),
+            ("moe_intermediate_size", MAX_SIZE),
+            ("decoder_sparse_step", MAX_SIZE),
+        ):
+            if not 1 <= getattr(self, field) <= most:
+                raise _unsupported(f"{field} is {getattr(self, field)}, not 1 to {most}")
 
 
 DUMMY_DEFAULTS: Final[dict[str, Any]] = {
@@ -94,12 +134,13 @@ class DummySizes(msgspec.Struct):
 def config_from_query(query: Mapping[str, str]) -> ModelConfig:
     """A dummy model's configuration: tiny defaults, each of which the query may override.
 
-    `eos_token_ids` is a comma-separated list, `rope_scaling` a JSON object; `head_dim` follows from
-    hidden_size and num_attention_heads unless it is given.
+    `eos_token_ids` and `mlp_only_layers` are comma-separated lists, `rope_scaling` a JSON object;
+    `head_dim` follows from hidden_size and num_attention_heads unless it is given.
     """
     fields: dict[str, Any] = {**DUMMY_DEFAULTS, **query}
-    if "eos_token_ids" in query:
-        fields["eos_token_ids"] = [part for part in query["eos_token_ids"].split(",") if part]
+    for name in ("eos_token_ids", "mlp_only_layers"):
+        if name in query:
+            fields[name] = [part for part in query[name].split(",") if part]
     if "rope_scaling" in query:
         fields["rope_scaling"] = _rope_scaling(_json_object(query["rope_scaling"]))
     if "head_dim" not in query:
@@ -131,6 +172,9 @@ class GGUFKeys(msgspec.Struct):
     rms_norm_eps: float = msgspec.field(name="attention.layer_norm_rms_epsilon", default=1e-5)
     sliding_window: int | None = msgspec.field(name="attention.sliding_window", default=None)
     vocab_size: int | None = None
+    num_experts: int = msgspec.field(name="expert_count", default=0)
+    num_experts_per_tok: int = msgspec.field(name="expert_used_count", default=0)
+    moe_intermediate_size: int = msgspec.field(name="expert_feed_forward_length", default=0)
 
 
 class GGUFVocabularyKeys(msgspec.Struct):
@@ -147,8 +191,9 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
     `tensor_names` tells what the metadata leaves out: without an output matrix, the embeddings are
     tied; factors for RoPE mean a scaling rule whose parameters the file does not carry.
     """
-    family = family_of(metadata.get("general.architecture"))
-    prefix = family.architecture + "."
+    name = metadata.get("general.architecture")
+    family = family_of(GGUF_ARCHITECTURES.get(name, name) if isinstance(name, str) else name)
+    prefix = f"{name}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     keys = _convert(own, GGUFKeys)
     vocabulary = _convert(metadata, GGUFVocabularyKeys)
@@ -179,6 +224,10 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
             sliding_window=keys.sliding_window,
             bos_token_id=vocabulary.bos,
             eos_token_ids=tuple(ends),
+            num_experts=keys.num_experts,
+            num_experts_per_tok=keys.num_experts_per_tok,
+            moe_intermediate_size=keys.moe_intermediate_size,
+            norm_topk_prob=keys.num_experts > 0,  # the format has no key for it
         )
     )
 
@@ -208,16 +257,28 @@ class HFConfig(msgspec.Struct):
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    """What newer files call `num_experts`."""
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
 
 
 class HFGenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """From HF's config.json and generation_config.json (empty if the model has none)."""
+def config_from_hf(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], processor: Mapping[str, Any]
+) -> ModelConfig:
+    """From HF's config.json, generation_config.json and preprocessor_config.json; the latter two
+    are empty if the model has none."""
     family = family_of(raw.get("model_type"))
-    config = _convert(raw, HFConfig)
+    vision = _vision(raw, processor) if family.sees else None
+    config = _convert(_decoder_of(raw) if family.sees else raw, HFConfig)
     _require_plain(config, family)
     ends = _convert(generation, HFGenerationConfig).eos_token_id
     if ends is None:
@@ -243,8 +304,48 @@ def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
             sliding_window=config.sliding_window if family.uses_window else None,
             bos_token_id=config.bos_token_id,
             eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
+            vision=vision,
+            **_experts(config),
         )
     )
+
+
+def _vision(raw: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionConfig:
+    try:
+        return vision_from_hf(raw, processor)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"model configuration: {exc}", param="model") from exc
+    except ValueError as exc:
+        raise _unsupported(str(exc)) from exc
+
+
+def _decoder_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's part of the config.json of a model that sees."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", "llama") != "llama":
+        raise _unsupported("a model that sees whose text_config is not of model_type llama")
+    whole = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw.get(key) is not None}
+    tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
+    return (
+        {"rms_norm_eps": 1e-5, "bos_token_id": None}
+        | text
+        | whole
+        | tied
+        | {"model_type": raw["model_type"]}
+    )
+
+
+def _experts(config: HFConfig) -> dict[str, Any]:
+    """The fields of `ModelConfig` that describe a mixture of experts."""
+    number = config.num_experts if config.num_local_experts is None else config.num_local_experts
+    return {
+        "num_experts": number or 0,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "norm_topk_prob": config.norm_topk_prob,
+        "decoder_sparse_step": config.decoder_sparse_step,
+        "mlp_only_layers": tuple(config.mlp_only_layers or ()),
+    }
 
 
 def _require_plain(config: HFConfig, family: FamilySpec) -> None:

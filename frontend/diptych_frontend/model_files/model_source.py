@@ -111,9 +111,11 @@ def _locate_in_package(package: str, name: str) -> Path:
 def _read_hf_config(folder: Path, weights: bool) -> ModelConfig:
     if weights and not any(folder.glob("*.safetensors")):
         raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
-    generation = folder / "generation_config.json"
+    generation, processor = folder / "generation_config.json", folder / "preprocessor_config.json"
     return config_from_hf(
-        _read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {}
+        _read_json(folder / "config.json"),
+        _read_json(generation) if generation.exists() else {},
+        _read_json(processor) if processor.exists() else {},
     )
 
 

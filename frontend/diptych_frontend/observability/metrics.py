@@ -249,6 +249,9 @@ _ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (
     ("engine_steps", "Steps of the engine; stands still when it does.", lambda s: s.steps),
     ("malformed_messages", "Messages of clients that the engine could not read.",
      lambda s: s.malformed_messages),
+    ("images_encoded", "Images that the vision tower computed.", lambda s: s.images_encoded),
+    ("encoder_cache_hits", "Images needed again whose features were kept.",
+     lambda s: s.encoder_cache_hits),
 )  # fmt: skip
 
 _TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (

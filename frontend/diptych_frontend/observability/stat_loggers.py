@@ -7,7 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from diptych_frontend.observability.iteration_stats import IterationStats, IterationWatch
-from diptych_protocol import EngineConfig, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    MultiModalCacheStats,
+    SchedulerStats,
+)
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +26,13 @@ class StatLogger(ABC):
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: IterationStats | None,
-        mm_cache_stats: None = None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         """Take what one message of a core brought; either part may be missing.
 
         scheduler_stats: gauges, and totals since the core's start.
+        mm_cache_stats: what became of images, for a model that takes some.
         engine_idx: the core's rank.
         """
 
@@ -57,7 +64,7 @@ class LoggingStatLogger(StatLogger):
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: IterationStats | None,
-        mm_cache_stats: None = None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         if scheduler_stats is not None:
@@ -83,8 +90,13 @@ class StatLoggerManager:
         client_index: int = 0,
         *,
         aggregate: bool = False,
+        stat_mm_cache: Callable[[], MultiModalCacheStats | None] = lambda: None,
     ) -> None:
-        """`factories` are those of users; a `LoggingStatLogger` is always there."""
+        """`factories` are those of users; a `LoggingStatLogger` is always there.
+
+        stat_mm_cache: what the client's renderer says of images.
+        """
+        self._stat_mm_cache = stat_mm_cache
         own = LoggingStatLogger(config, client_index)
         own.aggregate = aggregate
         self.stat_loggers: list[StatLogger] = [own]
@@ -114,13 +126,18 @@ class StatLoggerManager:
             iteration = self._watch.take(message)
             self._watch.stopped(iteration, stopped)
         if iteration is not None or message.scheduler_stats is not None:
-            self.record(message.scheduler_stats, iteration, engine_idx=message.engine_index)
+            self.record(
+                message.scheduler_stats,
+                iteration,
+                self._stat_mm_cache(),
+                engine_idx=message.engine_index,
+            )
 
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: IterationStats | None,
-        mm_cache_stats: None = None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         """As `StatLogger.record`."""

@@ -98,6 +98,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     return_tokens_as_token_ids: Any = None
     echo: Any = None
 
+    @property
+    def has_images(self) -> bool:
+        """Preparing the prompt takes long, however short the body is."""
+        return False
+
     def check(self, num_prompts: int) -> None:
         """Refuse what is known but not offered, and fields that contradict each other.
 
@@ -203,9 +208,23 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: Any = None
 
 
-class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text"]
+class TextPart(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
     text: str
+
+
+class ImageUrl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    url: str
+    """A `data:` URL."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """Ignored: the model's own processor says how many tiles an image has."""
+
+
+class ImagePart(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"
+):
+    image_url: ImageUrl
 
 
 class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -223,9 +242,11 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn. The fields from `refusal` on come along when a client sends an answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | ImagePart] | None = None
     """None only beside calls of tools."""
     name: str | None = None
+    reasoning_content: str | None = None
+    """Only an assistant's."""
     tool_call_id: str | None = None
     tool_calls: list[CalledTool] | None = None
     refusal: None = None
@@ -253,7 +274,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "add_special_tokens": (False,),
         "continue_final_message": (False,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "documents": ([],),
     }
 
@@ -266,6 +286,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tool_choice: ToolChoice | None = None
     """Without it a model may call tools if there are any."""
     parallel_tool_calls: bool | None = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template."""
+    include_reasoning: bool | None = None
+    """False: the answer leaves the model's reasoning out."""
 
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -287,8 +312,16 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: Any = None
     continue_final_message: Any = None
     chat_template: Any = None
-    chat_template_kwargs: Any = None
     documents: Any = None
+
+    @property
+    def has_images(self) -> bool:
+        return any(
+            isinstance(part, ImagePart)
+            for message in self.messages
+            if isinstance(message.content, list)
+            for part in message.content
+        )
 
     @property
     def callable_tools(self) -> list[Tool]:

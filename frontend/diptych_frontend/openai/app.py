@@ -22,6 +22,7 @@ from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
+from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
@@ -60,7 +61,7 @@ def build_app(
     models = Models(engine, names)
     workers = RequestWorkers()
     completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
-    chat = GenerationRoute(ChatApi(), engine, known, metrics, workers)
+    chat = GenerationRoute(ChatApi(ReasoningParser.of(engine)), engine, known, metrics, workers)
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
     router = Router(
         [

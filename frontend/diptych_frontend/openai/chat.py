@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
-from diptych_frontend.openai.api_types import CalledTool, ChatCompletionRequest, ChatMessage
+from diptych_frontend.openai.api_types import (
+    CalledTool,
+    ChatCompletionRequest,
+    ChatMessage,
+    ImagePart,
+    TextPart,
+)
+from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -35,6 +43,7 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_frontend.openai.tool_calls import ToolCallParser
+from diptych_frontend.reasoning.parser import AnswerReaders, ReasoningParser
 from diptych_protocol import (
     CompletionOutput,
     InvalidRequestError,
@@ -49,17 +58,26 @@ ASSISTANT = "assistant"
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as chat templates know it: one text, and no role newer than the templates.
+    """A message as renderers take it: one text, unless it has images, and no role newer than the
+    templates.
 
     Raises `InvalidRequestError` for a message that says nothing, or calls a tool in broken JSON.
     """
-    content = message.content
+    content: Any = message.content
     if content is None and not message.tool_calls:
         raise InvalidRequestError(f"messages[{index}] has no content", param="messages")
     if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+        content = joined(content)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.reasoning_content is not None:
+        if role != ASSISTANT:
+            raise InvalidRequestError(
+                f"messages[{index}].reasoning_content: only an assistant's message has one",
+                param="messages",
+            )
+        # Templates call it one or the other.
+        plain["reasoning_content"] = plain["thinking"] = message.reasoning_content
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -67,6 +85,13 @@ def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
     if message.tool_calls:
         plain["tool_calls"] = [plain_call(call, index) for call in message.tool_calls]
     return plain
+
+
+def joined(parts: list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
+    """One text; or parts, if there are images among them."""
+    if any(isinstance(part, ImagePart) for part in parts):
+        return [msgspec.to_builtins(part) for part in parts]
+    return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
@@ -88,6 +113,11 @@ class ChatApi:
 
     request_type = ChatCompletionRequest
     prompt_field = "messages"
+    reasoning_ended: bool | None = None
+
+    def __init__(self, reasoning: ReasoningParser | None = None) -> None:
+        """reasoning: tells the model's reasoning from its answers; None if nobody is to."""
+        self._reasoning = reasoning
 
     def params(self, request: ChatCompletionRequest) -> SamplingParams:
         request.check(num_prompts=1)
@@ -105,32 +135,54 @@ class ChatApi:
             [plain_message(message, index) for index, message in enumerate(request.messages)],
             add_generation_prompt=request.add_generation_prompt is not False,
             tools=msgspec.to_builtins(request.callable_tools) or None,
+            template_kwargs=request.chat_template_kwargs,
         )
         return [prompt]
 
+    def reasoning_parser_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any] | None:
+        if self._reasoning is None:
+            return None
+        return {"chat_template_kwargs": request.chat_template_kwargs or {}}
+
     def writer(
-        self, request: ChatCompletionRequest, request_id: str, created: int
+        self, sound: Sound[ChatCompletionRequest], request_id: str, created: int
     ) -> ResponseWriter:
+        request = sound.request
         envelope = Envelope(
             f"chatcmpl-{request_id}", created, request.model, request.n or 1, request.stream_options
         )
         parallel = request.parallel_calls if request.callable_tools else None
-        return ChatWriter(envelope, request.top_logprobs or 0, parallel)
+        readers = None
+        kwargs = self.reasoning_parser_kwargs(request)
+        if self._reasoning is not None and kwargs is not None:
+            [prompt] = sound.prompts
+            shown = request.include_reasoning is not False
+            readers = self._reasoning.readers(prompt["prompt_token_ids"], kwargs, shown=shown)
+        return ChatWriter(envelope, request.top_logprobs or 0, parallel, readers)
 
 
 class ChatWriter(ResponseWriter):
     def __init__(
-        self, envelope: Envelope, top_logprobs: int, parallel_calls: bool | None = None
+        self,
+        envelope: Envelope,
+        top_logprobs: int,
+        parallel_calls: bool | None = None,
+        reasoning: AnswerReaders | None = None,
     ) -> None:
-        """parallel_calls: whether one answer may call several tools; None if it may call none."""
+        """parallel_calls: whether one answer may call several tools; None if it may call none.
+
+        reasoning: read the model's reasoning; None if the answers are all of the text.
+        """
         super().__init__(envelope)
         self._top_logprobs = top_logprobs
         self._parallel_calls = parallel_calls
         self._parsers: dict[int, ToolCallParser] = {}
+        self._reasoning = reasoning
         self._begun: set[int] = set()
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
         choices = [self._chunk_choice(choice) for choice in output.outputs]
+        self._tell_reasoning_tokens(tally)
         chunk = self._chunk(choices, self._chunk_usage(tally))
         chunk.kv_transfer_params = transfer_params(output)
         return sse(chunk)
@@ -140,6 +192,7 @@ class ChatWriter(ResponseWriter):
 
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
         choices = [self._choice(choice) for output in outputs[0] for choice in output.outputs]
+        self._tell_reasoning_tokens(tally)
         message = ChatCompletion(
             id=self._envelope.response_id,
             object="chat.completion",
@@ -153,8 +206,8 @@ class ChatWriter(ResponseWriter):
         return encode(message)
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
-        text, calls, finish_reason = self._parse(output)
-        message = AnswerMessage(ASSISTANT, text)
+        reasoning, text, calls, finish_reason = self._parse(output)
+        message = AnswerMessage(ASSISTANT, text, reasoning_content=reasoning or UNSET)
         if calls:
             message.content = text.strip() or None
             message.tool_calls = calls
@@ -166,23 +219,31 @@ class ChatWriter(ResponseWriter):
             stop_reason=output.stop_reason,
         )
 
-    def _parse(self, output: CompletionOutput) -> tuple[str, list[ToolCall], str | None]:
-        """The text of an output, the calls that it completes, and why it ended, if it did."""
+    def _tell_reasoning_tokens(self, tally: Tally) -> None:
+        if self._reasoning is not None:
+            tally.reasoning_tokens = self._reasoning.num_tokens
+
+    def _parse(self, output: CompletionOutput) -> tuple[str, str, list[ToolCall], str | None]:
+        """The reasoning and the answer's text in an output, the calls that it completes, and why it
+        ended, if it did."""
         finish_reason = output.finish_reason
+        reasoning, text = "", output.text
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.read(output)
         if self._parallel_calls is None:
-            return output.text, [], finish_reason
+            return reasoning, text, [], finish_reason
         parser = self._parsers.get(output.index)
         if parser is None:
             parser = ToolCallParser(parallel=self._parallel_calls)
             self._parsers[output.index] = parser
-        text, parsed = parser.push(output.text, last=output.finished)
+        text, parsed = parser.push(text, last=output.finished)
         calls = [
             ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(call.name, call.arguments))
             for call in parsed
         ]
         if finish_reason == "stop" and parser.num_calls:
             finish_reason = "tool_calls"
-        return text, calls, finish_reason
+        return reasoning, text, calls, finish_reason
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> ChatChunk:
         head = self._envelope
@@ -191,8 +252,8 @@ class ChatWriter(ResponseWriter):
         )
 
     def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
-        text, calls, finish_reason = self._parse(output)
-        delta = Delta(text)
+        reasoning, text, calls, finish_reason = self._parse(output)
+        delta = Delta(text, reasoning_content=reasoning or UNSET)
         if calls:
             first = self._parsers[output.index].num_calls - len(calls)
             for index, call in enumerate(calls, first):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych_frontend.openai.api_types import CompletionRequest
+from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.request_body import split_prompts
 from diptych_frontend.openai.responses import (
     Completion,
@@ -47,6 +48,8 @@ class CompletionApi:
 
     request_type = CompletionRequest
     prompt_field = "prompt"
+    reasoning_ended: bool | None = True
+    """The text is one whole here, so a form is that of the whole."""
 
     def params(self, request: CompletionRequest) -> SamplingParams:
         request.check(len(prompts_of(request)))
@@ -56,7 +59,13 @@ class CompletionApi:
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]
 
-    def writer(self, request: CompletionRequest, request_id: str, created: int) -> ResponseWriter:
+    def reasoning_parser_kwargs(self, request: CompletionRequest) -> None:
+        return None
+
+    def writer(
+        self, sound: Sound[CompletionRequest], request_id: str, created: int
+    ) -> ResponseWriter:
+        request = sound.request
         envelope = Envelope(
             f"cmpl-{request_id}", created, request.model, request.n or 1, request.stream_options
         )

@@ -52,6 +52,8 @@ class Api(Protocol[R]):
 
     request_type: type[R]
     prompt_field: str
+    reasoning_ended: bool | None
+    """See `EngineClient.generate`."""
 
     def params(self, request: R) -> SamplingParams:
         """Checked parameters. Raises `InvalidRequestError` naming the field."""
@@ -59,7 +61,10 @@ class Api(Protocol[R]):
     def render(self, request: R, renderer: Renderer) -> list[TokensPrompt]:
         """The prompts as tokens; may run in a worker thread."""
 
-    def writer(self, request: R, request_id: str, created: int) -> ResponseWriter: ...
+    def reasoning_parser_kwargs(self, request: R) -> dict[str, Any] | None:
+        """See `EngineClient.generate`."""
+
+    def writer(self, sound: Sound[R], request_id: str, created: int) -> ResponseWriter: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +88,22 @@ class Job:
     data_parallel_rank: int | None = None
     lora_request: LoRARequest | None = None
     trace_headers: dict[str, str] | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
+
+    @property
+    def is_quickly_written(self) -> bool:
+        """Its answer has nothing to be written or read token by token, which may take a second."""
+        of_tokens = (
+            self.params.logprobs,
+            self.params.prompt_logprobs,
+            self.reasoning_parser_kwargs,
+        )
+        return all(asked is None for asked in of_tokens)
 
     def engine_id(self, prompt_index: int) -> str:
         """The engine's request id for one of the prompts."""
@@ -123,11 +140,13 @@ class GenerationRoute(Generic[R]):
             _data_parallel_rank(scope),
             sound.adapter,
             trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
+            self._api.reasoning_ended,
+            self._api.reasoning_parser_kwargs(request),
         )
         await self._engine.check_admission(
             len(job.prompts) * params.n, job.num_prompt_tokens * params.n, exchange.tenant
         )
-        writer = self._api.writer(request, exchange.request_id, int(time.time()))
+        writer = self._api.writer(sound, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
         async with UntilDisconnect(receive, exchange) as client:
             await deliver(job, writer, exchange, send)
@@ -141,7 +160,9 @@ class GenerationRoute(Generic[R]):
         """
         if len(body) <= INLINE_BYTES:
             request, adapter, params = self._decode(scope, body)
-            if params.structured_outputs is None:
+            # An escaped letter might hide the word.
+            may_see = b"image_url" in body or b"\\u" in body
+            if params.structured_outputs is None and not (may_see and request.has_images):
                 return Sound(request, adapter, params, self._render(request))
         await self._engine.check_admission()
 
@@ -215,9 +236,9 @@ class GenerationRoute(Generic[R]):
                 tally.add(prompt_index, output)
                 collected[prompt_index].append(output)
         headers = decision_headers(collected[0][-1].metrics)
-        if job.params.logprobs is None and job.params.prompt_logprobs is None:
+        if job.is_quickly_written:
             body = writer.answer(collected, tally)
-        else:  # a second's work for a long prompt
+        else:
             body = await asyncio.to_thread(writer.answer, collected, tally)
         await send_bytes(send, 200, body, headers)
 
@@ -286,6 +307,8 @@ async def _run_prompt(
         priority=job.priority,
         data_parallel_rank=job.data_parallel_rank,
         trace_headers=job.trace_headers,
+        reasoning_ended=job.reasoning_ended,
+        reasoning_parser_kwargs=job.reasoning_parser_kwargs,
         tenant=exchange.tenant,
     )
     with metrics.track(len(prompt["prompt_token_ids"]), exchange.tenant) as progress:

@@ -30,11 +30,16 @@ class PromptTokensDetails(msgspec.Struct, gc=False):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, gc=False):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 ChunkUsage = Usage | UnsetType | None
@@ -113,6 +118,7 @@ class AnswerMessage(msgspec.Struct):
     content: str | None
     """None if the answer is nothing but calls."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -138,6 +144,7 @@ class ChatCompletion(msgspec.Struct):
 class Delta(msgspec.Struct):
     content: str
     role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -166,6 +173,8 @@ class Tally:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
+    reasoning_tokens: int | None = None
+    """None if nobody looks for reasoning."""
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         for choice in output.outputs:
@@ -178,6 +187,9 @@ class Tally:
             completion_tokens=self.completion_tokens,
             total_tokens=self.prompt_tokens + self.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(sum(self.cached_by_prompt.values())),
+            completion_tokens_details=UNSET
+            if self.reasoning_tokens is None
+            else CompletionTokensDetails(self.reasoning_tokens),
         )
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diptych_protocol import InvalidRequestError
+
+KWARGS: Final = "chat_template_kwargs"
+MAX_KWARGS_BYTES: Final = 16 << 10
+"""Limit on `chat_template_kwargs`, encoded."""
+_VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
 class GenerationBlock(Extension):
@@ -43,6 +51,7 @@ class ChatTemplate:
                 f"the model's chat template is not valid: {exc}", param="model"
             ) from exc
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._globals = frozenset(environment.globals)
 
     def render(
         self,
@@ -50,21 +59,51 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """Raises `InvalidRequestError` if the template refuses the conversation."""
+        """Render a conversation; `template_kwargs` are further variables of the template.
+
+        Raises `InvalidRequestError` for a variable that is not the caller's to set, and if the
+        template refuses the conversation.
+        """
+        variables = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "documents": None,
+            **self._tokens,
+        }
+        if template_kwargs:
+            check_template_kwargs(template_kwargs, self._globals | variables.keys())
+            variables |= template_kwargs
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
-                **self._tokens,
-            )
+            return self._template.render(variables)
         except Exception as exc:
             # A template is the model author's program: it may fail in any way a program can.
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {exc}", param="messages"
             ) from exc
+
+
+def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> None:
+    """Raise `InvalidRequestError` unless these are a few plain values under names of their own."""
+    if not isinstance(kwargs, dict):
+        raise _refused("must be an object")
+    for name in kwargs:
+        if not (isinstance(name, str) and _VARIABLE.fullmatch(name)):
+            raise _refused(f"{str(name)[:64]!r} is no name of a variable: use letters, digits, _")
+        if name in reserved:
+            raise _refused(f"{name} is set by the server; leave it out")
+    try:
+        size = len(msgspec.msgpack.encode(kwargs))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
+        raise _refused(f"use plain values, and integers of 64 bits: {exc}") from None
+    if size > MAX_KWARGS_BYTES:
+        raise _refused(f"{size} bytes, of which at most {MAX_KWARGS_BYTES} are accepted")
+
+
+def _refused(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{KWARGS}: {reason}", param=KWARGS)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -100,5 +100,7 @@ def _append(old: CompletionOutput, new: CompletionOutput) -> None:
     old.cumulative_logprob = new.cumulative_logprob
     if new.logprobs is not None:
         old.logprobs = (old.logprobs or []) + new.logprobs
+    if new.routed_experts is not None:
+        old.routed_experts = new.routed_experts
     old.finish_reason = new.finish_reason
     old.stop_reason = new.stop_reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from tokenizers.decoders import DecodeStream
@@ -22,13 +22,20 @@ one; they are given up as replacement characters, or the output would stand stil
 class TextStream:
     """Decodes one sequence piece by piece, and never emits half a character."""
 
-    __slots__ = ("_backend", "_skip_special", "_stream", "_undecoded")
+    __slots__ = ("_backend", "_kept", "_skip_special", "_stream", "_undecoded")
 
     def __init__(
-        self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        kept_token_ids: Collection[int] = (),
     ) -> None:
-        """`context` are the tokens before the first one that will be pushed."""
+        """`context` are the tokens before the first one that will be pushed; `kept_token_ids` are
+        special tokens that are not skipped."""
         self._backend = tokenizer.backend
+        self._kept = kept_token_ids if skip_special_tokens else ()
         self._skip_special = skip_special_tokens
         self._undecoded: list[int] = []
         tail = list(context[-PRIMING_TOKENS:])
@@ -38,6 +45,8 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty inside a character."""
+        if token_id in self._kept:
+            return self._restart() + self._backend.decode([token_id], skip_special_tokens=False)
         undecoded = self._undecoded
         undecoded.append(token_id)
         try:
@@ -124,11 +133,19 @@ class Detokenizer:
     __slots__ = ("_include_stop", "_matcher", "_min_tokens", "_stream", "num_tokens")
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, context: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        context: Sequence[int],
+        kept_token_ids: Collection[int] = (),
     ) -> None:
-        """`context` are the tokens before the answer: the prompt."""
+        """`context` are the tokens before the answer: the prompt. `kept_token_ids`: see
+        `TextStream`."""
         self._stream = TextStream(
-            tokenizer, context, skip_special_tokens=params.skip_special_tokens
+            tokenizer,
+            context,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_token_ids=kept_token_ids,
         )
         self._matcher = (
             StopMatcher(params.stop, include_in_output=params.include_stop_str_in_output)

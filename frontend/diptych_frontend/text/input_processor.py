@@ -10,7 +10,9 @@ from typing import Any, Self
 
 import msgspec
 
+from diptych_frontend.images.features import check_features
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.reasoning.request_options import check_options
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_frontend.text.tokenization import tokenization
@@ -22,6 +24,7 @@ from diptych_protocol import (
     LoRARequest,
     PoolingParams,
     PromptType,
+    ReasoningParserName,
     SamplingParams,
     SchedulingPolicy,
     TokensPrompt,
@@ -43,6 +46,7 @@ class InputProcessor:
         eos_token_ids: tuple[int, ...] = (),
         scheduling_policy: SchedulingPolicy = "fcfs",
         logits_processors: Collection[str] = (),
+        reasoning_parser: ReasoningParserName = "none",
     ) -> None:
         self.renderer = renderer
         self.max_model_len = max_model_len
@@ -50,6 +54,7 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self.scheduling_policy = scheduling_policy
         self.logits_processors = logits_processors
+        self.reasoning_parser = reasoning_parser
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -68,6 +73,7 @@ class InputProcessor:
             eos_token_ids=model.eos_token_ids,
             scheduling_policy=config.scheduling_policy,
             logits_processors=config.logits_processors,
+            reasoning_parser=config.reasoning_parser,
         )
 
     def process(
@@ -95,6 +101,8 @@ class InputProcessor:
         priority: int = 0,
         data_parallel_rank: int | None = None,
         *,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> EngineCoreRequest:
         """Build the request for the core; the caller's objects stay as they are.
@@ -119,7 +127,7 @@ class InputProcessor:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=rendered["prompt_token_ids"],
-            mm_features=None,
+            mm_features=rendered.get("mm_features"),
             sampling_params=params if isinstance(params, SamplingParams) else None,
             pooling_params=params if isinstance(params, PoolingParams) else None,
             eos_token_id=None,
@@ -130,6 +138,8 @@ class InputProcessor:
             prompt_embeds=rendered.get("prompt_embeds"),
             priority=priority,
             trace_headers=trace_headers,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
         return self._finish(request_as_sent(request), supported_tasks)
@@ -156,6 +166,8 @@ class InputProcessor:
         prompt = TokensPrompt(prompt_token_ids=[] if given is None else given)
         if request.prompt_embeds is not None:
             prompt = TokensPrompt(prompt_embeds=request.prompt_embeds)
+        elif request.mm_features is not None:
+            prompt["mm_features"] = request.mm_features
         adopted = msgspec.structs.replace(
             request, prompt_token_ids=self.renderer.render_prompt(prompt)["prompt_token_ids"]
         )
@@ -180,10 +192,15 @@ class InputProcessor:
                 "arrival_time must be finite: requests are ordered by it", param="arrival_time"
             )
         num_prompt_tokens = len(request.prompt_token_ids or ())
+        if request.mm_features is not None:
+            self._check_images(request)
         if request.pooling_params is not None:
             _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
         else:
+            check_options(
+                self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
+            )
             request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
             if request.prompt_embeds is not None and request.sampling.prompt_logprobs is not None:
                 raise InvalidRequestError(
@@ -192,6 +209,15 @@ class InputProcessor:
                 )
         request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
         return request
+
+    def _check_images(self, request: EngineCoreRequest) -> None:
+        check_features(request.mm_features, request.prompt_token_ids or (), self.renderer.vision)
+        if request.pooling_params is not None or request.prompt_embeds is not None:
+            raise InvalidRequestError(
+                "images are for generate, and for prompts of tokens: leave out pooling_params and "
+                "prompt_embeds",
+                param="mm_features",
+            )
 
     def _check_pooling(
         self, request: EngineCoreRequest, params: PoolingParams, num_prompt_tokens: int

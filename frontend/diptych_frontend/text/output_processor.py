@@ -6,14 +6,16 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import msgspec
-
+from diptych_frontend.reasoning.formats import format_of
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.detokenizer import Detokenizer
 from diptych_frontend.text.logprobs import PromptLogprobs, of_output
+from diptych_frontend.text.parent_request import ParentRequest, fan_out
 from diptych_frontend.text.pooling_answer import PoolingAnswer
+from diptych_frontend.text.routed_experts import joined
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
+    Array,
     CompletionOutput,
     DiptychError,
     EngineCoreOutput,
@@ -22,6 +24,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
     Logprob,
+    ReasoningParserName,
     RefusedByEngineError,
     RequestOutput,
     RequestOutputKind,
@@ -34,64 +37,24 @@ __all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
 log = logging.getLogger(__name__)
 
 
-class ParentRequest:
-    """A request for n > 1 answers: makes its children, and knows when all of them are done."""
-
-    def __init__(self, request: EngineCoreRequest) -> None:
-        self.request = request
-        self.open_children: set[str] = set()
-        self.prompt_logprobs: PromptLogprobs | None = None
-        """Log-probabilities of the prompt, from the first child, which alone asks for them."""
-        self.num_cached_tokens: int | None = None
-        """Number of cached prompt tokens, as reported for the child whose output came first: the
-        other children find in the cache what that one computed."""
-        self._unfinished = request.sampling.n
-        self._answers: list[CompletionOutput] = []
-
-    def child(self, index: int) -> EngineCoreRequest:
-        """The request for one answer; with a seed, answer i is that of seed + i."""
-        params = self.request.sampling
-        seed = None if params.seed is None else _wrap_int64(params.seed + index)
-        return msgspec.structs.replace(
-            self.request,
-            request_id=f"{index}_{self.request.request_id}",
-            sampling_params=msgspec.structs.replace(
-                params,
-                n=1,
-                seed=seed,
-                # One of them suffices: the prompt is the same, and cannot come from the cache.
-                prompt_logprobs=None if index else params.prompt_logprobs,
-            ),
-        )
-
-    def finish_child(self) -> bool:
-        """Count a finished child; True for the last one."""
-        self._unfinished -= 1
-        return self._unfinished == 0
-
-    def gather(self, answer: CompletionOutput) -> list[CompletionOutput]:
-        """Keep a final answer; returns all that are known, in the order of their indices."""
-        self._answers.append(answer)
-        return sorted(self._answers, key=lambda known: known.index)
-
-
-def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
-    """What the core gets for a request: itself, or a parent's n children."""
-    if request.sampling_params is None or request.sampling_params.n == 1:
-        return None, [request]
-    parent = ParentRequest(request)
-    return parent, [parent.child(index) for index in range(request.sampling_params.n)]
-
-
 class OutputProcessor:
     """The open requests of one client. Belongs to one thread."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stream_interval: int = 1,
+        reasoning_parser: ReasoningParserName = "none",
+    ) -> None:
         """Without a tokenizer, answers are token ids and their text stays empty.
 
-        stream_interval: as `EngineConfig.stream_interval`.
+        stream_interval, reasoning_parser: as in `EngineConfig`.
         """
         self._tokenizer = tokenizer
+        style = format_of(reasoning_parser)
+        self._markers: Collection[str] = () if style is None else style.markers
+        """What stands around reasoning; some tokenizers have it as special tokens."""
         self._stream_interval = stream_interval
         self._answers: dict[str, _Answer | PoolingAnswer] = {}
         self._waiting: dict[str, int] = {}
@@ -133,11 +96,11 @@ class OutputProcessor:
         request_id = request.request_id
         if request_id in self._answers:
             raise ValueError(f"request {request_id} is running already")
-        answer: _Answer | PoolingAnswer
-        if request.pooling_params is not None:
-            answer = PoolingAnswer(request, collector)
-        else:
-            answer = self._answer(request, prompt_text, collector, parent, index, self._tokenizer)
+        answer = (
+            self._answer(request, prompt_text, collector, parent, index, self._tokenizer)
+            if request.pooling_params is None
+            else PoolingAnswer(request, collector)
+        )
         self._answers[request_id] = answer
         self._waiting[request_id] = len(request.prompt_token_ids or ())
         self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
@@ -164,7 +127,9 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
     ) -> _Answer:
         """A subclass may know a better tokenizer for the request."""
-        made = _Answer(request, prompt_text, collector, parent, index, tokenizer)
+        # Who says how reasoning is to be parsed will look for its markers in the text.
+        kept = () if request.reasoning_parser_kwargs is None else self._markers
+        made = _Answer(request, prompt_text, collector, parent, index, tokenizer, kept)
         made.stream_interval = self._stream_interval
         return made
 
@@ -260,6 +225,7 @@ class _Answer:
         "_logprobs",
         "_prompt_text",
         "_prompt_token_ids",
+        "_routed",
         "_text",
         "_token_ids",
         "_tokenizer",
@@ -282,6 +248,7 @@ class _Answer:
         parent: ParentRequest | None,
         index: int,
         tokenizer: Tokenizer | None,
+        markers: Collection[str],
     ) -> None:
         params = request.sampling
         prompt = request.prompt_token_ids or []
@@ -297,7 +264,9 @@ class _Answer:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             made_elsewhere = request.generated_token_ids or []
-            self._detokenizer = Detokenizer(tokenizer, params, [*prompt, *made_elsewhere])
+            context = [*prompt, *made_elsewhere]
+            kept = tokenizer.special_ids_of(markers) if markers else ()
+            self._detokenizer = Detokenizer(tokenizer, params, context, kept)
             self._detokenizer.num_tokens = len(made_elsewhere)
         self._wants_logprobs = params.logprobs is not None
         self._cumulative_logprob = 0.0
@@ -307,6 +276,7 @@ class _Answer:
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
+        self._routed: list[Array] = []
         self.prompt_logprobs: PromptLogprobs | None = None
         self.num_cached_tokens: int | None = None
         """Number of cached prompt tokens, as reported with the first output by the engine that
@@ -337,6 +307,8 @@ class _Answer:
             self._shared.prompt_logprobs = PromptLogprobs(
                 output.new_prompt_logprobs_tensors, self._token_text
             )
+        if output.routed_experts is not None:
+            self._routed.append(output.routed_experts)
         if self._shared.num_cached_tokens is None:
             self._shared.num_cached_tokens = output.num_cached_tokens
         if output.kv_transfer_params is not None:
@@ -384,6 +356,7 @@ class _Answer:
             logprobs,
             finish_reason,
             stop_reason,
+            None if finish_reason is None else joined(self._routed),
         )
         answers = [answer]
         all_finished = ended
@@ -427,8 +400,3 @@ def failure_of(output: EngineCoreOutput) -> DiptychError:
     if output.error_param == PARAM:
         return RefusedByEngineError(reason, param=PARAM)
     return EngineGenerateError(reason)
-
-
-def _wrap_int64(value: int) -> int:
-    """Seeds are 64-bit integers: after the largest comes the smallest."""
-    return (value + 2**63) % 2**64 - 2**63

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +19,17 @@ EXPONENTS: Final[dict[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
 
 
 def check_embeds(embeds: Any, hidden_size: int) -> Array:
-    """Return the embeddings if they are an array [tokens, hidden_size] of finite numbers.
+    """Return the embeddings as an Array if they are [tokens, hidden_size] finite numbers: an Array,
+    a tensor of torch's, or an array of NumPy's.
 
     Raises `InvalidRequestError` for anything else, and for more than one message can carry.
     """
+    try:
+        embeds = _as_array(embeds)
+    except (RuntimeError, TypeError, ValueError) as exc:  # a sparse tensor, a type of numbers
+        raise _refusal(f"dense numbers: {exc}") from None
     if not isinstance(embeds, Array):
-        raise _refusal(f"an Array, not {type(embeds).__name__}")
+        raise _refusal(f"a torch.Tensor, a numpy.ndarray or an Array, not {type(embeds).__name__}")
     if embeds.dtype not in EXPONENTS:
         raise _refusal(f"of type {', '.join(EXPONENTS)}, not {embeds.dtype}")
     shape = embeds.shape
@@ -35,6 +41,18 @@ def check_embeds(embeds: Any, hidden_size: int) -> Array:
     kind, exponent = EXPONENTS[embeds.dtype]
     if ((np.frombuffer(data, kind) & kind(exponent)) == exponent).any():
         raise _refusal("finite")
+    return embeds
+
+
+def _as_array(embeds: Any) -> Any:
+    """Over the memory of a tensor on the CPU, or of an array, if it is contiguous."""
+    torch = sys.modules.get("torch")  # whoever has a tensor has loaded it; a front-end need not
+    if torch is not None and isinstance(embeds, torch.Tensor):
+        flat = embeds.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return Array(str(embeds.dtype).removeprefix("torch."), tuple(embeds.shape), flat.data)
+    if isinstance(embeds, np.ndarray):
+        flat = np.ascontiguousarray(embeds).reshape(-1).view(np.uint8)
+        return Array(embeds.dtype.name, embeds.shape, flat.data)
     return embeds
 
 

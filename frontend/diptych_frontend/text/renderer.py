@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
+from diptych_frontend.images.decoding import GivenImage, as_given
+from diptych_frontend.images.image_processor import ImageProcessor
 from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.text.messages import plain_message, text_field
 from diptych_frontend.text.prompt_embeds import check_embeds
 from diptych_frontend.text.tokenization import (
     AS_USUAL,
@@ -17,10 +21,16 @@ from diptych_frontend.text.tokenization import (
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
+from diptych_protocol.multimodal import MultiModalCacheStats
 
-PROMPT_FIELDS: Final = frozenset({"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"})
-"""Others, as for pictures, would change the answer: who sends them must know that they do not."""
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+PROMPT_FIELDS: Final = frozenset(
+    {
+        "prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "multi_modal_data",
+        "mm_features",
+    }
+)  # fmt: skip
+"""Others, as for sounds, would change the answer: who sends them must know that they do not."""
+NO_IMAGES: Final = "this model takes no images; leave multi_modal_data out"
 
 
 class TextRenderer:
@@ -38,6 +48,9 @@ class TextRenderer:
         self.hidden_size = source.config.hidden_size
         self.max_model_len = source.config.max_position_embeddings
         """What the model itself can hold; an engine may be set to less."""
+        vision = source.config.vision
+        self.vision = vision
+        self._images = None if vision is None else ImageProcessor(vision)
 
     def render_prompt(
         self, prompt: PromptType, *, tokenization: Tokenization = AS_USUAL
@@ -48,9 +61,11 @@ class TextRenderer:
         embeddings that do not fit the model.
         """
         if isinstance(prompt, str):
-            return self._tokenize(prompt, tokenization)
+            rendered = self._tokenize(prompt, tokenization)
+            return rendered if self._images is None else self._with_images(rendered, (), "prompt")
         if isinstance(prompt, list):
-            return TokensPrompt(prompt_token_ids=self._checked(prompt))
+            rendered = TokensPrompt(prompt_token_ids=self._checked(prompt))
+            return self._with_images(rendered, (), "prompt")
         if not isinstance(prompt, dict):
             raise InvalidRequestError(
                 "prompt must be a string or a list of token ids", param="prompt"
@@ -63,7 +78,7 @@ class TextRenderer:
                 )
         rendered = self._render_dict(dict(prompt), tokenization)
         if "cache_salt" in prompt:
-            rendered["cache_salt"] = _text(prompt["cache_salt"], "cache_salt")
+            rendered["cache_salt"] = text_field(prompt["cache_salt"], "cache_salt")
         return rendered
 
     def render_chat(
@@ -72,18 +87,34 @@ class TextRenderer:
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
         """Apply the model's chat template. Raises `InvalidRequestError` if it refuses."""
         tokenizer = self._require_tokenizer("messages")
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
+        images: list[GivenImage] = []
+        seen = None if self._images is None else images
         text = tokenizer.render_chat(
-            [_plain_message(message, index) for index, message in enumerate(messages)],
+            [plain_message(message, index, seen) for index, message in enumerate(messages)],
             add_generation_prompt=add_generation_prompt,
             tools=tools,
+            template_kwargs=template_kwargs,
         )
         # The template writes BOS itself where the model wants one.
-        return self._tokenize(text, WITHOUT_SPECIAL_TOKENS)
+        rendered = self._tokenize(text, WITHOUT_SPECIAL_TOKENS)
+        if self._images is None:
+            return rendered
+        return self._with_images(rendered, images, "messages")
+
+    def stat_mm_cache(self) -> MultiModalCacheStats | None:
+        """What became of the images of prompts; None for a model that takes none."""
+        return None if self._images is None else self._images.stat()
+
+    def clear_mm_cache(self) -> None:
+        """Forget images that were prepared."""
+        if self._images is not None:
+            self._images.clear()
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a sequence of tokens; the empty text if the model has no tokenizer."""
@@ -97,19 +128,61 @@ class TextRenderer:
 
     def _render_dict(self, prompt: dict[str, Any], tokenization: Tokenization) -> TokensPrompt:
         if prompt.get("prompt_embeds") is not None:
+            if prompt.get("multi_modal_data"):
+                raise InvalidRequestError(
+                    "prompt_embeds and multi_modal_data exclude each other",
+                    param="multi_modal_data",
+                )
             embeds = check_embeds(prompt["prompt_embeds"], self.hidden_size)
             return TokensPrompt(prompt_token_ids=[0] * embeds.shape[0], prompt_embeds=embeds)
         if "prompt_token_ids" in prompt:
             rendered = TokensPrompt(prompt_token_ids=self._checked(prompt["prompt_token_ids"]))
             if prompt.get("prompt") is not None:
-                rendered["prompt"] = _text(prompt["prompt"], "prompt")
-            return rendered
+                rendered["prompt"] = text_field(prompt["prompt"], "prompt")
+            if "mm_features" in prompt:  # rendered already
+                rendered["mm_features"] = prompt["mm_features"]
+                return rendered
+            if self._images is None and "multi_modal_data" not in prompt:
+                return rendered
+            return self._with_images(rendered, self._given(prompt), "multi_modal_data")
         if "prompt" in prompt:
-            text = _text(prompt["prompt"], "prompt")
-            return self._tokenize(text, tokenization)
+            text = text_field(prompt["prompt"], "prompt")
+            rendered = self._tokenize(text, tokenization)
+            return self._with_images(rendered, self._given(prompt), "multi_modal_data")
         raise InvalidRequestError(
             "prompt holds neither text nor token ids nor embeddings", param="prompt"
         )
+
+    def _given(self, prompt: dict[str, Any]) -> list[GivenImage]:
+        """The images of `multi_modal_data`, one or several."""
+        data = prompt.get("multi_modal_data")
+        if not data:
+            return []
+        if self._images is None:
+            raise InvalidRequestError(NO_IMAGES, param="multi_modal_data")
+        if not isinstance(data, dict) or data.keys() != {"image"}:
+            raise InvalidRequestError(
+                'multi_modal_data must be of the form {"image": IMAGE or list of them}',
+                param="multi_modal_data",
+            )
+        images = data["image"] if isinstance(data["image"], list) else [data["image"]]
+        return [as_given(image, "multi_modal_data.image") for image in images]
+
+    def _with_images(
+        self, rendered: TokensPrompt, images: Sequence[GivenImage], where: str
+    ) -> TokensPrompt:
+        """A prompt with its image tokens expanded; unchanged for a model that takes none."""
+        if self._images is None:
+            return rendered
+        token_ids, features = self._images.place(
+            rendered["prompt_token_ids"], images, self._encode_marker, where
+        )
+        if features:
+            rendered["prompt_token_ids"], rendered["mm_features"] = token_ids, features
+        return rendered
+
+    def _encode_marker(self, text: str) -> list[int]:
+        return self._require_tokenizer("prompt").encode(text, add_special_tokens=False)
 
     def _tokenize(self, text: str, wanted: Tokenization) -> TokensPrompt:
         tokenizer = self._require_tokenizer("prompt")
@@ -149,43 +222,6 @@ class TextRenderer:
                 f"token id {bad} is outside the vocabulary of {self.vocab_size}", param="prompt"
             )
         return ids
-
-
-def _plain_message(message: Any, index: int) -> dict[str, Any]:
-    """A message with its content as one string, which is what chat templates expect."""
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise InvalidRequestError(f"{where} must be an object", param=where)
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequestError(
-            f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}",
-            param=f"{where}.role",
-        )
-    return {**message, "content": _content_text(message.get("content"), f"{where}.content")}
-
-
-def _content_text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if not isinstance(content, list):
-        return _text(content, where)
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise InvalidRequestError(
-                f"{where}[{index}] is of type {kind!r}; this model takes only text parts",
-                param=f"{where}[{index}]",
-            )
-        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
-    return "\n".join(texts)
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where} must be a string", param=where)
-    return value
 
 
 def text_of(prompt: object) -> str | None:

@@ -46,6 +46,8 @@ class StreamedPrompt:
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> None:
         """`params` are those of pieces without their own; the rest is for all of them.
@@ -66,6 +68,8 @@ class StreamedPrompt:
             data_parallel_rank=data_parallel_rank,
             priority=priority,
             trace_headers=trace_headers,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
         self._renderer = renderer
@@ -95,10 +99,9 @@ class StreamedPrompt:
             piece.prompt,
             tokenization=WITHOUT_SPECIAL_TOKENS if self._token_ids else AS_USUAL,
         )
-        if rendered.get("prompt_embeds") is not None:
-            raise InvalidRequestError(
-                "a prompt in pieces cannot have prompt_embeds", param="prompt_embeds"
-            )
+        for field in ("prompt_embeds", "mm_features"):
+            if rendered.get(field) is not None:
+                raise InvalidRequestError(f"a prompt in pieces cannot have {field}", param=field)
         if not self._token_ids:
             self._template.cache_salt = rendered.get("cache_salt")
         new = rendered["prompt_token_ids"]

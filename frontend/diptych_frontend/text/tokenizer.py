@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
@@ -46,6 +46,11 @@ class Tokenizer:
         )
         self._token_texts: dict[int, str] = {}
         self._longest_token = max(map(len, backend.get_vocab()), default=1)
+
+    def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
+        """The special tokens that are one of these texts."""
+        wanted = {self.backend.token_to_id(text) for text in texts}
+        return self.all_special_ids & wanted
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts the model's BOS in front if it has one.
@@ -93,12 +98,16 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation. Raises `InvalidRequestError` if the template refuses it."""
+        """The prompt of a conversation; otherwise as `ChatTemplate.render`."""
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            template_kwargs=template_kwargs,
         )

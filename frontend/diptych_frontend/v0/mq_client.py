@@ -94,7 +94,7 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         self.decoding_config = DecodingConfig()
         self.input_preprocessor = self.input_processor
         self._tokenizers = TokenizerGroup(self.renderer)
-        self.output_processor = AdapterOutputs(self._tokenizers, engine_config.stream_interval)
+        self.output_processor = AdapterOutputs(self._tokenizers, engine_config)
         self.output_queues = OutputQueues(self.output_processor)
         self._rpc_timeout_ms = rpc_timeout_ms
         self._heartbeat_ms = heartbeat_ms

@@ -13,7 +13,7 @@ from diptych_frontend.text.output_processor import Collector, OutputProcessor, P
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import tokenizer_from_hf
-from diptych_protocol import EngineCoreRequest, LoRARequest, RequestOutput
+from diptych_protocol import EngineConfig, EngineCoreRequest, LoRARequest, RequestOutput
 
 REMEMBERED = 32
 """Adapters whose tokenizers are kept."""
@@ -59,8 +59,12 @@ class TokenizerGroup:
 class AdapterOutputs(OutputProcessor):
     """Makes text of each answer with the tokenizer of its request's adapter."""
 
-    def __init__(self, tokenizers: TokenizerGroup, stream_interval: int) -> None:
-        super().__init__(tokenizers.renderer_for(None).tokenizer, stream_interval=stream_interval)
+    def __init__(self, tokenizers: TokenizerGroup, config: EngineConfig) -> None:
+        super().__init__(
+            tokenizers.renderer_for(None).tokenizer,
+            stream_interval=config.stream_interval,
+            reasoning_parser=config.reasoning_parser,
+        )
         self._tokenizers = tokenizers
 
     def _answer(

@@ -73,6 +73,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         hold_seconds=service.spec.router.hold_seconds,
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
+        reasoning_parser=service.spec.engine.reasoning_parser,
     )
 
 

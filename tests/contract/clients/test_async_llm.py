@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit import executor
 from engine_kit.async_llm import ARGS, ENDLESS, MODEL, final, params, until
 from engine_kit.core import DUMMY
-from engine_kit.executor import CountingExecutor
 from engine_kit.stat_logger import RecordingLogger
 from free_ports import free_port
 from waits import PATIENCE_S
@@ -83,8 +84,12 @@ async def test_contract_A01_a_registry_of_processors_is_refused() -> None:
         AsyncLLM(EngineConfig(DUMMY), mm_registry=object())  # type: ignore[arg-type]
 
 
-async def test_contract_A01_a_class_of_the_users_runs_the_model() -> None:
-    engine = AsyncLLM(CONFIG, CountingExecutor)
+async def test_contract_A01_a_class_of_the_users_runs_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    support = Path(executor.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)  # for the engine
+    engine = AsyncLLM(CONFIG, executor.CountingExecutor)
     try:
         await asyncio.wait_for(engine.ready(), PATIENCE_S)
         [to_warm_up] = await engine.collective_rpc("launched")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from waits import Deadline, source_of
 from diptych_protocol import FinishReason, KVTransferConfig, KVTransferParams
 
 PROMPT = [number % 61 for number in range(100)]
+FIRST_CONTACT_S = 0.1
+TRIES = 10
 Json = dict[str, Any]
 
 
@@ -45,7 +49,7 @@ class Pair:
         return lent
 
     def fetch(self, name: str, lent: Json) -> None:
-        """A request whose KV D is to fetch from P; it tells P's token first."""
+        """A request whose KV D is to fetch from P."""
         self.decode.add(name, PROMPT, extra_args={"kv_transfer_params": lent})
 
     def until(self, condition: Callable[[], Any]) -> None:
@@ -104,6 +108,19 @@ def test_contract_C08_a_rejection_frees_prefill_whatever_state_decode_is_in(
     assert totals(pair.prefill).leases_revoked == 2
 
 
+def test_contract_C08_a_rejection_on_first_contact_takes_less_than_a_tenth_of_a_second() -> None:
+    """At the best of a few tries: the others tell of what else this machine does."""
+    seconds: list[float] = []
+    while len(seconds) < TRIES and min(seconds, default=1.0) >= FIRST_CONTACT_S:
+        with closing(Pair()) as pair:
+            lent = pair.lend()
+            begun = time.perf_counter()
+            pair.decode.core.call("reject_kv_transfer", ["refused", lent])
+            pair.until(lambda: pair.prefill.all_blocks_free)
+            seconds.append(time.perf_counter() - begun)
+    assert min(seconds) < FIRST_CONTACT_S, seconds
+
+
 @pytest.mark.parametrize("state", ["paused", "asleep"])
 def test_contract_C08_prefill_itself_can_be_told_while_it_is_paused(pair: Pair, state: str) -> None:
     lent = pair.lend()
@@ -160,7 +177,7 @@ def test_contract_C16_kept_requests_that_fetch_when_decode_falls_asleep_end_as_t
         assert pair.decode.all_blocks_free
     pair.fetch("while asleep", pair.lend())
     pair.decode.turn(3)
-    assert len(pair.decode.tokens("a")) == 1, "P's token, and no other"
+    assert not pair.decode.tokens("a")
     pair.decode.call("wake_up")
     pair.until(lambda: pair.decode.ended("a") and pair.decode.ended("while asleep"))
     assert pair.decode.tokens("a") == pair.decode.tokens("while asleep") == expected
@@ -216,7 +233,7 @@ def test_contract_C08_an_id_comes_back_only_when_nobody_writes_to_its_blocks(pai
     """Else the end of the first load would be taken for that of the second."""
     lent = pair.lend()
     pair.fetch("again", lent)
-    pair.decode.turn()  # tells P's token, and begins to load
+    pair.decode.turn()  # begins to load
     assert pair.decode.core.scheduler.loading
     pair.decode.core.abort(["again"])
     pair.fetch("again", lent)

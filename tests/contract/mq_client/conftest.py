@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from engine_kit.fake_core import FakeCore
-from engine_kit.mq import REAL, client_of, endpoint, real_with, running
+from engine_kit.mq import REAL, endpoint, real_with, running, set_up
 
 from diptych_engine import MQLLMEngineClient
 from diptych_frontend.core_client.launcher import CoreProcess
@@ -24,10 +24,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoreProcess]:
 
 @pytest_asyncio.fixture
 async def client(served: CoreProcess) -> AsyncIterator[MQLLMEngineClient]:
-    client = client_of(served)
-    await client.setup()
-    yield client
-    client.close()
+    async with set_up(served) as client:
+        yield client
 
 
 @pytest.fixture
@@ -40,10 +38,8 @@ def doomed() -> Iterator[CoreProcess]:
 @pytest_asyncio.fixture
 async def mourner(doomed: CoreProcess) -> AsyncIterator[MQLLMEngineClient]:
     """A client of the doomed engine."""
-    client = client_of(doomed)
-    await client.setup()
-    yield client
-    client.close()
+    async with set_up(doomed) as client:
+        yield client
 
 
 @pytest_asyncio.fixture

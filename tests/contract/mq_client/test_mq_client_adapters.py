@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from engine_kit import logits_processors
-from engine_kit.mq import LONG, Eventually, answer, client_of, reading, running
+from engine_kit.mq import LONG, Eventually, answer, reading, running, set_up
 from model_kit.checkpoints import SIZES, random_tensors, save_adapter, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -60,10 +60,8 @@ def config(folder: Path) -> EngineConfig:
 @pytest_asyncio.fixture
 async def client(config: EngineConfig) -> AsyncIterator[MQLLMEngineClient]:
     with running(config) as core:
-        client = client_of(core)
-        await client.setup()
-        yield client
-        client.close()
+        async with set_up(core) as client:
+            yield client
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The older client's calls, to a real engine, and after its end: rows Q11 to Q13, and Q15 to Q17."""
+"""The older client's calls to a real engine, and those after its end: rows Q11 to Q17."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_kit.mq import (
-    LONG,
-    Eventually,
-    answer,
-    read,
-    reading,
-)
+from engine_kit.mq import LONG, Eventually, answer, read, reading
 from model_kit.questions import FACT
 
 from diptych_engine import MQLLMEngineClient
@@ -23,11 +17,7 @@ from diptych_engine.as_vllm import SamplingParams
 from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.v0.errors import MQClientClosedError
 from diptych_frontend.v0.params import DecodingConfig, Device
-from diptych_frontend.v0.rpc import (
-    RPCHeartbeatRequest,
-    answer_in,
-    frames_of,
-)
+from diptych_frontend.v0.rpc import RPCHeartbeatRequest, answer_in, frames_of
 from diptych_protocol import (
     EngineCoreRequestType,
     InvalidRequestError,

@@ -107,6 +107,11 @@ def test_a_conversation_is_answered_in_words(real: LLM, capsys: pytest.CaptureFi
     assert answer.prompt is not None
     assert question["content"] in answer.prompt
     assert "1/1" in capsys.readouterr().err
+    kwargs = {"enable_thinking": False}  # which the template of this model does not look at
+    [same] = real.chat([question], params(max_tokens=4), chat_template_kwargs=kwargs)
+    assert same.prompt == answer.prompt
+    with pytest.raises(InvalidRequestError, match="messages is set by the server"):
+        real.chat([question], params(), chat_template_kwargs={"messages": []})
 
 
 def test_similar_texts_have_similar_vectors(real: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections import Counter as Counting
@@ -11,9 +12,10 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from engine_kit import worker_extension
 from engine_kit.llm_engine import ARGS, CONFIG, params, run, stats
 
-from diptych_engine import LLMEngine
+from diptych_engine import AsyncLLM, LLMEngine
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.serving.sync_core import MULTIPROCESSING
 from diptych_frontend.observability.metric_snapshot import Counter, Gauge, Histogram
@@ -199,6 +201,27 @@ def test_contract_L04_steps_tell_as_much_as_was_asked_for(
     assert engine.step() == []
 
 
+def test_contract_L04_steps_make_what_an_async_engine_makes(engine: LLMEngine) -> None:
+    prompts = {name: [ord(letter) % 61 for letter in name] for name in ("one", "another", "third")}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params(max_tokens=12))
+    made = {name: outputs[-1] for name, outputs in run(engine).items()}
+
+    async def made_otherwise() -> dict[str, RequestOutput]:
+        other = AsyncLLM.from_engine_args(ARGS)
+        try:
+            return {
+                name: [x async for x in other.generate(prompt, params(max_tokens=12), name)][-1]
+                for name, prompt in prompts.items()
+            }
+        finally:
+            other.shutdown()
+
+    for name, wanted in asyncio.run(made_otherwise()).items():
+        assert made[name].outputs[0].token_ids == wanted.outputs[0].token_ids
+        assert made[name].outputs[0].finish_reason == wanted.outputs[0].finish_reason
+
+
 def test_contract_L04_a_failed_request_ends_with_its_reason_and_others_go_on(
     in_process: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,13 +394,36 @@ def test_contract_L11_functions_reach_the_worker_and_the_model_of_this_process(
 ) -> None:
     [names] = in_process.apply_model(lambda model: sorted(model.slots))
     assert len(names) > 10
-    [blocks] = in_process.collective_rpc(lambda worker, plus: worker.num_blocks + plus, args=(1,))  # type: ignore[arg-type, misc]
+    [blocks] = in_process.collective_rpc(lambda worker, plus: worker.num_blocks + plus, args=(1,))
     assert blocks == 257
-    with pytest.raises(UnsupportedFeatureError, match="another process"):
-        in_child.apply_model(lambda model: 1)
+    with pytest.raises(UnsupportedFeatureError, match="allow_functions"):
+        in_child.apply_model(worker_extension.names_of_weights)
+    with pytest.raises(UnsupportedFeatureError, match="allow_functions"):
+        in_child.collective_rpc(worker_extension.num_blocks, args=(1,))
     for engine in (in_process, in_child):
         with pytest.raises(UtilityError, match=r"collective_rpc: no .* method"):
             engine.collective_rpc("no_such")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_contract_L11_functions_reach_other_processes_by_name_if_the_engine_allows_it(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    support = Path(worker_extension.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)  # for the engine
+    config = msgspec.structs.replace(CONFIG, allow_functions=True, tensor_parallel_size=ranks)
+    engine = LLMEngine(config, None, True, multiprocess_mode=ranks == 1)
+    try:
+        for names in engine.apply_model(worker_extension.names_of_weights):
+            assert len(names) > 10
+        blocks = engine.collective_rpc(worker_extension.num_blocks, args=(1,))
+        assert blocks == [257] * ranks
+        with pytest.raises(InvalidRequestError, match=r"func must be .* imported"):
+            engine.apply_model(lambda model: 1)
+        with pytest.raises(UtilityError, match="ModuleNotFoundError"):
+            engine.collective_rpc("call_function", args=("no_such:function",))
+    finally:
+        engine.shutdown()
 
 
 def test_contract_L12_tasks_and_tokenizer_are_known_without_asking(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zmq
@@ -192,6 +193,39 @@ def test_contract_B10_each_type_of_number_is_taken(core: EngineCore, dtype: str)
     assert len(tokens(outputs)) == 3
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contract_M03_a_tensor_of_torch_s_is_taken_as_it_is(core: EngineCore, dtype: str) -> None:
+    """Also one that is a view, or that has a gradient; and arrays of NumPy's."""
+    table = runner_of(core).model.slots["model.embed_tokens.weight"].target
+    plain = table[PROMPT].to(DTYPES[dtype])
+    expected = generate(core, [0] * len(PROMPT), prompt_embeds=array_of(plain), max_tokens=3)
+    wide = torch.cat([plain, plain], dim=1)
+    forms: list[Any] = [plain, wide[:, :HIDDEN], plain.clone().requires_grad_()]
+    if dtype != "bfloat16":
+        forms.append(plain.numpy())
+    for embeds in forms:
+        prompt = EmbedsPrompt(prompt_embeds=embeds)
+        request = inputs().process("r", prompt, SamplingParams(max_tokens=3, temperature=0.0))
+        [outputs] = run(core, request).values()
+        assert tokens(outputs) == expected
+
+
+@pytest.mark.parametrize(
+    "embeds",
+    [
+        torch.zeros(2, HIDDEN).to_sparse(),
+        torch.zeros(2, HIDDEN, dtype=torch.complex64),
+        torch.zeros(2, HIDDEN, dtype=torch.int32),
+        np.array([["a"] * HIDDEN]),
+        np.array([[None] * HIDDEN]),
+    ],
+    ids=["sparse", "complex", "integers", "texts", "objects"],
+)
+def test_contract_M03_a_tensor_that_cannot_be_sent_is_refused(embeds: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt_embeds must be"):
+        inputs().process("r", EmbedsPrompt(prompt_embeds=embeds), SamplingParams())
+
+
 def test_contract_B10_embeddings_are_bounded_by_the_context(core: EngineCore) -> None:
     embeds = array_of(torch.zeros(64, HIDDEN))
     with pytest.raises(InvalidRequestError, match="64 tokens"):
@@ -203,7 +237,7 @@ def test_contract_B10_embeddings_are_bounded_by_the_context(core: EngineCore) ->
 
 @pytest.mark.parametrize("prompt", [{"prompt_embeds": [[1.0]]}, {"prompt_embeds": b"x"}])
 def test_contract_B10_what_is_no_array_is_refused(prompt: PromptType) -> None:
-    with pytest.raises(InvalidRequestError, match="must be an Array"):
+    with pytest.raises(InvalidRequestError, match=r"must be a torch\.Tensor"):
         inputs().process("r", prompt, SamplingParams())
 
 

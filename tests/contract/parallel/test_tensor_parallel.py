@@ -42,6 +42,7 @@ CONFIG = EngineConfig(
     max_num_seqs=8,
     max_num_batched_tokens=24,
 )
+MIXTURE = "dummy://?architecture=qwen3_moe&num_experts=4&num_experts_per_tok=2"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(40)), [1, 2, 3], [5] * 17]
 
@@ -195,6 +196,7 @@ def test_a_killed_worker_is_the_death_of_the_core_and_its_cause() -> None:
             "9 heads",
         ),
         ({"model": "dummy://?intermediate_size=129"}, "intermediate_size 129"),
+        ({"model": f"{MIXTURE}&moe_intermediate_size=33"}, "moe_intermediate_size 33"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -217,6 +219,7 @@ def test_every_field_of_a_step_travels() -> None:
         "token_ids", "positions", "slot_blocks", "slot_offsets", "attention",
         "given",
         "adapters",  # refused with several ranks
+        "routed",  # all ranks choose alike; the lead keeps it
     }  # fmt: skip
 
 

@@ -16,9 +16,11 @@ from diptych_engine.execution.kv_cache_size import (
     bytes_for_kv,
     bytes_that_fit,
     peak_of_a_step,
+    peak_of_images,
 )
 from diptych_engine.execution.placement import block_bytes
 from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 LLAMA_8B = ModelConfig(
@@ -119,3 +121,13 @@ def test_a_gpu_is_asked_what_it_has() -> None:
     config = EngineConfig(model="m", kv_cache_bytes=None)
     found = bytes_for_kv(config, LLAMA_8B, GPU, torch.bfloat16, 1)
     assert 0 < found < torch.cuda.mem_get_info(GPU)[1]
+
+
+def test_encoding_an_image_takes_some_hundred_megabytes() -> None:
+    smolvlm = VisionConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+        image_size=512, patch_size=16, scale_factor=4, image_token_id=49190, longest_edge=2048,
+    )  # fmt: skip
+    inner_layer = 8 * 1024 * 3072 * 4
+    assert 2 * inner_layer < peak_of_images(smolvlm, itemsize=4) < GIB
+    assert smolvlm.tokens_per_tile == 64

@@ -6,7 +6,7 @@ import pytest
 from engine_kit.core import core_request, generate, make_core, run, tokens
 from engine_kit.logits_processors import NAMES
 
-from diptych_engine.execution.logits_processors import load_processors
+from diptych_engine.execution.row_options import load_processors
 from diptych_protocol import InvalidRequestError, SamplingParams
 
 COUNT, REPEAT, FAIL, SHRINK = NAMES
@@ -47,7 +47,7 @@ def test_a_request_may_name_only_what_the_engine_has() -> None:
         assert "none of this engine's functions" in (outputs[-1].error or "")
         assert outputs[-1].error_param == "logits_processors"
     with pytest.raises(InvalidRequestError, match="at most 16 functions"):
-        SamplingParams(logits_processors=[COUNT] * 17).check()
+        SamplingParams(logits_processors=[COUNT] * 17).check_processors([COUNT])
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "engine_kit.core:nothing", "os:getcwd"])

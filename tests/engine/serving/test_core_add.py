@@ -68,8 +68,7 @@ def test_what_prefill_has_sampled_may_be_all_that_was_wanted(
 
 def test_one_token_less_is_not_the_end(core: EngineCore) -> None:
     core.add(prefilled(PROMPT, [7], max_tokens=2), CLIENT)
-    [told] = core.take_outputs()[CLIENT]
-    assert (told.new_token_ids, told.finished) == ([7], False)
+    assert not core.take_outputs()[CLIENT], "it is told when the KV has come"
     assert core.scheduler.requests.keys() == {"r"}
     core.abort(["r"])
     assert core.take_outputs()[CLIENT][-1].finish_reason is FinishReason.ABORT

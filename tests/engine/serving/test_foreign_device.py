@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from engine_kit.core import core_request as request
 from engine_kit.core import make_core, run, tokens
 from engine_kit.foreign_device import DEVICE, ForeignTensor, place
 from engine_kit.geometry import Engines, totals
+from model_kit.mixture import answer_of, experts_of, published_mixture
 from model_kit.sensitive_model import Question, questions, save_sensitive_model
 
+from diptych_frontend.text.routed_experts import joined
 from diptych_kernels.block_copy import triton as block_copy
 from diptych_protocol import KVTransferConfig
 
@@ -100,6 +103,32 @@ def test_a_core_answers_there_as_on_the_cpu(
         each.answer[:ANSWER_TOKENS] for each in asked
     ]
     assert len(tokens(made["drawn"])) == 4
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "steps ahead"])
+def test_a_mixture_of_experts_answers_there_too(
+    tmp_path: Path, foreign: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """The host waits once in each layer with experts; their choices come with the tokens."""
+    model = published_mixture(tmp_path, mlp_only_layers=[1])
+    prompt = [(7 * place) % 64 for place in range(40)]
+    core = make_core(
+        str(tmp_path), async_scheduling=ahead, enable_return_routed_experts=True, **OPTIONS
+    )
+    try:
+        foreign_device.device.waits.clear()
+        [outputs] = run(core, request("r", prompt, max_tokens=6, ignore_eos=True)).values()
+        waits = len(foreign_device.device.waits)
+        foreign_device.device.waits.clear()
+    finally:
+        core.close()
+    assert tokens(outputs) == answer_of(model, prompt, 6)
+    told = joined([o.routed_experts for o in outputs if o.routed_experts is not None])
+    assert told is not None
+    expected = experts_of(model, (prompt + tokens(outputs))[:-1])
+    assert told.tolist() == expected.tolist()
+    assert waits == 2 * 6, "layers with experts, times steps"
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,10 @@ class ByteRenderer:
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
+        if not all(isinstance(m["content"], str) for m in messages):
+            raise InvalidRequestError("this model takes only text parts")
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         return self.render_prompt(text + ("assistant: " if add_generation_prompt else ""))
 
@@ -75,6 +78,7 @@ class EchoEngine(WithoutControl):
         self.rejected: list[tuple[str, dict[str, Any]]] = []
 
     model_name = "echo"
+    reasoning_parser = "none"
     max_model_len = 2048
     is_running = True
     is_stopped = errored = False

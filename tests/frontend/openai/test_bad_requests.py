@@ -142,6 +142,9 @@ ONLY = {
         {"reasoning_effort": "high"},
         {"modalities": ["text", "audio"]},
         {"chat_template": "{{ messages }}"},
+        {"chat_template_kwargs": [1]},
+        {"include_reasoning": 1},
+        messages({"role": "user", "content": "a", "reasoning_content": "b"}),
         {"prompt": "hi"},
     ],
     COMPLETIONS: [

@@ -1,7 +1,4 @@
-"""A class of the user's that runs the model; see `EngineConfig.executor_class`.
-
-On the import path of the tests (pytest's `pythonpath`), and of the engines that they start.
-"""
+"""A class of the user's that runs the model; see `EngineConfig.executor_class`."""
 
 from __future__ import annotations
 

@@ -29,6 +29,9 @@ DEVICE = torch.device(NAME, 0)
 ATEN = torch.ops.aten
 COPIES = {ATEN._to_copy.default, ATEN.copy_.default}
 """Operators whose tensors may be on two devices."""
+READS = {ATEN._local_scalar_dense, ATEN.item}
+MOVES = {ATEN._to_copy, ATEN.to}
+"""In inference mode the second of each is seen, and else the first, which it is made of."""
 
 
 class Device:
@@ -100,7 +103,7 @@ class ForeignTensor(Tensor):
             kwargs["device"] = torch.device("cpu")
         if func is ATEN.copy_.default and not isinstance(args[0], cls):
             return _to_host(args, kwargs)
-        if func is ATEN._local_scalar_dense.default or _goes_to_host(func, to):
+        if func.overloadpacket in READS or _goes_to_host(func, to):
             device.waits.append(str(func))
             device.synchronize()
         result = func(*_inner(args), **_inner(kwargs))
@@ -125,7 +128,7 @@ def _refuse_mixtures(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _goes_to_host(func: Any, to: Any) -> bool:
-    return func is ATEN._to_copy.default and to is not None and torch.device(to).type == "cpu"
+    return func.overloadpacket in MOVES and to is not None and torch.device(to).type == "cpu"
 
 
 def _to_host(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from engine_kit.core import DUMMY
 from waits import PATIENCE_S
 
@@ -33,6 +34,7 @@ REAL = EngineConfig(
 PATIENCE_MS = int(PATIENCE_S * 1000)
 LONG = 1500
 """Tokens: more than any test waits for."""
+SUPPORT = Path(__file__).parents[1]
 Eventually = Callable[..., Awaitable[Any]]
 
 
@@ -42,8 +44,10 @@ def real_with(**options: Any) -> EngineConfig:
 
 @contextmanager
 def running(config: EngineConfig) -> Iterator[CoreProcess]:
-    """An engine core in a process of its own."""
-    core = CoreProcess(config)
+    """An engine core in a process of its own, which can import what is in tests/support."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
+        core = CoreProcess(config)
     try:
         yield core
     finally:
@@ -55,6 +59,17 @@ def client_of(core: CoreProcess, **options: Any) -> MQLLMEngineClient:
     """A client that has still to be set up; it waits as long as any test does."""
     options = {"rpc_timeout_ms": PATIENCE_MS, **options}
     return MQLLMEngineClient(core.endpoint, core.config, core.process.pid, **options)
+
+
+@asynccontextmanager
+async def set_up(core: CoreProcess) -> AsyncIterator[MQLLMEngineClient]:
+    """A client at work."""
+    client = client_of(core)
+    try:
+        await client.setup()
+        yield client
+    finally:
+        client.close()
 
 
 def endpoint(folder: Path) -> str:

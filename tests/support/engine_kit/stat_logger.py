@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from diptych_frontend.observability.iteration_stats import IterationStats
 from diptych_frontend.observability.stat_loggers import StatLogger
-from diptych_protocol import EngineConfig, SchedulerStats
+from diptych_protocol import EngineConfig, MultiModalCacheStats, SchedulerStats
 
 
 class RecordingLogger(StatLogger):
@@ -19,6 +19,7 @@ class RecordingLogger(StatLogger):
         self.config = config
         self.recorded: list[SchedulerStats] = []
         self.iterations: list[IterationStats] = []
+        self.images: list[MultiModalCacheStats] = []
         self.engines: set[int] = set()
         self.sleeps: list[tuple[int, int]] = []
         self.logged = self.initialized = 0
@@ -28,10 +29,12 @@ class RecordingLogger(StatLogger):
         self,
         scheduler_stats: SchedulerStats | None,
         iteration_stats: IterationStats | None,
-        mm_cache_stats: None = None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         self.engines.add(engine_idx)
+        if mm_cache_stats is not None:
+            self.images.append(mm_cache_stats)
         if scheduler_stats is not None:
             self.recorded.append(scheduler_stats)
         if iteration_stats is not None:

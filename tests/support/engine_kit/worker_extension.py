@@ -1,9 +1,17 @@
-"""Worker methods for tests of `collective_rpc`; see `EngineConfig.worker_extension`."""
+"""Worker methods and functions for tests of `collective_rpc` and `apply_model`."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
+
+
+def num_blocks(worker: Any, plus: int) -> int:
+    return int(worker.num_blocks) + plus
+
+
+def names_of_weights(model: Any) -> list[str]:
+    return sorted(model.slots)
 
 
 class Extension:

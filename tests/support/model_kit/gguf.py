@@ -6,7 +6,7 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,14 +95,16 @@ def save_gguf(path: Path, kind_of: Callable[[str], Kind] = quantised) -> str:
     return str(path)
 
 
-def save_lora(folder: Path, rank: int = 4) -> str:
-    """An adapter of every projection; its path."""
+def save_lora(folder: Path, rank: int = 4, modules: Sequence[str] = tuple(MODULES)) -> str:
+    """An adapter of some projections; its path."""
+    folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(9)
     pairs = {
         f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight": 0.2
         * torch.randn(shape, generator=generator)
         for layer in range(SIZES["num_hidden_layers"])
         for module, (outputs, inputs) in MODULES.items()
+        if module in modules
         for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank)))
     }
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}

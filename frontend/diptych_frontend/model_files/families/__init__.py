@@ -21,4 +21,8 @@ def _families() -> dict[str, FamilySpec]:
 
 
 FAMILIES: Final = _families()
-"""By architecture: `model_type` of config.json, `general.architecture` of a GGUF file."""
+"""By architecture: `model_type` of config.json."""
+GGUF_ARCHITECTURES: Final = {
+    spec.gguf_architecture or name: name for name, spec in FAMILIES.items()
+}
+"""`general.architecture` of a GGUF file -> the family's architecture."""

@@ -16,6 +16,7 @@ from diptych_protocol.model_uri import ModelUri, Reader
 SMALL_FILES: Final = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",

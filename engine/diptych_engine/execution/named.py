@@ -1,6 +1,6 @@
-"""Classes of the operator's own, which a configuration names as `module:Class`.
+"""Code of the operator's own, by its name: `module:Class` or `module:function`.
 
-Only who configures the engine can name one, never a client.
+Only who configures the engine can name it or, with `allow_functions`, let clients do so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from diptych_protocol import InvalidRequestError
 
 
-def named_class(spec: str, param: str) -> Any:
-    """The class of that name. Raises `InvalidRequestError`, with `param`, if there is none."""
+def named(spec: str, param: str) -> Any:
+    """What has that name. Raises `InvalidRequestError`, with `param`, if nothing has."""
     module, _, path = spec.partition(":")
     try:
         return reduce(getattr, path.split("."), importlib.import_module(module))
@@ -22,5 +22,5 @@ def named_class(spec: str, param: str) -> Any:
 
 
 def refusal(spec: str, param: str, exc: Exception) -> InvalidRequestError:
-    """The error for a class that cannot be used."""
+    """The error for something that cannot be used."""
     return InvalidRequestError(f"{param} {spec!r}: {type(exc).__name__}: {exc}", param=param)

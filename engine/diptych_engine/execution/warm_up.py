@@ -1,0 +1,26 @@
+"""Requests of nobody, with which a runner makes its first calls."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_engine.scheduling.request import Request
+from diptych_protocol import SamplingParams
+
+WARM_UP_TOKENS: Final = 8
+
+
+def warm_up_request(index: int, num_prompt: int, block_size: int) -> Request:
+    """A prompt of so many tokens, and one more. All such requests write to the same blocks; nobody
+    looks at what comes of it."""
+    return Request(
+        request_id=f"warm-up {index}",
+        client=b"",
+        params=SamplingParams(temperature=1.0),
+        token_ids=[0] * (num_prompt + 1),
+        num_prompt_tokens=num_prompt,
+        eos_token_id=None,
+        max_total_tokens=num_prompt + 1,
+        seed=0,
+        block_ids=list(range(num_prompt // block_size + 1)),
+    )

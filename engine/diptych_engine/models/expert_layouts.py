@@ -1,0 +1,85 @@
+"""Experts that lie stacked in one tensor of a file, taken apart into a tensor each.
+
+Published safetensors hold every expert by itself (`experts.3.up_proj.weight`). Newer versions of
+transformers can save them as they are in memory (`experts.gate_up_proj`, `experts.down_proj`: all
+experts of a layer, the gate above the up projection), and GGUF files stack them likewise, with the
+gate apart. Nothing is read here but shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import Tensor
+
+from diptych_engine.models.interface import WeightSlot
+from diptych_frontend.model_files.model_source import GGUFTensor
+
+STACKED: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
+"""A stacked tensor's name, without `.weight`."""
+EXPERTS_RANK: Final = 3
+"""[experts, out, in]."""
+
+
+@dataclass(slots=True, frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file, or a part of one."""
+
+    file: Any
+    """An open `safe_open`."""
+    name: str
+    part: Any = ...
+    """The index that takes the part."""
+
+    def read(self) -> Tensor:
+        values: Tensor = self.file.get_slice(self.name)[self.part]
+        return values
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+
+def separate_stored(
+    stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot]
+) -> dict[str, StoredTensor]:
+    """A table of tensors by their names, with one for each expert. What fits no slot stays as it
+    is: the loader refuses it by its name."""
+    separate: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        found = STACKED.fullmatch(name)
+        slot = None if found is None else slots.get(f"{found[1]}.0.up_proj.weight")
+        shape = () if slot is None else tensor.whole_shape
+        if found is None or slot is None or len(shape) != EXPERTS_RANK:
+            separate[name] = tensor
+            continue
+        prefix, kind = found.groups()
+        inner = slot.shape[0]
+        for expert in range(shape[0]):
+            if kind == "gate_up_proj":
+                gate, up = (expert, slice(None, inner)), (expert, slice(inner, None))
+                separate[f"{prefix}.{expert}.gate_proj.weight"] = replace(tensor, part=gate)
+                separate[f"{prefix}.{expert}.up_proj.weight"] = replace(tensor, part=up)
+            else:
+                separate[f"{prefix}.{expert}.{kind}.weight"] = replace(tensor, part=expert)
+    return separate
+
+
+def separate_gguf(tensors: Mapping[str, GGUFTensor]) -> dict[str, GGUFTensor]:
+    """The same for the tensors of a GGUF file, by their published names."""
+    separate: dict[str, GGUFTensor] = {}
+    for name, tensor in tensors.items():
+        found = STACKED.fullmatch(name.removesuffix(".weight"))
+        if found is None or len(tensor.shape) != EXPERTS_RANK:
+            separate[name] = tensor
+            continue
+        experts, *shape = tensor.shape
+        nbytes = tensor.nbytes // experts
+        for expert in range(experts):
+            separate[f"{found[1]}.{expert}.{found[2]}.weight"] = replace(
+                tensor, shape=tuple(shape), offset=tensor.offset + expert * nbytes, nbytes=nbytes
+            )
+    return separate

@@ -1,0 +1,1 @@
+"""Images in prompts: how they are read, cut into tiles, placed among tokens, and named."""

@@ -1,0 +1,124 @@
+"""Images as callers send them: where their bytes come from, and what a decoder may make of them.
+
+Everything here has a limit, and nothing is fetched from anywhere: whoever may name an address for a
+server to visit may have it visit what only the server can reach.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from diptych_protocol import InvalidRequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_IMAGE_BYTES: Final = 16 << 20
+"""Limit on an image as it is sent, decoded from base64."""
+MAX_PIXELS: Final = 24 << 20
+"""Limit on width times height, looked at before a single pixel is decoded: 72 MiB of them."""
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+"""Decoders for these only, in their first frame: each further one is another's code to trust."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenImage:
+    """An image of a request."""
+
+    content: bytes | Image
+    """The bytes of a file, or what a program has decoded already, in RGB."""
+    where: str
+    """The field that it came in."""
+
+
+def bytes_of_url(url: str, where: str) -> bytes:
+    """The image inside a `data:` URL. `where` names the field in errors.
+
+    Raises `InvalidRequestError` for any other URL.
+    """
+    head, comma, body = url.partition(",")
+    if not head.lower().startswith("data:"):
+        raise InvalidRequestError(
+            f"{where} must be a data: URL, as data:image/png;base64,...: this server fetches no "
+            "images; send the image itself",
+            param=where,
+        )
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequestError(
+            f"{where} must be of the form data:image/png;base64,...", param=where
+        )
+    if len(body) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+        raise InvalidRequestError(
+            f"{where} is an image of more than {MAX_IMAGE_BYTES} bytes; send a smaller one",
+            param=where,
+        )
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as exc:
+        raise InvalidRequestError(f"{where} is not valid base64: {exc}", param=where) from exc
+
+
+def decoded(encoded: bytes, where: str) -> Image:
+    """The pixels of an image file, in RGB and upright.
+
+    Raises `InvalidRequestError` for a file that is none, is of another format, or is too large.
+    """
+    # Loaded with the first image: most servers never see one.
+    from PIL import Image, ImageOps
+
+    if len(encoded) > MAX_IMAGE_BYTES:
+        raise InvalidRequestError(
+            f"{where} has {len(encoded)} bytes; at most {MAX_IMAGE_BYTES} are taken", param=where
+        )
+    try:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+            check_size(image.size, where)
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except InvalidRequestError:
+        raise
+    except Exception as exc:
+        # A decoder of other people's bytes may fail in any way a program can.
+        raise _unreadable(exc, where) from exc
+
+
+def _unreadable(cause: Exception, where: str) -> InvalidRequestError:
+    why = str(cause)[:200] or type(cause).__name__
+    return InvalidRequestError(
+        f"{where} is not an image that can be read ({', '.join(FORMATS)}): {why}", param=where
+    )
+
+
+def check_size(size: tuple[int, int], where: str) -> None:
+    """Raise `InvalidRequestError` for an image of too many pixels, or of none."""
+    width, height = size
+    if not 1 <= width * height <= MAX_PIXELS:
+        raise InvalidRequestError(
+            f"{where} has {width} x {height} pixels; at most {MAX_PIXELS} in all are taken",
+            param=where,
+        )
+
+
+def as_given(image: Any, where: str) -> GivenImage:
+    """An image that a program gives: the bytes of a file, or an image of Pillow's.
+
+    Raises `InvalidRequestError` for anything else.
+    """
+    from PIL import Image
+
+    if isinstance(image, bytes | bytearray | memoryview):
+        return GivenImage(bytes(image), where)
+    if isinstance(image, Image.Image):
+        check_size(image.size, where)
+        try:
+            return GivenImage(image.convert("RGB"), where)
+        except Exception as exc:  # it may be a file still that was not read
+            raise _unreadable(exc, where) from exc
+    raise InvalidRequestError(
+        f"{where} must be the bytes of an image file or an image of Pillow's, not "
+        f"{type(image).__name__}",
+        param=where,
+    )

@@ -1,0 +1,140 @@
+"""A model's images: prepared once, and put in their places among the tokens of a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+
+from diptych_frontend.images.decoding import GivenImage, decoded
+from diptych_frontend.images.features import MAX_IMAGES, content_hash
+from diptych_frontend.images.item_cache import ItemCache
+from diptych_frontend.images.tiles import Tiles, cut
+from diptych_frontend.model_files.vision_config import VisionConfig
+from diptych_protocol import InvalidRequestError
+from diptych_protocol.multimodal import (
+    IMAGE,
+    MultiModalCacheStats,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+AROUND: Final = "<fake_token_around_image>"
+GLOBAL: Final = "<global-img>"
+"""Markers that the published processors write as text."""
+
+Encode = Callable[[str], list[int]]
+"""A text to token ids, without those that begin a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An image's tiles, and their name."""
+
+    tiles: Tiles
+    name: str
+
+
+class ImageProcessor:
+    """Prepares the images of one model. Safe to use from several threads."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        self.config = config
+        self._prepared: ItemCache[Prepared] = ItemCache(_size)
+        self._lock = Lock()
+        self._requests = self._queries = self._hits = 0
+        self._reset = False
+
+    def place(
+        self, token_ids: list[int], images: Sequence[GivenImage], encode: Encode, where: str
+    ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+        """Expand the image tokens of a prompt, one for each image, to what its tiles need.
+
+        where: the field of the request that has the prompt.
+
+        Raises `InvalidRequestError` if the prompt has another number of image tokens, and for an
+        image that cannot be read.
+        """
+        marker = self.config.image_token_id
+        found = token_ids.count(marker)
+        if found != len(images):
+            raise InvalidRequestError(
+                f"the prompt has {found} image tokens for {len(images)} images; each image needs "
+                "one, and texts must not have others",
+                param=where,
+            )
+        if len(images) > MAX_IMAGES:
+            raise InvalidRequestError(
+                f"{len(images)} images; at most {MAX_IMAGES} are taken", param=where
+            )
+        prepared = self._prepare(images)
+        expanded: list[int] = []
+        features: list[MultiModalFeatureSpec] = []
+        for token in token_ids:
+            if token != marker:
+                expanded.append(token)
+                continue
+            image = prepared[len(features)]
+            tokens = self._expansion(image.tiles, encode)
+            place = PlaceholderRange(len(expanded), len(tokens))
+            features.append(
+                MultiModalFeatureSpec(image.tiles.pixels, IMAGE, image.name, place, image.name)
+            )
+            expanded += tokens
+        return expanded, features
+
+    def stat(self) -> MultiModalCacheStats:
+        """Totals since the start, and whether `clear` was called since the last `stat`."""
+        with self._lock:
+            reset, self._reset = self._reset, False
+            return MultiModalCacheStats(self._requests, self._queries, self._hits, reset)
+
+    def clear(self) -> None:
+        """Forget what was prepared."""
+        self._prepared.clear()
+        with self._lock:
+            self._reset = True
+
+    def _prepare(self, images: Sequence[GivenImage]) -> list[Prepared]:
+        prepared, hits = [], 0
+        for image in images:
+            content = image.content
+            if not isinstance(content, bytes):
+                prepared.append(self._cut(content))
+                continue
+            key = hashlib.blake2b(content, digest_size=16).hexdigest()
+            known = self._prepared.get(key)
+            hits += known is not None
+            if known is None:
+                known = self._cut(decoded(content, image.where))
+                self._prepared.put(key, known)
+            prepared.append(known)
+        with self._lock:
+            self._requests += bool(images)
+            self._queries += len(images)
+            self._hits += hits
+        return prepared
+
+    def _cut(self, image: Image) -> Prepared:
+        tiles = cut(image, self.config)
+        return Prepared(tiles, content_hash(tiles.pixels))
+
+    def _expansion(self, tiles: Tiles, encode: Encode) -> list[int]:
+        """The tokens of an image: its tiles' rows and columns, then the whole, between markers."""
+        image = [self.config.image_token_id] * self.config.tokens_per_tile
+        tokens: list[int] = []
+        for row in range(1, tiles.rows + 1):
+            for column in range(1, tiles.columns + 1):
+                tokens += encode(f"{AROUND}<row_{row}_col_{column}>") + image
+            tokens += encode("\n") if row < tiles.rows else []
+        before = "\n\n" if tiles.rows else ""
+        return [*tokens, *encode(f"{before}{AROUND}{GLOBAL}"), *image, *encode(AROUND)]
+
+
+def _size(item: Prepared) -> int:
+    return memoryview(item.tiles.pixels.data).nbytes

@@ -1,0 +1,95 @@
+"""Where an output stands before and in its form: a function of its tokens, whatever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_kit.toy_engine import make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from diptych_engine.execution.grammar_state import GrammarError, GrammarState
+from diptych_engine.scheduling.reasoning import ReasoningTokens
+from diptych_engine.scheduling.request import Request
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.reasoning.formats import FORMATS
+from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.text.tokenizer_files import load_tokenizer
+
+VOCABULARY, EOS = 49152, 2
+ANSWERS = ["yes", "<b>", "<think>"]
+PIECES = [
+    "<", "</", "think", ">", "><", " wonder", "yes", "b", "|", "channel", "message", "final",
+    "analysis", "end", "<|im_end|>",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: str) -> Tokenizer:
+    tokenizer = load_tokenizer(resolve_model(smollm2))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def grammar(tokenizer: Tokenizer) -> LLMatcher:
+    tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=VOCABULARY, eos_token=[EOS])
+    choices = " | ".join(f'"{answer}"' for answer in ANSWERS)
+    return LLMatcher(tokens, LLMatcher.grammar_from_lark(f"start: {choices}"), log_level=0)
+
+
+def output_of(token_ids: list[int]) -> Request:
+    """A request with a prompt of one token and this output."""
+    request = make_request("r", [1], 100)
+    request.token_ids = [1, *token_ids]
+    return request
+
+
+def allowed(state: GrammarState, token_ids: list[int]) -> set[int] | str:
+    """The tokens that may come next, or that the output breaks its grammar."""
+    try:
+        bits = state.allowed(output_of(token_ids))
+    except GrammarError:
+        return "broken"
+    return set(np.flatnonzero(np.unpackbits(bits, count=VOCABULARY, bitorder="little")).tolist())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=24), said=st.sampled_from([None, False]))
+@settings(max_examples=40)
+def test_contract_C05_an_output_read_at_once_stands_where_one_read_by_steps_does(
+    tokenizer: Tokenizer, grammar: LLMatcher, name: str, pieces: list[str], said: bool | None
+) -> None:
+    reasoning = ReasoningTokens.of(FORMATS[name], tokenizer, VOCABULARY, [EOS]).before(said, [1])
+    ids = [tokenizer.encode(piece)[0] for piece in pieces]
+    by_steps = GrammarState(grammar, reasoning)
+    for end in range(len(ids) + 1):
+        expected = allowed(GrammarState(grammar, reasoning), ids[:end])
+        assert allowed(by_steps, ids[:end]) == expected
+        if expected == "broken":
+            return
+
+
+def test_contract_C05_the_first_tokens_may_be_the_marker_or_the_answer(
+    tokenizer: Tokenizer, grammar: LLMatcher
+) -> None:
+    reasoning = ReasoningTokens.of(FORMATS["think"], tokenizer, VOCABULARY, [EOS]).before(None, [1])
+
+    def after(*pieces: str) -> Any:
+        ids = [tokenizer.encode(piece)[0] for piece in pieces]
+        found = allowed(GrammarState(grammar, reasoning), ids)
+        return found if isinstance(found, str) else {tokenizer.token_text(token) for token in found}
+
+    assert {"<", "yes", "y"} <= after()
+    assert " wonder" not in after()
+    assert {"think", "b"} <= after("<")
+    assert " wonder" not in after("<")
+    free = after("<", "think", ">")
+    assert {" wonder", "<", "yes"} <= free
+    assert tokenizer.token_text(EOS) not in free
+    assert after("<", "think", ">", "</", "think", ">") == after() | {"<"}
+    assert after("yes") == {tokenizer.token_text(EOS)}
+    assert after(" wonder") == "broken"

@@ -1,0 +1,381 @@
+"""Images become the tiles and the tokens of the published processors, within limits."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from model_kit.pictures import data_url, encoded, image_part, picture
+from model_kit.seeing import (
+    IMAGE_TOKEN,
+    LONGEST_EDGE,
+    TILE,
+    save_processor,
+    seeing_config,
+)
+from PIL import Image
+from transformers import PreTrainedTokenizerFast
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from diptych_frontend.images import decoding
+from diptych_frontend.images import features as feature_limits
+from diptych_frontend.images.features import MAX_IMAGES, check_features, content_hash
+from diptych_frontend.images.item_cache import ItemCache
+from diptych_frontend.images.tiles import cut
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.model_files.vision_config import VisionConfig
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_protocol import (
+    EngineCoreRequest,
+    InvalidRequestError,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    PoolingParams,
+    SamplingParams,
+    wire,
+)
+
+SIZES = [(60, 40), (40, 60), (64, 64), (32, 32), (1, 1), (300, 7), (7, 300), (65, 33), (999, 500)]
+TEXT = {"type": "text", "text": "what is it?"}
+CUT_OFF = encoded(picture(1))[:2000]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing")
+    seeing_config("smolvlm").save_pretrained(folder)
+    save_processor(folder)
+    return folder
+
+
+@pytest.fixture
+def seeing(folder: Path) -> TextRenderer:
+    return TextRenderer(resolve_model(str(folder), weights=False))
+
+
+@pytest.fixture
+def vision(seeing: TextRenderer) -> VisionConfig:
+    assert seeing.vision is not None
+    return seeing.vision
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("kind", [Idefics3ImageProcessorPil, SmolVLMImageProcessorPil])
+def test_tiles_equal_those_of_the_published_processor(
+    vision: VisionConfig, kind: Any, splits: bool
+) -> None:
+    processor = kind(
+        size={"longest_edge": LONGEST_EDGE},
+        max_image_size={"longest_edge": TILE},
+        do_image_splitting=splits,
+        do_rescale=False,
+        do_normalize=False,
+        return_row_col_info=True,
+    )
+    config = msgspec.structs.replace(vision, splits=splits)
+    for size in SIZES:
+        image = picture(1, *size)
+        theirs = processor(images=[image])
+        tiles = cut(image, config)
+        ours = np.frombuffer(tiles.pixels.data, np.uint8).reshape(tiles.pixels.shape)
+        assert np.array_equal(ours, np.asarray(theirs["pixel_values"][0])), size
+        assert (tiles.rows, tiles.columns) == (theirs["rows"][0][0], theirs["cols"][0][0]), size
+
+
+def test_no_image_is_enlarged_beyond_a_limit(vision: VisionConfig) -> None:
+    config = msgspec.structs.replace(vision, longest_edge=5000, image_size=2048)
+    tiles = cut(picture(1, 50, 10), config)
+    assert (tiles.rows, tiles.columns) == (1, 2)
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(60, 40), (64, 16), (1, 300), (30, 30)])
+def test_a_conversation_has_the_tokens_of_the_published_processor(
+    seeing: TextRenderer, folder: Path, size: tuple[int, int]
+) -> None:
+    image = picture(1, *size)
+    messages = user(image_part(image), TEXT, image_part(picture(2)))
+    rendered = seeing.render_chat(messages)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    said: Any = [{"type": "image"}, TEXT, {"type": "image"}]
+    text = tokenizer.apply_chat_template(user(*said), tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str)
+    pieces = text.split("<image>")
+    assert seeing.vision is not None
+    for piece, each in zip(pieces[1:], (image, picture(2)), strict=True):
+        tiles = cut(each, seeing.vision)
+        pieces[0] += get_image_prompt_string(
+            tiles.rows, tiles.columns, 4, "<fake_token_around_image>", "<image>", "<global-img>"
+        )
+        pieces[0] += piece
+    expected = tokenizer(pieces[0], add_special_tokens=False)["input_ids"]
+    assert rendered["prompt_token_ids"] == expected
+    features = rendered["mm_features"]
+    check_features(features, rendered["prompt_token_ids"], seeing.vision)
+    for feature in features:
+        assert feature.data is not None
+        assert feature.identifier == feature.mm_hash == content_hash(feature.data)
+    assert features[0].identifier != features[1].identifier
+
+
+def test_equal_pixels_have_one_name_whatever_their_file(seeing: TextRenderer) -> None:
+    files = (encoded(picture(3)), encoded(picture(3), "GIF"), picture(3), encoded(picture(4)))
+    names = []
+    for image in files:
+        prompt: Any = {"prompt": "<image>x", "multi_modal_data": {"image": image}}
+        names.append(seeing.render_prompt(prompt)["mm_features"][0].identifier)
+    assert names[0] == names[2] != names[3]
+    assert len({*names}) == 3  # a GIF has other colours
+
+
+def test_token_ids_may_have_image_tokens_too(seeing: TextRenderer) -> None:
+    image = encoded(picture(1))
+    by_text = seeing.render_prompt({"prompt": "a<image>b", "multi_modal_data": {"image": image}})
+    token_ids = seeing.get_tokenizer().encode("a<image>b")
+    by_ids = seeing.render_prompt(
+        {"prompt_token_ids": token_ids, "multi_modal_data": {"image": [image]}}
+    )
+    assert by_text["prompt_token_ids"] == by_ids["prompt_token_ids"]
+    again = seeing.render_prompt(by_ids)
+    assert again["mm_features"] == by_ids["mm_features"]
+
+
+def test_an_image_is_upright_and_without_transparency(seeing: TextRenderer) -> None:
+    image = picture(5)
+    turned = image.rotate(90, expand=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    buffer = io.BytesIO()
+    turned.save(buffer, "PNG", exif=exif)
+    assert decoding.decoded(buffer.getvalue(), "x").tobytes() == image.tobytes()
+    clear = image.convert("RGBA")
+    assert decoding.decoded(encoded(clear), "x").mode == "RGB"
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A small file that says to be a large image."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        checked = name + body
+        return len(body).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
+
+    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((1, 0, 0, 0, 0))
+    rows = zlib.compress(bytes((width // 8 + 1) * 64))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("https://example.com/cat.png", "fetches no images"),
+        ("http://169.254.169.254/latest/meta-data", "fetches no images"),
+        ("file:///etc/passwd", "fetches no images"),
+        ("", "fetches no images"),
+        ("data:image/png,abc", "must be of the form"),
+        ("data:image/png;base64", "must be of the form"),
+        ("data:image/png;base64,!!!", "base64"),
+        ("data:image/png;base64,aGVsbG8=", "cannot be read|can be read"),
+        (data_url(encoded(picture(1))[:200]), "can be read"),
+        (data_url(bomb(60000, 60000)), "60000 x 60000 pixels|can be read"),
+        (data_url(bomb(6000, 6000)), "6000 x 6000 pixels"),
+        (data_url(picture(1), "bmp"), "can be read"),
+    ],
+)
+def test_an_image_that_is_none_is_refused_by_its_place(
+    seeing: TextRenderer, url: str, why: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=why) as caught:
+        seeing.render_chat(user({"type": "image_url", "image_url": {"url": url}}, TEXT))
+    assert (caught.value.param or "").startswith("messages")
+    assert caught.value.status == 400
+
+
+def test_bytes_and_numbers_of_images_have_limits(
+    seeing: TextRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_IMAGES}"):
+        seeing.render_chat(user(*[image_part(picture(1, 3, 3))] * (MAX_IMAGES + 1), TEXT))
+    monkeypatch.setattr(decoding, "MAX_IMAGE_BYTES", 100)
+    with pytest.raises(InvalidRequestError, match="more than 100 bytes"):
+        seeing.render_chat(user(image_part(picture(1)), TEXT))
+    with pytest.raises(InvalidRequestError, match="at most 100"):
+        decoding.decoded(encoded(picture(1)), "x")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("no image, but <image> in the text", "prompt"),
+        ([IMAGE_TOKEN, 1], "prompt"),
+        ({"prompt": "x", "multi_modal_data": {"image": encoded(picture(1))}}, "multi_modal_data"),
+        ({"prompt": "<image>x", "multi_modal_data": {"image": 3}}, "multi_modal_data.image"),
+        ({"prompt": "<image>x", "multi_modal_data": {"audio": b""}}, "multi_modal_data"),
+        (
+            {"prompt": "<image>x", "multi_modal_data": {"image": Image.open(io.BytesIO(CUT_OFF))}},
+            "multi_modal_data.image",
+        ),
+        ({"prompt": "<image>x", "multi_modal_data": [b""]}, "multi_modal_data"),
+    ],
+)
+def test_prompts_whose_images_do_not_fit_are_refused(
+    seeing: TextRenderer, prompt: Any, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        seeing.render_prompt(prompt)
+    assert caught.value.param == param
+
+
+def test_a_model_without_vision_refuses_images(text_renderer: TextRenderer) -> None:
+    with pytest.raises(InvalidRequestError, match="only text parts") as caught:
+        text_renderer.render_chat(user(TEXT, image_part(picture(1))))
+    assert caught.value.param == "messages[0].content[1]"
+    prompt: Any = {"prompt": "x", "multi_modal_data": {"image": encoded(picture(1))}}
+    with pytest.raises(InvalidRequestError, match="takes no images"):
+        text_renderer.render_prompt(prompt)
+    assert text_renderer.stat_mm_cache() is None
+    text_renderer.clear_mm_cache()
+
+
+# --- features -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sound(seeing: TextRenderer) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+    rendered = seeing.render_chat(user(image_part(picture(1)), TEXT, image_part(picture(2))))
+    return rendered["prompt_token_ids"], rendered["mm_features"]
+
+
+def other(feature: MultiModalFeatureSpec, **changes: Any) -> MultiModalFeatureSpec:
+    return msgspec.structs.replace(feature, **changes)
+
+
+def test_features_that_do_not_fit_are_refused(sound: Any, vision: VisionConfig) -> None:
+    token_ids, (first, second) = sound
+    place = first.mm_position
+    bad: list[Any] = [
+        [],
+        "features",
+        [first],
+        [second, first],
+        [first, first],
+        [first, second] * 20,
+        [3, second],
+        [other(first, modality="video"), second],
+        [other(first, identifier=""), second],
+        [other(first, identifier="x" * 65, mm_hash=None), second],
+        [other(first, mm_hash="another"), second],
+        [other(first, mm_position=PlaceholderRange(-1, place.length)), second],
+        [other(first, mm_position=PlaceholderRange(place.offset, 0)), second],
+        [other(first, mm_position=PlaceholderRange(place.offset, 10**9)), second],
+        [other(first, mm_position=PlaceholderRange(place.offset, place.length - 2)), second],
+        [first, other(second, mm_position=PlaceholderRange(len(token_ids), 1))],
+        [other(first, data=picture(1)), second],
+        [
+            other(
+                first, data=second.data.__class__("uint8", (1, 3, TILE, TILE), bytes(3 * TILE**2))
+            ),
+            second,
+        ],
+    ]
+    for features in bad:
+        with pytest.raises(InvalidRequestError) as caught:
+            check_features(features, token_ids, vision)
+        assert caught.value.param == "mm_features"
+    with pytest.raises(InvalidRequestError, match="takes no images"):
+        check_features([first, second], token_ids, None)
+    place = second.mm_position
+    cut_off = [first, other(second, mm_position=PlaceholderRange(place.offset, place.length - 1))]
+    with pytest.raises(InvalidRequestError, match="end with an image token"):
+        check_features(cut_off, token_ids[: place.offset + place.length - 1], vision)
+    assert check_features([first, second], token_ids, vision) == [first, second]
+    assert check_features([other(first, data=None), second], token_ids, vision)
+
+
+def test_features_travel_as_they_are(sound: Any, seeing: TextRenderer) -> None:
+    token_ids, features = sound
+    inputs = InputProcessor(seeing, max_model_len=1000, vocab_size=seeing.vocab_size)
+    request = inputs.process(
+        "a", {"prompt_token_ids": token_ids, "mm_features": features}, SamplingParams()
+    )
+    assert (request.prompt_token_ids, request.mm_features) == (token_ids, features)
+    received = wire.request_decoder.decode(wire.encoder.encode(request))
+    assert isinstance(received, EngineCoreRequest)
+    assert received.mm_features == features
+    adopted = inputs.process_inputs("b", received, SamplingParams())
+    assert adopted.mm_features == features
+    prompt: Any = {"prompt_token_ids": token_ids, "mm_features": features}
+    with pytest.raises(InvalidRequestError, match="for generate"):
+        inputs.process("c", prompt, PoolingParams(task="embed"))
+    with pytest.raises(InvalidRequestError, match="mm_features"):
+        inputs.process("d", prompt | {"mm_features": "x"}, SamplingParams())
+
+
+@pytest.mark.parametrize("name", ["MAX_IMAGE_BYTES", "MAX_FEATURE_BYTES"])
+def test_tiles_have_limits(
+    sound: Any, vision: VisionConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """For each image, and for all of a prompt."""
+    token_ids, (first, second) = sound
+    size = 5 * 3 * TILE * TILE
+    monkeypatch.setattr(feature_limits, name, size)
+    if name == "MAX_FEATURE_BYTES":
+        first = other(first, data=None)
+    assert check_features([other(first, data=None), second], token_ids, vision)
+    monkeypatch.setattr(feature_limits, name, size - 1)
+    with pytest.raises(InvalidRequestError, match=f"more than {size - 1}") as caught:
+        check_features([first, second], token_ids, vision)
+    assert caught.value.param == "mm_features"
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def test_images_are_prepared_once(seeing: TextRenderer) -> None:
+    def stats() -> tuple[int, int, int, bool]:
+        found = seeing.stat_mm_cache()
+        assert found is not None
+        return found.requests, found.queries, found.hits, found.reset
+
+    messages = user(image_part(picture(1)), TEXT, image_part(picture(2)))
+    seeing.render_chat(messages)
+    first = seeing.render_chat(messages)["mm_features"]
+    assert stats() == (2, 4, 2, False)
+    seeing.clear_mm_cache()
+    again = seeing.render_chat(messages)["mm_features"]
+    assert again == first
+    assert stats() == (3, 6, 2, True)
+    assert stats()[3] is False
+
+
+def test_the_cache_keeps_what_was_used_last() -> None:
+    cache: ItemCache[bytes] = ItemCache(len, 10)
+    for name in "abc":
+        cache.put(name, bytes(4))
+        cache.get("a")
+    assert [name for name in "abc" if cache.get(name)] == ["a", "c"]
+    cache.put("too large", bytes(11))
+    assert len(cache) == 2
+    cache.put("a", bytes(1))
+    assert len(cache.get("a") or b"") == 4
+    cache.clear()
+    assert len(cache) == 0
