@@ -13,6 +13,7 @@ from diptych_frontend.v0.rpc import (
     RPCSleepRequest,
     RPCUProfileRequest,
     RPCWakeUpRequest,
+    forgets_images,
 )
 from diptych_frontend.v0.rpc_calls import RpcCalls
 from diptych_frontend.v0.sockets import RequestSocket
@@ -55,4 +56,6 @@ class OneWayCalls(RpcCalls, AsyncLLM):
         self._check_usable()
         await self._connect()
         await self._send_one_way_rpc_request(request=request, socket=self.input_socket)
+        if forgets_images(request):
+            self.renderer.clear_mm_cache()
         self._cores.excuse_silence()  # it may be busy with that for a while

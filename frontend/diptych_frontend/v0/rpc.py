@@ -107,6 +107,14 @@ RPC_REQUEST_T = (
 _call_ids = itertools.count()
 
 
+def forgets_images(request: RPC_REQUEST_T) -> bool:
+    """Whether the client, too, is to forget the images that it prepared."""
+    match request:
+        case RPCResetMultiModalCacheRequest() | RPCSleepRequest():
+            return _control_call(request).forgets_images
+    return False
+
+
 def frames_of(request: RPC_REQUEST_T) -> Sequence[Frame]:
     """The message to an engine core that says what the request says; none if there is nothing to be
     done.
