@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -226,3 +227,9 @@ def test_a_form_is_the_same_under_its_older_name() -> None:
     assert params.guided_decoding is guided
     assert params.logits_processors is None
     assert config_module.DecodingConfig.backend == "guidance"
+
+
+def test_the_decoding_config_names_what_finds_reasoning() -> None:
+    thinks = msgspec.structs.replace(CONFIG, reasoning_parser="think")
+    of = config_module.DecodingConfig.of
+    assert (of(CONFIG).reasoning_backend, of(thinks).reasoning_backend) == ("", "think")

@@ -21,8 +21,6 @@ from diptych_frontend.core_client.launcher import AdoptedCore
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import Collector
-from diptych_frontend.text.renderer import text_of
-from diptych_frontend.text.tokenization import tokenization
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.v0.engine_process import EngineProcess
 from diptych_frontend.v0.errors import ENGINE_DEAD_ERROR, MQClientClosedError, MQEngineDeadError
@@ -48,7 +46,7 @@ from diptych_frontend.v0.sockets import (
     close_all,
     open_question_socket,
 )
-from diptych_frontend.v0.tokenizer_group import AdapterOutputs, TokenizerGroup
+from diptych_frontend.v0.tokenizer_group import AdapterInputs, AdapterOutputs, TokenizerGroup
 from diptych_protocol import (
     EngineConfig,
     EngineDeadError,
@@ -91,9 +89,10 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         self._engine_process = EngineProcess(engine_pid)
         core = AdoptedCore(ipc_path, engine_pid)
         super().__init__(engine_config, start_engine_loop=False, core=core)
-        self.decoding_config = DecodingConfig()
-        self.input_preprocessor = self.input_processor
+        self.decoding_config = DecodingConfig.of(engine_config)
         self._tokenizers = TokenizerGroup(self.renderer)
+        self.input_processor = AdapterInputs(self.input_processor, self._tokenizers)
+        self.input_preprocessor = self.input_processor
         self.output_processor = AdapterOutputs(self._tokenizers, engine_config)
         self.output_queues = OutputQueues(self.output_processor)
         self._rpc_timeout_ms = rpc_timeout_ms
@@ -264,7 +263,6 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         params: Any,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Collector[Any]:
@@ -276,23 +274,14 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
             raise ValueError(f"Request {request_id} already exists")
         self._arriving.add(request_id)
         try:
-            if lora_request is not None and text_of(prompt) is not None:
-                prompt = await self._rendered(prompt, lora_request, tokenization_kwargs)
+            if lora_request is not None:  # its tokenizer is read where that holds nobody up
+                await asyncio.to_thread(self._tokenizers.renderer_for, lora_request)
             return await super().add_request(
                 request_id, prompt, params_of_today(params), arrival_time, lora_request,
-                tokenization_kwargs, *args, **kwargs,
+                *args, **kwargs,
             )  # fmt: skip
         finally:
             self._arriving.discard(request_id)
-
-    async def _rendered(
-        self, prompt: Any, lora_request: LoRARequest, kwargs: dict[str, Any] | None
-    ) -> Any:
-        """A text with its token ids, by the tokenizer of the adapter."""
-        renderer = await asyncio.to_thread(self._tokenizers.renderer_for, lora_request)
-        if renderer is self.renderer:
-            return prompt
-        return renderer.render_prompt(prompt, tokenization=tokenization(kwargs))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Quiet after `close`: whoever closes aborts what he leaves behind."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
 import diptych_protocol
-from diptych_protocol import InvalidRequestError, StructuredOutputsParams, UnsupportedFeatureError
+from diptych_protocol import (
+    EngineConfig,
+    InvalidRequestError,
+    StructuredOutputsParams,
+    UnsupportedFeatureError,
+)
 
 Base = TypeVar("Base", bound=msgspec.Struct)
 BACKENDS: Final = (None, "auto", "guidance")
@@ -29,6 +34,12 @@ class DecodingConfig:
 
     backend: str = "guidance"
     reasoning_backend: str = ""
+    """What finds reasoning, which may stand before a form; empty if nothing does."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        parser = config.reasoning_parser
+        return cls(reasoning_backend="" if parser == "none" else parser)
 
 
 @dataclass(frozen=True)

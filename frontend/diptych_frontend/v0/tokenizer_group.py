@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from diptych_frontend.model_files.model_source import readable
+from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import Collector, OutputProcessor, ParentRequest
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import tokenizer_from_hf
-from diptych_protocol import EngineConfig, EngineCoreRequest, LoRARequest, RequestOutput
+from diptych_protocol import (
+    EngineConfig,
+    EngineCoreRequest,
+    InvalidRequestError,
+    LoRARequest,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+)
 
 REMEMBERED = 32
 """Adapters whose tokenizers are kept."""
@@ -54,6 +64,51 @@ class TokenizerGroup:
         renderer = copy.copy(self._renderer)
         renderer.tokenizer = own
         return renderer
+
+
+class AdapterInputs(InputProcessor):
+    """Prepares each request with the tokenizer of its adapter: its prompt, and its bad words."""
+
+    def __init__(self, inputs: InputProcessor, tokenizers: TokenizerGroup) -> None:
+        super().__init__(
+            inputs.renderer,
+            max_model_len=inputs.max_model_len,
+            vocab_size=inputs.vocab_size,
+            eos_token_ids=inputs.eos_token_ids,
+            scheduling_policy=inputs.scheduling_policy,
+            logits_processors=inputs.logits_processors,
+            reasoning_parser=inputs.reasoning_parser,
+        )
+        self._tokenizers = tokenizers
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        supported_tasks: Collection[str] | None = None,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> EngineCoreRequest:
+        """As any client's. Raises `InvalidRequestError` for a form as well, if the adapter brings a
+        tokenizer: the engine compiles forms for the model's own."""
+        inputs: InputProcessor = self
+        renderer = self._tokenizers.renderer_for(lora_request)
+        if renderer is not self.renderer:
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                raise InvalidRequestError(
+                    "structured_outputs are made of the model's own tokens, and this adapter has a "
+                    "tokenizer of its own: leave one of the two out",
+                    param="structured_outputs",
+                )
+            inputs = copy.copy(self)
+            inputs.renderer = renderer
+        return InputProcessor.process_inputs(
+            inputs, request_id, prompt, params, supported_tasks, arrival_time, lora_request,
+            *args, **options,
+        )  # fmt: skip
 
 
 class AdapterOutputs(OutputProcessor):

@@ -15,12 +15,14 @@ from model_kit.checkpoints import SIZES, random_tensors, save_adapter, save_mode
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from diptych_engine import MQLLMEngineClient
+from diptych_frontend.v0.params import GuidedDecodingParams
 from diptych_frontend.v0.params import SamplingParams as SamplingParamsOfV0
 from diptych_protocol import (
     EngineConfig,
     EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
+    RequestOutputKind,
     SamplingParams,
 )
 
@@ -64,6 +66,10 @@ async def client(config: EngineConfig) -> AsyncIterator[MQLLMEngineClient]:
             yield client
 
 
+def final() -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=2, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
 @pytest.fixture
 def adapters(folder: Path) -> dict[str, LoRARequest]:
     names = ("backwards", "plain")
@@ -98,6 +104,29 @@ async def test_contract_Q17_words_are_detokenised_by_their_adapter(
     said = outputs[-1].outputs[0]
     theirs, base = await client.get_tokenizer(own), await client.get_tokenizer()
     assert said.text.strip() == theirs.decode(said.token_ids) != base.decode(said.token_ids)
+
+
+async def test_contract_Q17_bad_words_are_the_adapters(
+    client: MQLLMEngineClient, adapters: dict[str, LoRARequest]
+) -> None:
+    own = adapters["backwards"]
+    said = (await answer(client, PROMPT, own, max_tokens=1, ignore_eos=True)).strip()
+    otherwise = await answer(client, PROMPT, own, max_tokens=1, ignore_eos=True, bad_words=[said])
+    assert otherwise.strip() != said
+    [output] = [o async for o in client.generate(PROMPT, final(), "r", own)]
+    assert output.prompt == PROMPT
+    assert output.prompt_token_ids == [58, 57, 56]
+
+
+async def test_contract_Q09_Q17_a_form_is_refused_beside_another_tokenizer(
+    client: MQLLMEngineClient, adapters: dict[str, LoRARequest]
+) -> None:
+    """The engine would compile it for the model's own."""
+    guided = GuidedDecodingParams(choice=["w5"])
+    with pytest.raises(InvalidRequestError, match="this adapter has a tokenizer of its own"):
+        await answer(client, PROMPT, adapters["backwards"], guided_decoding=guided)
+    assert not client.output_queues
+    assert await answer(client, PROMPT, adapters["plain"], max_tokens=1) != ""
 
 
 async def test_contract_Q15_adapters_are_loaded_while_others_generate(
