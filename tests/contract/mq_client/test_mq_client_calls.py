@@ -1,15 +1,16 @@
-"""The older client's calls to a real engine, and those after its end: rows Q11 to Q17."""
+"""The older client's calls to a real engine, and those after its end: rows Q9, Q11 to Q17, Q19."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from engine_kit.mq import LONG, Eventually, answer, read, reading
+from engine_kit.mq import LONG, Eventually, answer, read, reading, real_with, running, set_up
 from model_kit.questions import FACT
 
 from diptych_engine import MQLLMEngineClient
@@ -22,6 +23,7 @@ from diptych_protocol import (
     EngineCoreRequestType,
     InvalidRequestError,
     LoRARequest,
+    PoolingParams,
     RequestOutputKind,
     UtilityError,
     UtilityOutput,
@@ -78,6 +80,52 @@ async def test_contract_Q12_every_call_after_the_end_says_so(client: MQLLMEngine
         pass
     with pytest.raises(Exception, match="shut down"):  # V0 left it waiting for ever
         await task
+
+
+# --- requests of other kinds ---------------------------------------------------------------------
+
+
+async def test_contract_Q09_a_prompt_is_encoded_in_the_documents_order_of_arguments(
+    client: MQLLMEngineClient,
+) -> None:
+    params = PoolingParams(task="embed")
+    outputs = [o async for o in client.encode(FACT.words, params, "e", None, None, 0)]
+    [vector] = [output.outputs.data for output in outputs]
+    assert outputs[0].finished
+    assert vector.shape == (client.model_config.hidden_size,)
+    by_ids = client.encode(outputs[0].prompt_token_ids, params, "e")
+    [same] = [output.outputs.data async for output in by_ids]
+    assert same.tolist() == pytest.approx(vector.tolist(), abs=1e-4)
+    with pytest.raises(InvalidRequestError, match="priority 3 needs"):
+        await anext(client.encode(FACT.words, params, "e", None, None, 3))
+    with pytest.raises(InvalidRequestError, match="embed"):
+        await anext(client.encode(FACT.words, PoolingParams(task="no such"), "e"))
+    assert not client.output_queues
+
+
+async def test_contract_Q19_the_lower_priority_is_served_first_where_they_count(
+    eventually: Eventually,
+) -> None:
+    with running(real_with(scheduling_policy="priority", max_num_seqs=1)) as core:
+        async with set_up(core) as client:
+            ended: list[str] = []
+
+            async def ask(name: str, priority: int) -> None:
+                outputs = client.generate(FACT.words, params, name, None, None, None, priority)
+                ended.extend([output.request_id async for output in outputs])
+
+            async def wait(number: int) -> bool:
+                return (await client.refresh_stats()).num_waiting == number
+
+            params = SamplingParams(max_tokens=2, output_kind=RequestOutputKind.FINAL_ONLY)
+            long = SamplingParams(max_tokens=LONG, ignore_eos=True)
+            runs = client.generate(FACT.words, long, "runs", priority=-1)
+            await anext(runs)
+            tasks = [asyncio.create_task(ask("later", 5)), asyncio.create_task(ask("sooner", 1))]
+            await eventually(partial(wait, 2))
+            await runs.aclose()
+            await asyncio.gather(*tasks)
+            assert ended == ["sooner", "later"]
 
 
 # --- calls ------------------------------------------------------------------------------------
