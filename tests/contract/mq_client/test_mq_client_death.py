@@ -109,11 +109,12 @@ async def test_contract_Q06_a_process_that_is_gone_already_is_an_error_at_once(
 
 
 async def test_contract_Q05_an_engine_that_dies_while_it_starts_is_no_time_out(
-    doomed: CoreProcess,
+    doomed: CoreProcess, eventually: Eventually
 ) -> None:
     client = client_of(doomed)  # as patient as any test
+    doomed.process.send_signal(signal.SIGSTOP)  # it cannot have started
     greeting = asyncio.create_task(client.setup())
-    await asyncio.sleep(0.1)
+    await eventually(lambda: len(client._own_sockets) == 2)  # the question is on its way
     doomed.process.kill()
     with pytest.raises(EngineDeadError, match="died"):
         await greeting

@@ -303,13 +303,16 @@ async def test_contract_Q09_the_callers_parameters_stay_as_they_are(
 async def test_contract_Q10_late_outputs_of_an_aborted_request_are_dropped(
     client: MQLLMEngineClient, eventually: Eventually
 ) -> None:
-    tasks = reading(client, "leaves", "stays", length=60)
+    [leaves] = reading(client, "leaves", length=LONG)
+    [stays] = reading(client, "stays", length=60)
     await eventually(lambda: len(client.output_queues) == 2)
-    client.output_processor.abort(["leaves"])  # the core goes on, and so do its outputs
-    assert len(await tasks[1]) == 60
-    assert len(await tasks[0]) < 60
+    [late] = client.output_processor.abort(["leaves"])  # the core goes on, and so do its outputs
+    assert len(await stays) == 60
+    assert len(await leaves) < LONG
+    assert await num_running(client) == 1
     assert not client.errored
     assert not client.output_queues
+    await client._send_one_way_rpc_request(RPCAbortRequest(late), client.input_socket)
 
 
 async def test_contract_Q10_what_is_handed_in_goes_to_its_request_or_to_nobody(
