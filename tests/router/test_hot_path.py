@@ -1,8 +1,8 @@
 """What a request costs the router, counted: calls of functions, from its bytes to its answer.
 
-Counts are the same on every machine, unlike times, so they can have ceilings. How often the event
-loop wakes up for the engines' messages is up to the machine, so its own calls are not counted.
-CONTRIBUTING.md says how to raise a ceiling.
+Counts are nearly the same on every machine, unlike times, so they can have ceilings. Only how often
+the event loop wakes up for the engines' messages is up to the machine, so the request that cost the
+least is the one that is compared. CONTRIBUTING.md says how to raise a ceiling.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import selectors
 import sys
-from asyncio import base_events, events, selector_events
 from collections.abc import AsyncIterator, Iterator
 from types import FrameType
 from typing import Any
@@ -34,9 +32,8 @@ from diptych_router.policy import Role
 from diptych_router.pool_client import PoolClient
 
 REQUESTS = 20
-CEILINGS = {False: 1090, True: 1160}
+CEILINGS = {False: 1225, True: 1330}
 """Whether the answer is streamed -> calls of Python and built-in functions for a request."""
-EVENT_LOOP = {module.__name__ for module in (base_events, events, selector_events, selectors)}
 
 
 @pytest_asyncio.fixture
@@ -106,20 +103,19 @@ def collector_off() -> Iterator[None]:
 @pytest.mark.usefixtures("collector_off")
 async def test_a_request_stays_below_its_ceiling(app: Any, stream: bool) -> None:
     await ask(app, stream=stream)
-    count = 0
+    counts: list[int] = []
 
     def saw(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        if event in ("call", "c_call"):
-            count += frame.f_globals["__name__"] not in EVENT_LOOP
+        counts[-1] += event in ("call", "c_call")
 
-    sys.setprofile(saw)
-    try:
-        for _ in range(REQUESTS):
+    for _ in range(REQUESTS):
+        counts.append(0)
+        sys.setprofile(saw)
+        try:
             await ask(app, stream=stream)
-    finally:
-        sys.setprofile(None)
-    assert count / REQUESTS <= CEILINGS[stream]
+        finally:
+            sys.setprofile(None)
+    assert min(counts) <= CEILINGS[stream], counts
 
 
 @pytest.mark.usefixtures("collector_off")

@@ -375,7 +375,7 @@ def test_a_request_that_comes_during_a_pause_waits_for_its_end(
     else:
         pair.until(lambda: pair.ready)
     pair.decode.turn(3)
-    assert len(pair.decode.tokens("d")) == 1, "P's token, and no other"
+    assert not pair.decode.tokens("d"), "P's token comes with D's first"
     assert not pair.decode.core.scheduler.loading
     pair.decode.call("resume_generation")
     pair.until(lambda: pair.decode.ended("d"))
