@@ -15,10 +15,18 @@ from typing import Any, Final
 _PROTOCOL: Final = "diptych_protocol"
 _CLIENTS: Final = "diptych_frontend.core_client"
 _TEXT: Final = "diptych_frontend.text"
+_V0: Final = "diptych_frontend.v0"
 _WIRE: Final = (
     "FINISH_REASON_STRINGS", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest",
     "EngineCoreRequestType", "FinishReason", "ReconfigureDistributedRequest",
     "ReconfigureRankType", "UtilityOutput", "UtilityResult",
+)  # fmt: skip
+
+_RPC: Final = (
+    "IPC_DATA_EXT", "IPC_HEALTH_EXT", "IPC_INPUT_EXT", "IPC_OUTPUT_EXT", "RPCAbortRequest",
+    "RPCResetMultiModalCacheRequest", "RPCResetPrefixCacheRequest", "RPCSleepRequest",
+    "RPCStartupRequest", "RPCStartupResponse", "RPCUProfileRequest", "RPCWakeUpRequest",
+    "RPC_REQUEST_T",
 )  # fmt: skip
 
 MODULES: Final[dict[str, dict[str, str]]] = {
@@ -28,32 +36,47 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "EngineArgs": f"{_CLIENTS}.engine_args",
         "LLMEngine": "diptych_engine.serving.llm_engine",
         "PoolingParams": _PROTOCOL,
-        "SamplingParams": _PROTOCOL,
+        "SamplingParams": f"{_V0}.params",
     },
-    "config": {"VllmConfig": f"{_PROTOCOL}:EngineConfig"},
+    "config": {"DecodingConfig": f"{_V0}.params", "VllmConfig": f"{_PROTOCOL}:EngineConfig"},
     "engine": {},
     "engine.arg_utils": {
         "AsyncEngineArgs": f"{_CLIENTS}.engine_args:EngineArgs",
         "EngineArgs": f"{_CLIENTS}.engine_args",
     },
-    "engine.multiprocessing": {},
+    "engine.multiprocessing": {
+        "ENGINE_DEAD_ERROR": f"{_V0}.errors",
+        "MQEngineDeadError": f"{_V0}.errors",
+        **dict.fromkeys(_RPC, f"{_V0}.rpc"),
+    },
     "engine.multiprocessing.client": {
-        "MQClientClosedError": f"{_CLIENTS}.mq_client",
-        "MQLLMEngineClient": f"{_CLIENTS}.mq_client",
+        "MQClientClosedError": f"{_V0}.errors",
+        "MQLLMEngineClient": f"{_V0}.mq_client",
+        "logger": f"{_V0}.mq_client",
     },
     "engine.protocol": dict.fromkeys(("EngineClient", "EngineInput", "StreamingInput"), _PROTOCOL),
+    "envs": {"VLLM_RPC_TIMEOUT": f"{_V0}.rpc"},
     "inputs": dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), _PROTOCOL),
+    "inputs.preprocess": {"InputPreprocessor": f"{_TEXT}.input_processor:InputProcessor"},
     "lora": {},
     "lora.request": {"LoRARequest": _PROTOCOL},
     "outputs": dict.fromkeys(
         ("CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput"), _PROTOCOL
     ),
     "pooling_params": {"PoolingParams": _PROTOCOL},
-    "sampling_params": dict.fromkeys(
-        ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"), _PROTOCOL
-    ),
+    "prompt_adapter": {},
+    "prompt_adapter.request": {"PromptAdapterRequest": f"{_V0}.params"},
+    "sampling_params": {
+        "GuidedDecodingParams": f"{_V0}.params",
+        "RequestOutputKind": _PROTOCOL,
+        "SamplingParams": f"{_V0}.params",
+        "StructuredOutputsParams": _PROTOCOL,
+    },
+    "transformers_utils": {},
+    "transformers_utils.tokenizer_group": {"TokenizerGroup": f"{_V0}.tokenizer_group"},
     "usage": {},
     "usage.usage_lib": {"UsageContext": _PROTOCOL},
+    "utils": {"Device": f"{_V0}.params"},
     "v1": {},
     "v1.engine": dict.fromkeys(_WIRE, _PROTOCOL),
     "v1.engine.async_llm": {"AsyncLLM": f"{_CLIENTS}.async_llm"},

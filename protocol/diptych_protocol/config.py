@@ -194,6 +194,16 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
             "ModelRunner, or of LeadRunner where ranks share a model."
         ),
     ] = ""
+    logits_processors: Annotated[
+        list[str],
+        Meta(
+            max_length=64,
+            title="up to 64 texts",
+            description="Functions of your own, as module:function, that requests may name in "
+            "`SamplingParams.logits_processors`. One takes the output's token ids and the logits "
+            "of the next token, or the prompt's token ids before them, and returns the logits.",
+        ),
+    ] = msgspec.field(default_factory=list)
     pipeline_parallel_size: Annotated[
         int,
         Meta(ge=1, le=1, description="Layers are not split over processes: 1 is the only value."),

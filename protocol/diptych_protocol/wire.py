@@ -392,6 +392,10 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """`remote_port` of what it will lend; 0: it takes no part in hand-offs."""
     kv_transfer_proof: str = ""
     """`proof` of announcements: the engine's signature of its name and address."""
+    tracing_enabled: bool = False
+    """An OTLP endpoint is configured there: it tells the stations of requests."""
+    logits_processors: tuple[str, ...] = ()
+    """`EngineConfig.logits_processors`: what a request may name."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

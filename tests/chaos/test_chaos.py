@@ -38,7 +38,7 @@ from waits import PATIENCE_S
 
 MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
 REJECTIONS = int(os.environ.get("DIPTYCH_TEST_REJECTIONS", "10"))
-"""Of each kind."""
+"""Rejections of each kind."""
 REPLACEMENTS = int(os.environ.get("DIPTYCH_TEST_REPLACEMENTS", "2"))
 IDLE_S, IDLE_CPU_S = 2.0, 0.4
 pytestmark = pytest.mark.asyncio(loop_scope="module")

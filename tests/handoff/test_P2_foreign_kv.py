@@ -244,13 +244,17 @@ def test_P2_a_prefill_engine_that_was_replaced_is_not_taken_for_the_former(
     with engines(model, decode={}) as [decode]:
         with engines(model, prefill={}) as [former]:
             lent = lend(former, VICTIM)
-        with engines(model, prefill={}) as [heir]:
-            connector = heir.core.connector
+        with engines(model, prefill={}) as [successor]:
+            connector = successor.core.connector
             assert connector is not None
             there = {"remote_host": connector.host, "remote_port": connector.port}
-            made = fetch(decode, heir, VICTIM, signed(lend(heir, VICTIM), epoch=lent["epoch"]))
+            made = fetch(
+                decode, successor, VICTIM, signed(lend(successor, VICTIM), epoch=lent["epoch"])
+            )
             assert "restarted or replaced" in (made[-1].error or "")
-            made = fetch(decode, heir, VICTIM, signed(lent, **there))
+            made = fetch(decode, successor, VICTIM, signed(lent, **there))
             assert "restarted or replaced" in (made[-1].error or "")
-            assert tokens(fetch(decode, heir, VICTIM, lend(heir, VICTIM))) == answer(alone, VICTIM)
-            assert at_rest(heir, decode)
+            assert tokens(fetch(decode, successor, VICTIM, lend(successor, VICTIM))) == answer(
+                alone, VICTIM
+            )
+            assert at_rest(successor, decode)

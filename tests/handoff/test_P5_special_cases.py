@@ -108,7 +108,7 @@ def test_P5_an_answer_that_ends_with_its_first_token_is_not_handed_off(
 # --- too little room ------------------------------------------------------------------------------
 
 
-def company(adapter: LoRARequest) -> list[EngineCoreRequest]:
+def neighbors(adapter: LoRARequest) -> list[EngineCoreRequest]:
     return [
         request("plain", prompt_of(1, 18), **LONG),
         request("urgent", prompt_of(2, 25), priority=-1, **LONG),
@@ -125,7 +125,7 @@ def company(adapter: LoRARequest) -> list[EngineCoreRequest]:
 def test_P5_requests_that_lose_their_blocks_on_either_side_answer_the_same(
     toy: Toy, alone: Engine, policy: str, remembers: bool
 ) -> None:
-    messages = company(toy.adapter)
+    messages = neighbors(toy.adapter)
     expected = [
         told(toy, LocalRouter(toy.tokenizer, decode=[alone]), message)[0] for message in messages
     ]

@@ -111,7 +111,7 @@ EDITS: dict[str, list[Any]] = {
     "tokens_digest": ["f" * 32],
     "proof": ["0" * 64, None],
 }
-"""Of `remote_host` each comes with the port of somebody who listens."""
+"""Each `remote_host` comes with the port of somebody who listens."""
 
 
 def test_a_reference_that_was_edited_in_any_field_is_an_error_and_nothing_connects(

@@ -145,7 +145,7 @@ def test_other_types_and_layouts_go_to_the_reference() -> None:
 def test_how_a_prompt_is_cut_changes_no_bit(
     attend: Callable[..., Tensor], window: int | None, kv_dtype: torch.dtype
 ) -> None:
-    """Of tokens that come in chunks of several; the last one comes alone, as decodes do."""
+    """Tokens come in chunks of several; the last one comes alone, as decodes do."""
     whole = Batch([(150, 150)], block_size=16, window=window, head_dim=32, kv_dtype=kv_dtype)
     metadata = whole.metadata
     expected = attend(whole.queries, whole.kv_layer, metadata)

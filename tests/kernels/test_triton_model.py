@@ -55,7 +55,7 @@ def inputs(step: int, window: int | None, device: torch.device) -> StepInputs:
 
 
 def hidden_states(model_config: ModelConfig, device: torch.device) -> list[Tensor]:
-    """Of every step, one after the other on the same cache."""
+    """The hidden states of every step, one after the other on the same cache."""
     model, layers = make_model(model_config, device, POSITIONS), make_cache(device, NUM_BLOCKS)
     steps = [inputs(step, model_config.sliding_window, device) for step in range(len(STEPS))]
     with torch.inference_mode():

@@ -30,7 +30,7 @@ from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import InvalidRequestError, KVTransferConfig, KVTransferParams
 
 SEED = 20
-"""Of the prefill process's memory; see prefill_process.py."""
+"""Fills the prefill process's memory; see prefill_process.py."""
 NUM_BLOCKS, BLOCK_BYTES = 64, 96 << 10
 SCRIPT = Path(__file__).with_name("prefill_process.py")
 GEOMETRY = {"block_size": 16, "tensor_parallel_size": 1}

@@ -28,7 +28,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
 SEED = 20
-"""Of the prefill process's memory; see prefill_process.py."""
+"""Fills the prefill process's memory; see prefill_process.py."""
 SCRIPT = Path(__file__).with_name("prefill_process.py")
 COMPAT: dict[str, str | int] = {
     "num_layers": 2, "kv_heads": 4, "head_dim": 16, "dtype": "float32",
@@ -76,7 +76,7 @@ class Prefill:
         return KVTransferParams.parse(answer)
 
     def lend_a_part(self, count: int) -> KVTransferParams:
-        """Of a lease that is only promised, so many blocks are computed, and will ever be."""
+        """Promise a lease of which only `count` blocks are computed, now and later."""
         whole, blocks = self.grant(), list(range(NUM_THEIRS))
         lease_id = self.ask("lend_a_part", blocks=blocks, count=count, tokens=TOKENS)
         return References(PUBLIC_KEY).sign(msgspec.structs.replace(whole, lease_id=lease_id), 30.0)

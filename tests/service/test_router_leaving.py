@@ -39,7 +39,7 @@ class Fleet:
     prefill: Core
     decode: list[Core]
     spent: list[Core] = field(default_factory=list)
-    """Of no use to the next test, which gets new ones in their places."""
+    """Engines that the next test cannot use; it gets new ones in their places."""
 
 
 @pytest.fixture(scope="module")

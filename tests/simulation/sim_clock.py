@@ -33,7 +33,7 @@ class Clock:
 
     @property
     def next_time(self) -> float:
-        """Of the next call; infinity if there is none."""
+        """The time of the next call; infinity if there is none."""
         return self._queue[0][0] if self._queue else float("inf")
 
     def step(self) -> bool:

@@ -76,7 +76,7 @@ class Shape:
     runs_ahead: bool = False
     model: str = "m"
     version: int = VERSION
-    """Of the protocol between hinges."""
+    """The version of the protocol between hinges."""
 
 
 class SimEngine:

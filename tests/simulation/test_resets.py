@@ -16,7 +16,7 @@ PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 NEEDED = 5
 """Blocks of the prompt."""
 LENT = 3
-"""Of these, when the reset comes."""
+"""How many of these are lent when the reset comes."""
 
 
 @pytest.mark.parametrize("num_blocks", [NEEDED + LENT - 1, 2 * NEEDED])

@@ -35,6 +35,7 @@ from diptych_engine.execution.profiler import Profiler
 from diptych_engine.execution.prompt_embeds import PromptEmbeds
 from diptych_engine.execution.prompt_logprobs import PromptLogprobs
 from diptych_engine.execution.routed_experts import RoutedExperts, check_routed
+from diptych_engine.execution.row_options import load_processors
 from diptych_engine.execution.sampler import Sampler
 from diptych_engine.execution.step_order import order_of
 from diptych_engine.execution.warm_up import WARM_UP_TOKENS, warm_up_request
@@ -133,7 +134,12 @@ class ModelRunner:
         if self._device.type == "cuda" and shard.size == 1 and not source.config.num_experts:
             self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
-        self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size, self._device)
+        self._sampler = Sampler(
+            config.max_num_seqs,
+            source.config.vocab_size,
+            self._device,
+            load_processors(config.logits_processors),
+        )
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
         self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)

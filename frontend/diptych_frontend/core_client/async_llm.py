@@ -221,6 +221,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             self.logger_manager.log_engine_initialized()
         self.description = self._cores.description
         self.input_processor.max_model_len = self.description.max_model_len
+        self.input_processor.logits_processors = self.description.logits_processors
 
     async def _connect(self) -> None:
         if not self._cores.is_ready:

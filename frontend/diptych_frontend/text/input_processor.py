@@ -45,6 +45,7 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         scheduling_policy: SchedulingPolicy = "fcfs",
+        logits_processors: Collection[str] = (),
         reasoning_parser: ReasoningParserName = "none",
     ) -> None:
         self.renderer = renderer
@@ -52,6 +53,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.scheduling_policy = scheduling_policy
+        self.logits_processors = logits_processors
         self.reasoning_parser = reasoning_parser
 
     @classmethod
@@ -70,6 +72,7 @@ class InputProcessor:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             scheduling_policy=config.scheduling_policy,
+            logits_processors=config.logits_processors,
             reasoning_parser=config.reasoning_parser,
         )
 
@@ -244,6 +247,8 @@ class InputProcessor:
         """A checked copy of the parameters in which nothing is left open."""
         params.check()
         params.check_vocabulary(self.vocab_size)
+        if params.logits_processors:
+            params.check_processors(self.logits_processors)
         self._check_stops(params)
         self._check_form(params)
         _check_kv_transfer(params)

@@ -82,7 +82,7 @@ async def consume(engine: AsyncLLM, kind: str, leave_after: int) -> None:
 
 KINDS = st.sampled_from(["one", "several", "final", "pieces"])
 TURNS = st.integers(0, 30)
-"""Of the event loop, until a request is cancelled."""
+"""Turns of the event loop until a request is cancelled."""
 
 
 @settings(max_examples=25)

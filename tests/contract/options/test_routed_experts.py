@@ -43,7 +43,7 @@ class Mixture:
         self._model = published_mixture(folder, mlp_only_layers=[1])
 
     def experts(self, token_ids: list[int]) -> Any:
-        """Of all tokens but the last, as transformers chooses them."""
+        """The experts of all tokens but the last, as transformers chooses them."""
         return experts_of(self._model, token_ids[:-1]).numpy()
 
 

@@ -103,7 +103,7 @@ def has_form(answer: str, form: dict[str, Any]) -> bool:
 def test_contract_C05_answers_have_the_form(
     core: EngineCore, tokenizer: Tokenizer, prompt: list[int], temperature: float
 ) -> None:
-    """Of every kind, together in one batch, beside an answer that is free."""
+    """Answers of every form are in one batch, beside one that is free."""
     requests = [
         ask(str(i), prompt, form, temperature=temperature, seed=i)
         for i, form in enumerate(EVERY_FORM)

@@ -1,4 +1,4 @@
-"""Two cores that step together: while one works the other keeps it company, then both sleep."""
+"""Two cores that step together: an idle one runs empty steps beside a busy one; then both sleep."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ steps = 0
 while engine.has_unfinished_requests():
     assert engine.step() == []
     steps += 1
-print("company for", steps)
+print("empty steps beside", steps)
 """
 
 
@@ -39,7 +39,7 @@ def config(store: str) -> EngineConfig:
     )
 
 
-def test_contract_L05_an_idle_engine_keeps_a_busy_one_company(tmp_path: Path) -> None:
+def test_contract_L05_an_idle_engine_runs_empty_steps_beside_a_busy_one(tmp_path: Path) -> None:
     command = [sys.executable, "-c", IDLE_PROGRAM, str(tmp_path / "ranks")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as idle:
         engine = LLMEngine(config(str(tmp_path / "ranks")))
@@ -51,7 +51,7 @@ def test_contract_L05_an_idle_engine_keeps_a_busy_one_company(tmp_path: Path) ->
             steps += 1
         told, _ = idle.communicate(timeout=PATIENCE_S)
     assert idle.returncode == 0
-    assert told == f"company for {steps}\n"
+    assert told == f"empty steps beside {steps}\n"
     assert engine.get_num_unfinished_requests() == 0
     engine.shutdown()
 

@@ -81,7 +81,7 @@ def pair() -> Iterator[EngineCore]:
 
 
 def vectors(core: EngineCore) -> list[Any]:
-    """Of a prompt of tokens and of one of embeddings, both in chunks."""
+    """The vectors of a prompt of tokens and of one of embeddings, both in chunks."""
     hidden = core.description.hidden_size
     values = torch.linspace(-1, 1, 40 * hidden).sin().reshape(40, hidden)
     embeds = Array("float32", (40, hidden), values.numpy().tobytes())

@@ -83,7 +83,7 @@ def hf_logits(reference: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
-    """Of 1 to 96 tokens, several with the same beginning, so that prefixes are shared."""
+    """Prompts of 1 to 96 tokens; several begin alike, so that prefixes are shared."""
     generator = np.random.default_rng(0)
     common = generator.integers(0, vocab_size, 48).tolist()
     lengths = np.linspace(1, 48, NUM_PROMPTS).astype(int)

@@ -84,7 +84,7 @@ def test_packing_loses_nothing(kind: Kind) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])
 @needs_kernel
 def test_a_product_is_that_of_the_files_own_values(kind: Kind, rows: int) -> None:
-    """Of several tensors below each other."""
+    """The weights are several tensors below each other."""
     generator = torch.Generator().manual_seed(2)
     parts = [groups_of(torch.randn(n, 96, generator=generator), kind) for n in (1040, 64, 32)]
     x = torch.randn(rows, 96, generator=generator)
@@ -259,7 +259,7 @@ def forward(core: EngineCore, size: int, adapters: Sequence[AdapterRows]) -> Ten
 
 
 def test_an_adapter_adds_the_same_to_packed_projections(model: str, tmp_path: Path) -> None:
-    """Of a batch in which one row wants it: the others are as without."""
+    """One row of the batch wants it; the others are as without."""
     adapter = LoRARequest("tuned", 1, save_lora(tmp_path))
     core, plain = make_core(model), make_exact_core(model)
     hidden = {}

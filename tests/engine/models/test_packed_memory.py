@@ -53,7 +53,7 @@ def in_layers(model: CausalLM) -> list[Linear]:
 
 
 def bytes_of_weights(model: CausalLM) -> list[int]:
-    """Of each projection in the layers, as floats."""
+    """The bytes of each projection in the layers, as floats."""
     return [linear.weight.untyped_storage().nbytes() for linear in in_layers(model)]
 
 

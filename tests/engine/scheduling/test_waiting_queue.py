@@ -21,7 +21,7 @@ def a_queue(policy: SchedulingPolicy = "fcfs") -> tuple[FairQueue, FairShare]:
 
 
 def request(name: str, tenants: FairShare, priority: int = 0) -> Request:
-    """Of the tenant that its name begins with."""
+    """A request of the tenant that its name begins with."""
     made = make_request(name, [1], 1, priority=priority, arrival_time=float(name[1:] or 0))
     made.account = tenants.open(name[0])
     return made

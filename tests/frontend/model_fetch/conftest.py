@@ -31,7 +31,7 @@ class Store:
     """What the server holds, and how it behaves."""
 
     files: dict[str, bytes] = field(default_factory=dict)
-    """Of the hub's one repository and of the bucket alike."""
+    """The hub's one repository and the bucket both hold these."""
     commit: str = COMMIT
     served: dict[str, int] = field(default_factory=dict)
     """Bytes of each file that were sent."""

@@ -30,7 +30,7 @@ def trusting(name: str) -> ssl.SSLContext:
 
 
 async def status(url: str, trusted: str) -> int:
-    """Of a new connection; -1 if the certificate is another."""
+    """The status that a new connection gets; -1 if the certificate is another."""
     try:
         async with httpx.AsyncClient(verify=trusting(trusted), timeout=PATIENCE_S) as http:
             return (await http.get(f"{url}/v1/models")).status_code

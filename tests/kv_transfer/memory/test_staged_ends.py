@@ -56,7 +56,7 @@ class Request:
 
     tokens: int
     cached: int
-    """Of D's blocks, how many it has already."""
+    """How many of D's blocks it has already."""
     early: bool
     kv: NDArray[np.uint8]
     """What P computes: a single block of all tokens."""
@@ -65,12 +65,12 @@ class Request:
     ours: list[int]
     """D's blocks."""
     computed: int = 0
-    """Of P's blocks."""
+    """How many of P's blocks are computed."""
     ends: list[bool] = field(default_factory=list)
 
     @property
     def layout(self) -> Layout:
-        """Of `kv`."""
+        """The layout of `kv`."""
         return Layout(LAYERS, HEADS, ROW_BYTES, self.tokens, 1)
 
 

@@ -30,7 +30,7 @@ from diptych_kv_transfer.tables.events import (
 from diptych_kv_transfer.transports import TRANSPORTS, transport_named
 
 SEED = 21
-"""Of the other process's memory; see transport_process.py. It holds no zeros."""
+"""Fills the other process's memory (see transport_process.py), which then holds no zeros."""
 MIB = 1 << 20
 MEMORY_BYTES = 64 * MIB
 SCRIPT = Path(__file__).with_name("transport_process.py")

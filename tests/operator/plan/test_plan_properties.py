@@ -330,6 +330,6 @@ def test_old_pods_that_never_become_ready_hold_up_nothing(
 
 
 def partly_ready(name: str, wanted: Counts, able: Counts) -> RevisionState:
-    """Of a revision with so many wanted pods, at most `able` ever become ready."""
+    """A revision with `wanted` pods, of which at most `able` ever become ready."""
     ready = Counts(min(wanted.prefill, able.prefill), min(wanted.decode, able.decode))
     return RevisionState(name, wanted, ready, wanted, verified=True)

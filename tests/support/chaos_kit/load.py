@@ -75,7 +75,7 @@ class Load:
         """`client`: who to ask now."""
         self.fates: list[Fate] = []
         self.abort_share = 0.0
-        """Of the requests that begin from now on, so many leave early."""
+        """The share of the requests that begin from now on which leave early."""
         self._client = client
         self.questions = questions
         self._rng = random.Random(seed)

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class NoLongerThere(Exception):
-    """Of an object that another was quicker to delete."""
+    """Another was quicker to delete the object."""
 
 
 def until(what: str, look: Callable[[], T], seconds: float = SOON_S) -> T:
@@ -126,7 +126,7 @@ class Namespace:
 
     @property
     def minor(self) -> int:
-        """Of the cluster's version."""
+        """The minor number of the cluster's version."""
         digits = filter(str.isdigit, self._ask("GET", "/version")["minor"])
         return int("".join(digits))
 

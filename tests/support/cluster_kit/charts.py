@@ -24,7 +24,7 @@ Object = dict[str, Any]
 Values = Mapping[str, Any]
 
 CLUSTER_SCOPED = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding", "Namespace"}
-"""Of the kinds that the chart could come to render."""
+"""Those among the kinds that the chart could come to render."""
 
 
 @dataclass(frozen=True)

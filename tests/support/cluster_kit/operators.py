@@ -33,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 NOWHERE: Object = {"podTemplate": {"spec": {"nodeSelector": {"diptych.dev/test": "no-such-node"}}}}
 STUCK: Object = {"prefill": NOWHERE, "decode": NOWHERE, "router": NOWHERE}
-"""Of a service whose pods are never scheduled."""
+"""The spec of a service whose pods are never scheduled."""
 NO_IMAGE = "127.0.0.1:1/no/such-image:1"
 """Refused at once. A node pulls one image after the other: a registry whose name has to time out
 would hold up the pods of whoever tests next."""

@@ -120,7 +120,7 @@ async def serving(store: Store) -> AsyncIterator[Kube]:
 
 
 async def one_pass(store: Store) -> None:
-    """Of an operator that has just started and remembers nothing."""
+    """One pass of an operator that has just started and remembers nothing."""
     async with serving(store) as kube, Routers() as routers:
         reconciler = Reconciler(kube, store, Cluster(), routers, OperatorMetrics(), Images())  # type: ignore[arg-type]
         await reconciler.reconcile(KEY)

@@ -43,7 +43,7 @@ class Batch:
         cache = torch.full(shape, garbage).to(kv_dtype)
         tables = np.zeros((len(sequences), max(blocks_of)), np.int64)
         self.keys_values: list[Tensor] = []
-        """Of each sequence [context, 2, kv_heads, head_dim] float64, as the cache has them."""
+        """[context, 2, kv_heads, head_dim] float64 of each sequence, as the cache has them."""
         used = 0
         for row, (context, _) in enumerate(sequences):
             ids = order[used : used + blocks_of[row]]

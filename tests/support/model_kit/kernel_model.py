@@ -45,7 +45,7 @@ def make_model(model_config: ModelConfig, device: torch.device, positions: int) 
 
 
 def make_cache(device: torch.device, num_blocks: int) -> tuple[Tensor, ...]:
-    """Of two layers."""
+    """The caches of two layers."""
     return torch.zeros(num_blocks, 2, 2, BLOCK_SIZE, 2, 12, device=device).unbind(1)
 
 
