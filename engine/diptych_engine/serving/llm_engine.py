@@ -25,7 +25,7 @@ from diptych_frontend.observability.metric_snapshot import Metric
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
 from diptych_frontend.text.deprecations import warn_of_made_requests
-from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.input_processor import InputProcessor, name_alike
 from diptych_frontend.text.output_processor import Collector, OutputProcessor, fan_out
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer
@@ -191,15 +191,18 @@ class LLMEngine(EngineControls):
         """Queue a request; its outputs come from `step`, under `request_id`.
 
         Returns the internal id, by which `abort_request` can tell it from others of the same
-        `request_id`. Raises as `EngineClient.generate` does; for an id that is no string that is a
-        `TypeError`, too.
+        `request_id`. A prompt that is an `EngineCoreRequest` gets this id, too; its own parameters
+        count, if it has some, and `prompt_text` is its text: any other prompt brings its own.
+
+        Raises as `EngineClient.generate` does; for an id that is no string that is a `TypeError`,
+        too.
         """
         check_id(request_id)
         check_whole(prompt)
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
         if isinstance(prompt, EngineCoreRequest):
-            warn_of_made_requests(request_id, prompt)
+            warn_of_made_requests(self, request_id, prompt)
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
@@ -212,7 +215,8 @@ class LLMEngine(EngineControls):
             priority,
         )
         self.input_processor.assign_request_id(request)
-        prompt_text = prompt_text or text_of(prompt)
+        if not isinstance(prompt, EngineCoreRequest):
+            prompt_text = text_of(prompt)
         parent, parts = fan_out(request)
         kind = getattr(request.params, "output_kind", RequestOutputKind.FINAL_ONLY)
         facts = RequestFacts(
@@ -232,6 +236,7 @@ class LLMEngine(EngineControls):
         except BaseException:
             self._end(collector.request_ids)
             raise
+        name_alike(prompt, request)
         return request.request_id
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
