@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import warnings
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
-from diptych_frontend.text.deprecations import warn_of_made_requests
+from diptych_frontend.text.deprecations import warn_of_made_requests, warn_of_truncation
 from diptych_frontend.text.input_processor import InputProcessor, name_alike, own_params
 from diptych_frontend.text.output_processor import (
     Collector,
@@ -220,7 +219,7 @@ class AsyncEngine(EngineClient):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
-            warnings.warn("truncate_prompt_tokens is ignored", DeprecationWarning, stacklevel=2)
+            warn_of_truncation()
         if isinstance(_params_of(prompt, pooling_params), SamplingParams):
             raise InvalidRequestError(
                 "sampling parameters are for generate", param="pooling_params"

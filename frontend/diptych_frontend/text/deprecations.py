@@ -15,6 +15,14 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
+def warn_of_truncation() -> None:
+    """Say once that `encode` does not do what a caller asked it for."""
+    _warn_once(
+        "truncate_prompt_tokens of encode() is deprecated and ignored; use tokenization_kwargs "
+        "with truncation and max_length."
+    )
+
+
 def warn_of_made_requests(client: object, request_id: str, request: EngineCoreRequest) -> None:
     """Say once what callers who make their own `EngineCoreRequest` should know.
 
