@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
 from diptych_frontend.text.deprecations import warn_of_made_requests, warn_of_truncation
-from diptych_frontend.text.input_processor import InputProcessor, name_alike, own_params
+from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of
 from diptych_frontend.text.output_processor import (
     Collector,
     OutputProcessor,
@@ -181,7 +181,7 @@ class AsyncEngine(EngineClient):
                     yield output
             return
         check_whole(prompt)
-        if isinstance(_params_of(prompt, sampling_params), PoolingParams):
+        if isinstance(params_of(prompt, sampling_params), PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(
             request_id,
@@ -220,7 +220,7 @@ class AsyncEngine(EngineClient):
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
             warn_of_truncation()
-        if isinstance(_params_of(prompt, pooling_params), SamplingParams):
+        if isinstance(params_of(prompt, pooling_params), SamplingParams):
             raise InvalidRequestError(
                 "sampling parameters are for generate", param="pooling_params"
             )
@@ -326,7 +326,7 @@ class AsyncEngine(EngineClient):
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
-        if _is_quick(prompt, _params_of(prompt, params)):
+        if _is_quick(prompt, params_of(prompt, params)):
             request = process()
         else:  # it would hold up everybody's stream here
             request = await asyncio.to_thread(process)
@@ -416,12 +416,6 @@ class AsyncEngine(EngineClient):
             self._dead = cause
             log.error("%s", cause)
         self.output_processor.fail_all(self._dead)
-
-
-def _params_of(prompt: object, params: object) -> object:
-    """The parameters that count: a request made elsewhere has its own, if it has any."""
-    own = own_params(prompt) if isinstance(prompt, EngineCoreRequest) else None
-    return params if own is None else own
 
 
 def _is_quick(prompt: object, params: object) -> bool:

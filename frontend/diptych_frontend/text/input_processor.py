@@ -167,7 +167,7 @@ class InputProcessor:
             prompt_token_ids=rendered["prompt_token_ids"],
             prompt_embeds=rendered.get("prompt_embeds"),
         )
-        if own_params(request) is None:
+        if request.sampling_params is None and request.pooling_params is None:
             wanted = _as_sent(params)
             if isinstance(wanted, PoolingParams):
                 adopted.pooling_params = wanted
@@ -320,10 +320,11 @@ def name_alike(prompt: object, request: EngineCoreRequest) -> None:
         prompt.request_id, prompt.external_req_id = request.request_id, request.external_req_id
 
 
-def own_params(request: EngineCoreRequest) -> object:
-    """The parameters that a request made elsewhere came with; None if it has none."""
-    sampling = request.sampling_params
-    return request.pooling_params if sampling is None else sampling
+def params_of(prompt: object, params: object) -> object:
+    """The parameters that count: a request made elsewhere has its own, if it has any."""
+    if not isinstance(prompt, EngineCoreRequest):
+        return params
+    return prompt.sampling_params or prompt.pooling_params or params
 
 
 def _as_sent(params: object) -> SamplingParams | PoolingParams:
