@@ -10,7 +10,11 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from diptych_engine.execution.runner import ModelRunner
+    from diptych_protocol import EngineConfig
 
 _PROTOCOL: Final = "diptych_protocol"
 _CLIENTS: Final = "diptych_frontend.core_client"
@@ -54,7 +58,9 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "MQLLMEngineClient": f"{_V0}.mq_client",
         "logger": f"{_V0}.mq_client",
     },
-    "engine.protocol": dict.fromkeys(("EngineClient", "EngineInput", "StreamingInput"), _PROTOCOL),
+    "engine.protocol": dict.fromkeys(
+        ("EngineClient", "EngineInput", "PauseMode", "StreamingInput"), _PROTOCOL
+    ),
     "envs": {"VLLM_RPC_TIMEOUT": f"{_V0}.rpc"},
     "inputs": dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), _PROTOCOL),
     "inputs.preprocess": {"InputPreprocessor": f"{_TEXT}.input_processor:InputProcessor"},
@@ -98,6 +104,8 @@ MODULES: Final[dict[str, dict[str, str]]] = {
     },
     "v1.engine.parallel_sampling": {"ParentRequest": f"{_TEXT}.output_processor"},
     "v1.engine.utils": {"CoreEngineProcManager": f"{_CLIENTS}.group:CoreGroup"},
+    "v1.executor": {"Executor": __name__},
+    "v1.executor.abstract": {"Executor": __name__},
     "v1.metrics": {},
     "v1.metrics.loggers": {
         "LoggingStatLogger": "diptych_frontend.observability.stat_loggers",
@@ -116,6 +124,17 @@ MODULES: Final[dict[str, dict[str, str]]] = {
     ),
 }
 """Module -> name there -> our module, or `module:name` where our name is another one."""
+
+
+class Executor:
+    """Stands for vLLM's base class of what runs a model; ours is `ModelRunner`."""
+
+    @staticmethod
+    def get_class(vllm_config: EngineConfig) -> type[ModelRunner]:
+        """What will run the model. Raises `InvalidRequestError` for a class that cannot."""
+        from diptych_engine.serving.build_core import executor_class
+
+        return executor_class(vllm_config)
 
 
 class _Module(ModuleType):

@@ -47,8 +47,8 @@ class MistypedIdError(InvalidRequestError, TypeError):
 def check_id(request_id: object) -> None:
     """Raise `MistypedIdError` unless this can be the id of a request."""
     if not isinstance(request_id, str):
-        kind = type(request_id).__name__
-        raise MistypedIdError(f"request_id must be a string, not {kind}", param="request_id")
+        kind = type(request_id)
+        raise MistypedIdError(f"request_id must be a string, got {kind}", param="request_id")
 
 
 def check_whole(prompt: object) -> None:

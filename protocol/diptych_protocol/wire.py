@@ -74,7 +74,7 @@ class EngineCoreRequestType(enum.Enum):
     START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
-    """A sentinel inside the core's process; refused when it comes from a socket."""
+    """Here so that nothing else gets this value: no core sends it, and every core refuses it."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -109,6 +109,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     reasoning_parser_kwargs: dict[str, Any] | None = None
     """What the format of the reasoning depends on: `{"chat_template_kwargs": {...}}`."""
     abort_immediately: bool = False
+    """Without meaning: nobody reads it, and the fields after it keep their places."""
     generated_token_ids: list[int] | None = None
     """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.
 

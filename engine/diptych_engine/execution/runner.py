@@ -150,7 +150,7 @@ class ModelRunner:
         if config.enable_return_routed_experts and shard.rank == 0:
             self.routed = RoutedExperts(source.config, self.num_blocks, config.block_size)
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
-        self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
+        self.profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         worker_rank = config.data_parallel_rank * shard.size + shard.rank
         self.worker_methods: dict[str, Callable[..., Any]] = {
             **extension_methods(config, self),
@@ -158,7 +158,7 @@ class ModelRunner:
             **self.loras.methods(),
             **WeightReceiver(self.model, worker_rank).methods(),
             **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
-            **self._profiler.methods(),
+            **self.profiler.methods(),
             **self._embeds.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,
             "rank": lambda: shard.rank,
@@ -212,7 +212,7 @@ class ModelRunner:
         shares, num_decodes = order_of(plan.scheduled)
         rows = [self._rows.row_of[share.request.request_id] for share in shares]
         inputs = self._inputs(shares, rows, num_decodes, ahead=plan.ahead)
-        with self._profiler.span("execute_model"):
+        with self.profiler.span("execute_model"):
             return self._compute(plan, shares, rows, inputs, fresh_blocks)
 
     def _compute(

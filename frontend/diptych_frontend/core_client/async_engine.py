@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import warnings
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from functools import partial
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
-from diptych_frontend.text.deprecations import warn_of_made_requests
-from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.deprecations import warn_of_made_requests, warn_of_truncation
+from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of
 from diptych_frontend.text.output_processor import (
     Collector,
     OutputProcessor,
@@ -167,7 +166,9 @@ class AsyncEngine(EngineClient):
                 request_id,
                 sampling_params,
                 self.renderer,
+                prompt_text=prompt_text,
                 lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
                 priority=priority,
                 trace_headers=trace_headers,
                 data_parallel_rank=data_parallel_rank,
@@ -180,7 +181,7 @@ class AsyncEngine(EngineClient):
                     yield output
             return
         check_whole(prompt)
-        if isinstance(sampling_params, PoolingParams):
+        if isinstance(params_of(prompt, sampling_params), PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(
             request_id,
@@ -218,8 +219,8 @@ class AsyncEngine(EngineClient):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
-            warnings.warn("truncate_prompt_tokens is ignored", DeprecationWarning, stacklevel=2)
-        if isinstance(pooling_params, SamplingParams):
+            warn_of_truncation()
+        if isinstance(params_of(prompt, pooling_params), SamplingParams):
             raise InvalidRequestError(
                 "sampling parameters are for generate", param="pooling_params"
             )
@@ -252,7 +253,9 @@ class AsyncEngine(EngineClient):
             if piece is None:
                 raise InvalidRequestError("the prompt ended before its first piece", param="prompt")
             first = prompt.extend(piece)
-            collector = await self.add_request(first.request_id, first, first.sampling)
+            collector = await self.add_request(
+                first.request_id, first, first.sampling, prompt_text=prompt.text
+            )
             with self._until_finished(collector):
                 while not collector.finished:
                     output = await collector.get()
@@ -274,7 +277,7 @@ class AsyncEngine(EngineClient):
             return
         whole = self.input_processor.process("", prompt.extend(piece), SamplingParams())
         whole.request_id = internal_id
-        self.output_processor.next_piece(whole, None)
+        self.output_processor.next_piece(whole, prompt.text)
         self._submit(prompt.newest(whole))
 
     async def add_request(
@@ -298,13 +301,16 @@ class AsyncEngine(EngineClient):
         Once the engine has started, the request is registered before anything is awaited. Whoever
         reads the collector also sees to `abort` if he leaves early: `generate` does both. Raises as
         `generate` does.
+
+        A prompt that is an `EngineCoreRequest` gets the ids that the request has here, and
+        `prompt_text` is the text of it: any other prompt brings its own.
         """
         self._check_usable()
         await self._connect()
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
-        if isinstance(prompt, EngineCoreRequest):
-            warn_of_made_requests(request_id, prompt)
+        if isinstance(prompt, EngineCoreRequest) and not prompt.resumable:
+            warn_of_made_requests(self, request_id, prompt)
         process = partial(
             self.input_processor.process,
             request_id,
@@ -320,10 +326,11 @@ class AsyncEngine(EngineClient):
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
-        if _is_quick(prompt, params):
+        if _is_quick(prompt, params_of(prompt, params)):
             request = process()
         else:  # it would hold up everybody's stream here
             request = await asyncio.to_thread(process)
+        text = prompt_text if isinstance(prompt, EngineCoreRequest) else text_of(prompt)
         parent, parts = fan_out(request)
         num_tokens = len(parts) * len(request.prompt_token_ids or ())
         self._check_room(len(parts), num_tokens, request.tenant)
@@ -331,11 +338,11 @@ class AsyncEngine(EngineClient):
         try:
             with _unexpected_is_failure():
                 for index, part in enumerate(parts):
-                    text = prompt_text or text_of(prompt)
                     self._add_request(part, text, parent, index, collector)
         except BaseException:
             self._end(collector)
             raise
+        name_alike(prompt, request)
         return collector
 
     async def check_admission(

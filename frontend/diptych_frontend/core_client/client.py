@@ -145,15 +145,19 @@ class CoreClient:
         Raises what `ask` raises, and `HandshakeFailedError` as soon as a connection ended before
         it began: another key may do better.
         """
-        async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    return await self.ask("describe", EngineDescription, timeout_s=timeout_s)
-                except NotConnectedError as exc:
-                    if self._handshake_failed:
-                        message = f"the key does not open a connection to {self.endpoint}"
-                        raise HandshakeFailedError(message) from exc
-                    await asyncio.sleep(CONNECT_POLL_S)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self.ask("describe", EngineDescription, timeout_s=timeout_s)
+                    except NotConnectedError as exc:
+                        if self._handshake_failed:
+                            message = f"the key does not open a connection to {self.endpoint}"
+                            raise HandshakeFailedError(message) from exc
+                        await asyncio.sleep(CONNECT_POLL_S)
+        except TimeoutError as exc:
+            message = f"no engine core answers at {self.endpoint} within {timeout_s:g} s"
+            raise TimeoutError(message) from exc
 
     async def fetch_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> SchedulerStats:
         """The core's statistics of this moment. Raises what `ask` raises."""
@@ -192,6 +196,8 @@ class CoreClient:
             self.send((EngineCoreRequestType.UTILITY.value, *payload))
             async with asyncio.timeout(timeout_s):
                 return await answer
+        except TimeoutError as exc:
+            raise TimeoutError(f"{method}: no answer within {timeout_s:g} s") from exc
         finally:
             del self._calls[call_id]
 
