@@ -233,7 +233,8 @@ class LLMEngine(EngineReports):
         except BaseException:
             self._end(collector.request_ids)
             raise
-        name_alike(prompt, request)
+        if isinstance(prompt, EngineCoreRequest):
+            name_alike(prompt, request)
         return request.request_id
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:

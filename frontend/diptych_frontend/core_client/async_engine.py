@@ -180,8 +180,10 @@ class AsyncEngine(EngineClient):
                 async for output in outputs:
                     yield output
             return
-        check_whole(prompt)
-        if isinstance(params_of(prompt, sampling_params), PoolingParams):
+        if isinstance(prompt, EngineCoreRequest):
+            check_whole(prompt)
+            sampling_params = params_of(prompt, sampling_params)
+        if isinstance(sampling_params, PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(
             request_id,
@@ -220,7 +222,10 @@ class AsyncEngine(EngineClient):
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
             warn_of_truncation()
-        if isinstance(params_of(prompt, pooling_params), SamplingParams):
+        if isinstance(prompt, EngineCoreRequest):
+            check_whole(prompt)
+            pooling_params = params_of(prompt, pooling_params)
+        if isinstance(pooling_params, SamplingParams):
             raise InvalidRequestError(
                 "sampling parameters are for generate", param="pooling_params"
             )
@@ -309,8 +314,9 @@ class AsyncEngine(EngineClient):
         await self._connect()
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
-        if isinstance(prompt, EngineCoreRequest) and not prompt.resumable:
-            warn_of_made_requests(self, request_id, prompt)
+        made = prompt if isinstance(prompt, EngineCoreRequest) else None
+        if made is not None and not made.resumable:
+            warn_of_made_requests(self, request_id, made)
         process = partial(
             self.input_processor.process,
             request_id,
@@ -326,11 +332,11 @@ class AsyncEngine(EngineClient):
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
-        if _is_quick(prompt, params_of(prompt, params)):
+        if _is_quick(prompt, params if made is None else params_of(made, params)):
             request = process()
         else:  # it would hold up everybody's stream here
             request = await asyncio.to_thread(process)
-        text = prompt_text if isinstance(prompt, EngineCoreRequest) else text_of(prompt)
+        text = text_of(prompt) if made is None else prompt_text
         parent, parts = fan_out(request)
         num_tokens = len(parts) * len(request.prompt_token_ids or ())
         self._check_room(len(parts), num_tokens, request.tenant)
@@ -342,7 +348,8 @@ class AsyncEngine(EngineClient):
         except BaseException:
             self._end(collector)
             raise
-        name_alike(prompt, request)
+        if made is not None:
+            name_alike(made, request)
         return collector
 
     async def check_admission(

@@ -318,18 +318,15 @@ class InputProcessor:
             )
 
 
-def name_alike(prompt: object, request: EngineCoreRequest) -> None:
-    """Give a prompt that was an `EngineCoreRequest` the ids of what was made of it, by which its
-    maker can abort it."""
-    if isinstance(prompt, EngineCoreRequest):
-        prompt.request_id, prompt.external_req_id = request.request_id, request.external_req_id
+def name_alike(prompt: EngineCoreRequest, request: EngineCoreRequest) -> None:
+    """Give a request made elsewhere the ids of what was made of it, by which its maker can abort
+    it."""
+    prompt.request_id, prompt.external_req_id = request.request_id, request.external_req_id
 
 
-def params_of(prompt: object, params: object) -> object:
-    """The parameters that count: a request made elsewhere has its own, if it has any."""
-    if not isinstance(prompt, EngineCoreRequest):
-        return params
-    return prompt.sampling_params or prompt.pooling_params or params
+def params_of(request: EngineCoreRequest, params: Any) -> Any:
+    """The parameters that count: a request made elsewhere has its own, or else takes these."""
+    return request.sampling_params or request.pooling_params or params
 
 
 def _as_sent(params: object) -> SamplingParams | PoolingParams:
