@@ -2,7 +2,8 @@
 
 An engine tells its router the stations of each request. From these the router makes the engine's
 spans, as an engine's front-end does with the requests that it has sent itself. Names of attributes
-follow the semantic conventions for generative AI where there are any. Pure.
+follow the semantic conventions for generative AI where there are any. Only the span `request` has
+usage, since backends add up what the spans of a trace have used. Pure.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _of_phase(trail: Trail, attempt: Attempt, phase: Phase, number: int) -> Span
                 attributes[name] = _cut(str(attempt.facts[key]))
     else:
         attributes["diptych.engine"] = _cut(phase.placement.engine)
-        attributes["gen_ai.usage.output_tokens"] = phase.num_tokens
+        attributes["diptych.tokens"] = phase.num_tokens
     if phase.error:
         _tell_error(attributes, attempt.error)
     return SpanFacts(
@@ -156,8 +157,6 @@ def _of_engine(parent: SpanFacts, phase: Phase, placement: Placement) -> SpanFac
         "server",
         engine=_cut(placement.engine),
         attributes={
-            "gen_ai.usage.input_tokens": last.prefill_total_tokens,
-            "gen_ai.usage.output_tokens": last.decode_done_tokens,
             "diptych.preemptions": last.num_preemptions_so_far,
             "diptych.core_request_id": _cut(placement.core_id),
         },
