@@ -7,7 +7,12 @@ from typing import Annotated, Final, Literal, Self
 import msgspec
 from msgspec import Meta
 
-from diptych_protocol.engine_settings import MAX_RANKS, EngineSettings, ReasoningParserName
+from diptych_protocol.engine_settings import (
+    MAX_RANKS,
+    EngineSettings,
+    ReasoningParserName,
+    TracesEndpoint,
+)
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.field_ranges import check_fields
 
@@ -336,6 +341,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ReasoningParserName,
         Meta(description="How the model marks its reasoning; the same as the engines'."),
     ] = "none"
+    otlp_traces_endpoint: TracesEndpoint | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

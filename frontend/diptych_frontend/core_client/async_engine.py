@@ -1,7 +1,7 @@
 """What AsyncLLM and the router's PoolClient share: from prompts to requests, from tokens to text.
 
 A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it is taken back
-(`_withdraw`), and feeds the outputs that come in to `_deliver`.
+(`_withdraw`), and feeds the outputs that come in to `_hand_out`.
 """
 
 from __future__ import annotations
@@ -108,12 +108,9 @@ class AsyncEngine(EngineClient):
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         """The newest statistics of each engine, by its id."""
 
-    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
-        """Hand a step's outputs to those who wait for them, and abort those that ended here."""
-        self._withdraw(self._hand_out(outputs))
-
     def _hand_out(self, outputs: list[EngineCoreOutput]) -> list[str]:
-        """The first half of `_deliver`; returns the requests to abort."""
+        """Hand a step's outputs to those who wait for them. Returns the requests that ended here,
+        which are to be withdrawn."""
         ended_here = self.output_processor.process(outputs)
         if ended_here and self._tracer is not None:
             self._tracer.stopped(ended_here)
