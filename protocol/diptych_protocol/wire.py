@@ -44,7 +44,8 @@ FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. ERROR is a retryable failure of one request: always an HTTP 500."""
+    """Why a request ended. ERROR is a failure of one request: an HTTP 500, unless the
+    engine says that it is overloaded (503), or refuses what the request came with (400)."""
 
     STOP = 0
     LENGTH = 1

@@ -202,7 +202,8 @@ class InputProcessor:
                     "prompt_logprobs are of tokens; prompt_embeds have none",
                     param="prompt_logprobs",
                 )
-        request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+        if request.eos_token_id is None and self.eos_token_ids:
+            request.eos_token_id = self.eos_token_ids[0]
         return request
 
     def _check_images(self, request: EngineCoreRequest) -> None:

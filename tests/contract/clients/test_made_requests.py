@@ -72,6 +72,16 @@ def test_contract_M03_embeddings_of_a_made_request_are_those_of_a_prompt(
     assert len(token_ids(outputs["made"][-1])) == 8
 
 
+def test_contract_M03_a_made_request_ends_at_the_token_that_it_names(engine: LLMEngine) -> None:
+    engine.add_request("plain", made("plain"), params())
+    whole = token_ids(run(engine)["plain"][-1])
+    wanted = params(ignore_eos=False)
+    engine.add_request("made", made(eos_token_id=whole[3], sampling_params=wanted), wanted)
+    ended = run(engine)["made"][-1]
+    assert token_ids(ended) == whole[: whole.index(whole[3]) + 1]
+    assert ended.outputs[0].finish_reason == "stop"
+
+
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_contract_M03_the_same_in_an_async_engine(client: AsyncLLM, kind: str) -> None:
