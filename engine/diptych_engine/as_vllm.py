@@ -59,7 +59,15 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "logger": f"{_V0}.mq_client",
     },
     "engine.protocol": dict.fromkeys(
-        ("EngineClient", "EngineInput", "PauseMode", "StreamingInput"), _PROTOCOL
+        (
+            "EngineClient",
+            "EngineInput",
+            "PauseMode",
+            "StreamingInput",
+            "WeightTransferInitRequest",
+            "WeightTransferUpdateRequest",
+        ),
+        _PROTOCOL,
     ),
     "envs": {"VLLM_RPC_TIMEOUT": f"{_V0}.rpc"},
     "inputs": dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), _PROTOCOL),

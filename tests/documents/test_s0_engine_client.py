@@ -66,6 +66,11 @@ def test_the_module_has_the_documents_classes() -> None:
     assert get_args(protocol.PauseMode) == ("abort", "wait", "keep")
 
 
+def test_the_requests_that_callers_construct_can_be_imported() -> None:
+    assert protocol.WeightTransferInitRequest(init_info={"a": 1}).init_info == {"a": 1}
+    assert protocol.WeightTransferUpdateRequest(update_info={"a": 1}).update_info == {"a": 1}
+
+
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_an_attribute_is_declared(name: str) -> None:
     assert name in inspect.get_annotations(EngineClient)
