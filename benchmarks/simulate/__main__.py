@@ -12,15 +12,10 @@ from benchmarks.simulate import calibration, report
 from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, Summary, summarise
-from benchmarks.simulate.workload import (
-    Lengths,
-    Request,
-    Sharing,
-    Traffic,
-    bursty,
-    read_trace,
-    write_trace,
-)
+from benchmarks.simulate.workload import Lengths, Request, Sharing, Traffic, bursty, of_trace
+from benchmarks.traces.arguments import add_trace
+from benchmarks.traces.formats import TraceError, read_trace
+from benchmarks.traces.recorded import BLOCK_TOKENS, Trace
 
 from diptych_router.policies import POLICIES
 
@@ -61,8 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--shared", type=float, default=0.0, help="part with a common prefix")
     run.add_argument("--prefixes", type=int, default=16)
     run.add_argument("--prefix-tokens", type=int, default=0)
-    run.add_argument("--trace", type=Path, help="requests from a file: a JSON object a line")
-    run.add_argument("--write-trace", type=Path, help="the requests of the last load")
     run.add_argument("--routers", type=int, default=1)
     run.add_argument("--policy", choices=sorted(POLICIES), default="least_loaded")
     run.add_argument("--ttft-ms", type=float, default=1000.0, help="what every request is to get")
@@ -70,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--json", action="store_true")
     run.add_argument("--plot", type=Path, help="percentiles and goodput against load, as a picture")
+    add_trace(run, [1.0], BLOCK_TOKENS)
     run.set_defaults(run=_run)
     return parser
 
@@ -94,12 +88,20 @@ def _study(_: argparse.Namespace) -> None:
     study.main()
 
 
-def _loads(args: argparse.Namespace) -> dict[float, list[Request]]:
+def _trace(args: argparse.Namespace) -> Trace | None:
+    if args.trace is None:
+        return None
+    try:
+        return read_trace(args.trace).first(args.first).scaled(args.block_tokens)
+    except TraceError as exc:
+        raise SystemExit(str(exc)) from exc
+
+
+def _loads(args: argparse.Namespace, trace: Trace | None) -> dict[float, list[Request]]:
     """Requests by the load that they are."""
-    if args.trace is not None:
-        requests = read_trace(args.trace)
-        span = requests[-1].arrival - requests[0].arrival or 1.0
-        return {len(requests) / span: requests}
+    if trace is not None:
+        sped = [trace.faster(speed) for speed in args.speeds]
+        return {each.requests_per_s: of_trace(each) for each in sped}
     sharing = Sharing(args.shared, args.prefixes, args.prefix_tokens)
     traffic = Traffic(args.prompt, args.output, sharing)
     if args.users:
@@ -117,17 +119,20 @@ def _run(args: argparse.Namespace) -> None:
     costs = Calibration.read(args.costs) if args.costs else calibration.on_paper()
     plan = costs.plan(args.prefill, args.decode, args.routers, POLICIES[args.policy])
     objectives = Objectives(args.ttft_ms / 1e3, args.tpot_ms / 1e3)
+    trace = _trace(args)
     results: dict[float, Summary] = {}
-    for load, requests in _loads(args).items():
+    for load, requests in _loads(args, trace).items():
         log = Simulation(plan).run(requests)
+        if not log.jobs:
+            raise SystemExit(f"all {len(requests)} requests failed: no engine has room for them")
         results[load] = summarise(log, objectives)
-        if args.write_trace is not None:
-            write_trace(args.write_trace, requests)
     if args.json:
         rows = [{"load": load, **summary.to_dict()} for load, summary in results.items()]
-        print(json.dumps({"costs": costs.machine, "results": rows}, indent=2))
+        facts = {"ideal_hit_rate": trace.ideal_hit_rate()} if trace else {}
+        print(json.dumps({"costs": costs.machine, **facts, "results": rows}, indent=2))
     else:
-        print(f"{costs.machine}: {args.prefill} prefill and {args.decode} decode pods\n")
+        print(f"{costs.machine}: {args.prefill} prefill and {args.decode} decode pods")
+        print(f"{args.trace}: {trace.facts()}\n" if trace else "")
         print(report.table("users" if args.users else "requests/s", results))
     if args.plot is not None:
         report.plot_loads(results, args.plot, "users" if args.users else "requests/s")

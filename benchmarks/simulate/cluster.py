@@ -61,7 +61,7 @@ class Simulation:
             self.now, _, call, args = heapq.heappop(self._queue)
             call(*args)
             self.events += 1
-        self.log.stranded = len(self._open)
+        self.log.unanswered += [job.arrival for job in self._open]
         self.log.busy_s = {key: pod.busy_s for key, pod in self.pods.items()}
         self.log.preemptions = sum(pod.engine.preemptions for pod in self.pods.values())
         self.log.cached_tokens = sum(pod.engine.cached_tokens for pod in self.pods.values())
@@ -73,6 +73,10 @@ class Simulation:
     # --- routers ------------------------------------------------------------------------------
 
     def _arrive(self, request: Request) -> None:
+        if request.prompt + request.output > self.plan.room_tokens:
+            self.log.unanswered.append(self.now)
+            self._send_waiting()
+            return
         job = Job(request, self.now, next(self._turns) % self.plan.routers)
         self._open[job] = None
         self._begin(job)
@@ -90,7 +94,7 @@ class Simulation:
         job.taker = taker if job.at is not taker else None
         first = 1 if job.taker else left
         row = Row(known, first, lends=bool(job.taker) and left > 1, owner=job)
-        row.prefix, row.prefix_tokens = request.prefix, request.prefix_tokens
+        row.chain = request.chain
         job.sequence, job.coming = row, None
         self._charge(job, known, job.at, job.taker)
         self._at(self.now + self.plan.overheads.request_s, self._add, job, row)
@@ -111,7 +115,7 @@ class Simulation:
         if row.lends and job.taker is not None:
             left = row.known + 1, job.request.output - job.generated - 1
             coming = Row(*left, remote=row.known, owner=job)
-            coming.prefix, coming.prefix_tokens = row.prefix, row.prefix_tokens
+            coming.chain = row.chain
             if job.taker.alive and job.taker.engine.reserve(coming):
                 job.coming = coming
         job.at.engine.add(row)
@@ -131,14 +135,14 @@ class Simulation:
         self._charge(job, job.request.prompt + job.generated, taker)
         relay = self.plan.overheads.hand_off_s / 2
         row, job.coming = job.coming, None
-        if row is not None:
+        if row is not None and taker.engine.claim(row):
             job.sequence = row
             share = min(lent.prompt, self.plan.prefill.limits.max_num_batched_tokens)
             self._at(self.now + relay, self._move, job, row, share)
             return
         left = job.request.output - job.generated
         row = Row(lent.prompt + 1, left, remote=lent.prompt, owner=job)
-        row.prefix, row.prefix_tokens = lent.prefix, lent.prefix_tokens
+        row.chain = lent.chain
         job.sequence = row
         self._at(self.now + relay, self._add, job, row)
 
@@ -236,6 +240,10 @@ class Simulation:
         self._charge(job, 0)
         del self._open[job]
         self.log.saw_end(job)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """A user has the answer, and another request comes."""
         if self._waiting:
             request = self._waiting.popleft()
             self._at(max(self.now, request.arrival), self._arrive, request)

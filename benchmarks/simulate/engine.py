@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from benchmarks.simulate.costs import StepShape
-from benchmarks.simulate.prefixes import PrefixMemory
+from benchmarks.simulate.prefixes import Chain, PrefixMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,8 @@ class Sequence:
     """Tokens whose KV is to be fetched from another engine."""
     lends: bool = False
     """Its blocks stay when it has ended, until `release`."""
-    prefix: int = -1
-    """Which prefix it shares with others; -1: none."""
-    prefix_tokens: int = 0
+    chain: Chain = ()
+    """What its prompt begins with, as far as others may begin with it as well."""
     owner: object = None
     """Whatever the caller wants to find again."""
     computed: int = 0
@@ -54,8 +53,12 @@ class Sequence:
     blocks: int = 0
     early: int = 0
     """Blocks that were reserved before it came."""
-    shared: int = 0
-    """Number of the leading ones of `blocks` that belong to the memory of prefixes."""
+    held: dict[int, int] = field(default_factory=dict)
+    """How many of `blocks` belong to the memory of prefixes, by the keys of `chain`."""
+    complete: int = 0
+    """Parts of `chain` that are computed, and so remembered."""
+    cached: int = -1
+    """Number of prompt tokens that were remembered when it came; -1: nobody has looked yet."""
     row_since: int = -1
     """The step in which it became a decode row; -1: it is none."""
     stays: int = 0
@@ -98,6 +101,8 @@ class EngineModel:
     """Number of prompt tokens that need not be computed, because the prefix cache had them."""
     reserved: int = 0
     """Blocks of requests that are only announced."""
+    announced: dict[Sequence, None] = field(default_factory=dict)
+    """Those requests, as long as nobody has claimed their blocks; the oldest first."""
     prefixes: PrefixMemory = field(init=False)
     _due: list[int] = field(init=False)
     """Rows that need a block in steps that leave this remainder modulo the block size."""
@@ -111,7 +116,7 @@ class EngineModel:
     """Rows of the step under way that were none before."""
 
     def __post_init__(self) -> None:
-        self.prefixes = PrefixMemory(self.limits.num_blocks)
+        self.prefixes = PrefixMemory(self.limits.num_blocks, self.limits.block_size)
         self._due = [0] * self.limits.block_size
 
     @property
@@ -141,10 +146,17 @@ class EngineModel:
         self._grow(sequence, max(0, wanted - sequence.blocks))
         sequence.early = wanted
         self.reserved += wanted
+        self.announced[sequence] = None
         return True
 
+    def claim(self, sequence: Sequence) -> bool:
+        """A request that was announced comes. False: its blocks have been given up."""
+        self.announced.pop(sequence, None)
+        return bool(sequence.early)
+
     def forgo(self, sequence: Sequence) -> None:
-        """A request for which blocks were reserved will not come."""
+        """A request for which blocks were reserved will not come, or gets others when it does."""
+        self.announced.pop(sequence, None)
         self.reserved -= sequence.early
         sequence.early = 0
         self.release(sequence)
@@ -156,8 +168,9 @@ class EngineModel:
 
     def release(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks."""
-        self.prefixes.release(sequence.prefix, sequence.shared, sequence.blocks - sequence.shared)
-        sequence.blocks = sequence.shared = 0
+        self.prefixes.release(sequence.held, sequence.blocks - sum(sequence.held.values()))
+        sequence.blocks = sequence.complete = 0
+        sequence.held = {}
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -238,7 +251,7 @@ class EngineModel:
             short = self._blocks_for(sequence.known) - hit - sequence.blocks
             if short + spared <= self.free - idle:
                 break
-            if self.running or not self._reclaim_from_waiting():
+            if self.running or not (self._reclaim_announced() or self._reclaim_from_waiting()):
                 return None
         if not sequence.remote and len(self.running) >= self.limits.max_num_seqs:
             return None
@@ -327,6 +340,15 @@ class EngineModel:
         sequence.computed = 0
         self.preemptions += 1
 
+    def _reclaim_announced(self) -> bool:
+        """Announced requests are a bet, and those that are here come first: or both would wait for
+        each other, as the former are not computed while the latter have not read their blocks."""
+        oldest = next(iter(self.announced), None)
+        if oldest is None:
+            return False
+        self.forgo(oldest)
+        return True
+
     def _reclaim_from_waiting(self) -> bool:
         for sequence in reversed(self.waiting):
             if sequence.blocks and sequence is not self.waiting[0]:
@@ -342,25 +364,36 @@ class EngineModel:
         sequence.blocks += blocks
 
     def _hit(self, sequence: Sequence) -> tuple[int, int]:
-        """Leading blocks that are remembered, and how many of them nobody holds; at least one
-        token is left to compute."""
-        if sequence.prefix < 0:
+        """Leading blocks that are remembered, and how many blocks nobody holds of their parts; at
+        least one token is left to compute."""
+        if not sequence.chain:
             return 0, 0
-        blocks, idle = self.prefixes.find(sequence.prefix)
-        most = (sequence.known - 1) // self.limits.block_size
-        return min(blocks, most), idle
+        return self.prefixes.find(sequence.chain, self._most(sequence))
+
+    def _most(self, sequence: Sequence) -> int:
+        return (sequence.known - 1) // self.limits.block_size
 
     def _take_prefix(self, sequence: Sequence) -> None:
-        hit, _ = self._hit(sequence)
-        if hit:
-            self.prefixes.take(sequence.prefix)
-            sequence.blocks = sequence.shared = hit
-            sequence.computed = hit * self.limits.block_size
-            if not sequence.remote:
-                self.cached_tokens += sequence.computed
+        if sequence.chain:
+            sequence.held = self.prefixes.take(sequence.chain, self._most(sequence))
+            sequence.blocks = sum(sequence.held.values())
+            sequence.computed = sequence.blocks * self.limits.block_size
+        # After a preemption it finds what it has computed itself, which saves nothing.
+        if sequence.cached < 0 and not sequence.remote:
+            sequence.cached = sequence.computed
+            self.cached_tokens += sequence.cached
 
     def _remember(self, sequence: Sequence) -> None:
-        """The shared part of a prompt is computed: others may find it."""
-        whole = sequence.prefix_tokens // self.limits.block_size
-        if whole and sequence.shared < whole and sequence.computed >= sequence.prefix_tokens:
-            sequence.shared = self.prefixes.remember(sequence.prefix, whole, sequence.shared)
+        """Parts of a prompt are computed: others may find them."""
+        size, chain = self.limits.block_size, sequence.chain
+        while sequence.complete < len(chain):
+            begin = chain[sequence.complete - 1].end // size if sequence.complete else 0
+            key, end = chain[sequence.complete]
+            if sequence.computed < end // size * size:
+                return
+            mine = sequence.held.get(key, 0)
+            if mine < end // size - begin:
+                mine = self.prefixes.remember(key, end // size - begin, mine)
+                if mine:
+                    sequence.held[key] = mine
+            sequence.complete += 1

@@ -29,8 +29,8 @@ class Log:
     gap_seconds: list[float] = field(default_factory=list)
     gap_counts: list[int] = field(default_factory=list)
     """How many streams had this gap at this moment."""
-    stranded: int = 0
-    """Number of requests for which no engine was left."""
+    unanswered: list[float] = field(default_factory=list)
+    """Arrivals of requests that were too long for an engine, or for which none was left."""
     preemptions: int = 0
     cached_tokens: int = 0
     """Number of prompt tokens that engines found in their prefix caches."""
@@ -51,16 +51,21 @@ class Summary:
     """Milliseconds and rates of the requests that arrived within a window."""
 
     requests: int
+    """Those that were answered."""
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
     tpot_ms: dict[str, float]
     output_tokens_per_s: float
     """Over all of the run: from the first arrival to the last end."""
     attained: float
-    """Part of the requests that got what was promised."""
+    """Part of the requests, with those that failed, that got what was promised."""
     goodput_per_s: float
     """Number of those requests per second of the window."""
     preemptions: int
+    hit_rate: float
+    """Part of all prompt tokens that engines found in their prefix caches, over all of the run."""
+    failed: int
+    """Requests that were not answered."""
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -78,6 +83,7 @@ def summarise(
     ends = np.array([job.ended_at for job in jobs])
     outputs = np.array([job.request.output for job in jobs])
     tpot = (ends - arrival - ttft) / np.maximum(outputs - 1, 1)
+    failed = sum(begin <= arrived < end for arrived in log.unanswered)
     good = int(((ttft <= objectives.ttft_s) & (tpot <= objectives.tpot_s)).sum())
     span = (min(end, float(arrival.max())) - max(begin, float(arrival.min()))) or 1.0
     first, last = min(job.arrival for job in log.jobs), max(job.ended_at for job in log.jobs)
@@ -87,9 +93,11 @@ def summarise(
         itl_ms=_gaps(log, begin, end),
         tpot_ms=_percentiles(tpot[outputs > 1], np.ones(int((outputs > 1).sum()))),
         output_tokens_per_s=sum(job.request.output for job in log.jobs) / (last - first),
-        attained=good / len(jobs),
+        attained=good / (len(jobs) + failed),
         goodput_per_s=good / span,
         preemptions=log.preemptions,
+        hit_rate=log.cached_tokens / sum(job.request.prompt for job in log.jobs),
+        failed=failed,
     )
 
 

@@ -53,6 +53,12 @@ class Plan:
     detection_s: float = 6.0
     """Seconds until a router takes a silent engine for lost."""
 
+    @property
+    def room_tokens(self) -> int:
+        """Prompt and output of the longest request that every engine has blocks for."""
+        limits = [pool.limits for pool in (self.prefill, self.decode) if pool.pods]
+        return min(each.num_blocks * each.block_size for each in limits)
+
 
 @dataclass(slots=True, eq=False)
 class Pod:

@@ -1,26 +1,40 @@
 """Which shared prefixes one engine remembers, and its blocks by number. Pure.
 
-The product's `BlockPool` knows each block; here a prefix is one group of blocks. Free blocks are
-reused in the order of their release, so a group that nobody holds has lost its first block when as
-many were allocated as were free before it. (Groups that are taken back from the middle of
-that queue would make it shorter: then a prefix lives a little longer than here.)
+The product's `BlockPool` knows each block; here the blocks of one part of a prompt (`Part`) are one
+group. Free blocks wait in the order of their release and are reused from the first one on. A prompt
+releases its last block first: so what was used least recently is forgotten first, and a prefix from
+its end.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """A part of a prompt that other prompts may have as well."""
+
+    key: int
+    """The same in two prompts if they are equal up to the part's end; 0 or more."""
+    end: int
+    """Tokens of the prompt up to its end."""
+
+
+Chain = tuple[Part, ...]
+"""The beginning of a prompt, part by part."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The blocks of one prefix."""
+    """The blocks of one part."""
 
     blocks: int
+    """The leading ones that are still remembered."""
     holders: int = 1
-    released_at: int = 0
-    """Blocks allocated, ever, when the last holder let go."""
-    ahead: int = 0
-    """Free blocks then, all of which are reused before its own."""
 
 
 @dataclass(slots=True)
@@ -29,56 +43,87 @@ class PrefixMemory:
 
     free: int
     """Blocks that nobody holds, remembered prefixes included."""
-    allocated: int = 0
+    block_size: int
+    """Tokens of a block."""
     groups: dict[int, Group] = field(default_factory=dict)
+    """By the keys of parts."""
+    _queue: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Free blocks in the order of their reuse: numbers of blocks by the keys of groups that nobody
+    holds, and by numbers below 0 for blocks that remember nothing that others ask for."""
+    _names: Iterator[int] = field(default_factory=lambda: count(-1, -1))
+
+    def __post_init__(self) -> None:
+        self._queue[next(self._names)] = self.free
 
     def allocate(self, blocks: int) -> None:
-        """Hold fresh blocks. Raises `RuntimeError` if there are not enough."""
+        """Hold fresh blocks, which forget what they remembered. Raises `RuntimeError` if there are
+        not enough."""
         if blocks > self.free:
             raise RuntimeError(f"{blocks} blocks wanted, {self.free} free")
         self.free -= blocks
-        self.allocated += blocks
+        while blocks:
+            key, there = self._queue.popitem(last=False)
+            left = max(0, there - blocks)
+            blocks -= there - left
+            if left:
+                self._queue[key] = left
+                self._queue.move_to_end(key, last=False)
+            if key >= 0 and left:
+                self.groups[key].blocks = left
+            elif key >= 0:
+                del self.groups[key]
 
-    def find(self, prefix: int) -> tuple[int, int]:
-        """Remembered blocks of a prefix, and how many of them nobody holds."""
-        group = self.groups.get(prefix)
+    def find(self, chain: Chain, most: int) -> tuple[int, int]:
+        """Leading blocks of a prompt that are remembered, `most` of them if there are more; and the
+        blocks that nobody holds now and that `take` would hold."""
+        found, idle = 0, 0
+        for key, used in self._known(chain, most):
+            found += used
+            idle += self._queue.get(key, 0)
+        return found, idle
+
+    def take(self, chain: Chain, most: int) -> dict[int, int]:
+        """Hold what `find` finds: by part, how many of the holder's blocks belong to it."""
+        held = dict(self._known(chain, most))
+        for key in held:
+            self.free -= self._queue.pop(key, 0)
+            self.groups[key].holders += 1
+        return held
+
+    def remember(self, key: int, blocks: int, mine: int) -> int:
+        """Somebody who holds `mine` blocks of a part has computed all of them; returns how many of
+        its blocks belong to the part now. Who comes second keeps what it computed for itself."""
+        group = self.groups.get(key)
         if group is None:
-            return 0, 0
-        if group.holders:
-            return group.blocks, 0
-        left = group.blocks - max(0, self.allocated - group.released_at - group.ahead)
-        if left <= 0:
-            del self.groups[prefix]
-            return 0, 0
-        return left, left
-
-    def take(self, prefix: int) -> None:
-        """Hold what `find` has found."""
-        blocks, idle = self.find(prefix)
-        group = self.groups[prefix]
-        group.blocks = blocks
-        group.holders += 1
-        self.free -= idle
-
-    def remember(self, prefix: int, blocks: int, shared: int) -> int:
-        """A holder of `shared` blocks of a prefix has computed all of them; returns how many of its
-        blocks belong to the group now. Who comes second keeps what it computed for itself."""
-        group = self.groups.get(prefix)
-        if group is None or (shared == 0 and self.find(prefix) == (0, 0)):
-            self.groups[prefix] = Group(blocks)
+            self.groups[key] = Group(blocks)
             return blocks
-        if 0 < shared == group.blocks:
+        if 0 < mine == group.blocks:
             group.blocks = blocks
             return blocks
-        return shared
+        return mine
 
-    def release(self, prefix: int, shared: int, private: int) -> None:
-        """Let go of private blocks, and of a prefix's if any are shared."""
-        self.free += private
-        if not shared:
-            return
-        group = self.groups[prefix]
-        group.holders -= 1
-        if not group.holders:
-            group.released_at, group.ahead = self.allocated, self.free
-            self.free += group.blocks
+    def release(self, held: Mapping[int, int], private: int) -> None:
+        """Let go of private blocks, and then of parts, the last one first."""
+        if private:
+            self.free += private
+            self._queue[next(self._names)] = private
+        for key in reversed(list(held)):
+            group = self.groups[key]
+            group.holders -= 1
+            if not group.holders:
+                self._queue[key] = group.blocks
+                self.free += group.blocks
+
+    def _known(self, chain: Chain, most: int) -> Iterator[tuple[int, int]]:
+        """The leading parts that are remembered, and how many of their blocks the prompt uses: of
+        the last one maybe not all."""
+        begin, found = 0, 0
+        for key, end in chain:
+            wanted = end // self.block_size - begin
+            group = self.groups.get(key)
+            used = min(wanted, most - found, group.blocks if group else 0)
+            if used:
+                yield key, used
+            if used < wanted:
+                return
+            begin, found = begin + wanted, found + used

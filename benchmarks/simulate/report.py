@@ -10,18 +10,21 @@ from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.metrics import Summary
 from matplotlib.figure import Figure
 
-HEAD = "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s"
+HEAD = (
+    "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s "
+    "| hit rate | failed"
+)
 
 
 def table(load: str, results: Mapping[float, Summary]) -> str:
     """A row for each load."""
-    lines = [f"| {load} | {HEAD} |", "|---|" + "---:|" * 9]
+    lines = [f"| {load} | {HEAD} |", "|---|" + "---:|" * 11]
     for at, got in results.items():
         lines.append(
             f"| {at:g} | {got.ttft_ms['p50']:.0f} | {got.ttft_ms['p90']:.0f} "
             f"| {got.ttft_ms['p99']:.0f} | {got.itl_ms['p50']:.1f} | {got.itl_ms['p99']:.1f} "
             f"| {got.tpot_ms['p99']:.1f} | {got.output_tokens_per_s:.0f} "
-            f"| {got.attained:.1%} | {got.goodput_per_s:.1f} |"
+            f"| {got.attained:.1%} | {got.goodput_per_s:.1f} | {got.hit_rate:.3f} | {got.failed} |"
         )
     return "\n".join(lines)
 
@@ -37,16 +40,18 @@ def errors_line(measured: Calibration) -> str:
 
 
 def plot_loads(results: Mapping[float, Summary], path: Path, load: str) -> None:
-    """TTFT, ITL and goodput against load."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    ttft, itl, goodput = figure.subplots(1, 3)
+    """TTFT, ITL, goodput and hit rate against load."""
+    figure = Figure(figsize=(16, 4), layout="constrained")
+    ttft, itl, goodput, hits = figure.subplots(1, 4)
     loads, summaries = list(results), list(results.values())
     for percent in ("p50", "p90", "p99"):
         ttft.plot(loads, [each.ttft_ms[percent] for each in summaries], "-o", label=percent)
         itl.plot(loads, [each.itl_ms[percent] for each in summaries], "-o", label=percent)
     goodput.plot(loads, [each.goodput_per_s for each in summaries], "-o")
+    hits.plot(loads, [each.hit_rate for each in summaries], "-o")
     ttft.set_yscale("log")
-    for axes, what in ((ttft, "TTFT ms"), (itl, "ITL ms"), (goodput, "good requests/s")):
+    labels = ("TTFT ms", "ITL ms", "good requests/s", "hit rate")
+    for axes, what in zip((ttft, itl, goodput, hits), labels, strict=True):
         axes.set_xlabel(load)
         axes.set_ylabel(what)
     ttft.legend()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
+from benchmarks.simulate.prefixes import Chain, Part
+from benchmarks.traces.recorded import Trace
 from numpy.typing import NDArray
 
 from diptych_router.policy import RequestView
@@ -20,9 +20,8 @@ class Request:
     """Seconds."""
     prompt: int
     output: int
-    prefix: int = -1
-    """Number of the common prefix that its prompt begins with; -1: none."""
-    prefix_tokens: int = 0
+    chain: Chain = ()
+    """What its prompt begins with, as far as other prompts may begin with it as well."""
     waits: bool = False
     """It is sent when another request has ended, but not before its arrival; such requests are sent
     in order."""
@@ -30,7 +29,15 @@ class Request:
     @property
     def view(self) -> RequestView:
         """What a router's policy may know of it."""
-        return RequestView(self.prompt, self.prefix if self.prefix >= 0 else None)
+        return RequestView(self.prompt, self.chain[0].key if self.chain else None)
+
+
+def of_trace(trace: Trace) -> list[Request]:
+    """The requests of a trace, each with the blocks that its prompt begins with."""
+    return [
+        Request(request.arrival, request.prompt, request.output, chain)
+        for request, chain in zip(trace.requests, trace.chains(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +96,17 @@ class Traffic:
         count = len(arrivals)
         prompts = self.prompt.draw(random, count)
         outputs = self.output.draw(random, count)
-        prefixes = np.full(count, -1)
         shared = random.random(count) < self.sharing.part
         weights = np.arange(1, self.sharing.groups + 1) ** -self.sharing.skew
         drawn = random.choice(self.sharing.groups, count, p=weights / weights.sum())
-        prefixes[shared] = drawn[shared]
         common = np.where(shared, self.sharing.tokens, 0)
         waits = np.arange(count) >= (count if users is None else users)
-        columns = (arrivals, prompts + common, outputs, prefixes, common, waits)
-        return [Request(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+        chains = [
+            (Part(prefix, self.sharing.tokens),) if begins_with_it else ()
+            for prefix, begins_with_it in zip(drawn.tolist(), shared.tolist(), strict=True)
+        ]
+        columns = (c.tolist() for c in (arrivals, prompts + common, outputs))
+        return [Request(*row) for row in zip(*columns, chains, waits.tolist(), strict=True)]
 
 
 def poisson(rate: float, count: int, seed: int) -> NDArray[np.float64]:
@@ -111,25 +120,3 @@ def bursty(rate: float, count: int, seed: int, variation: float) -> NDArray[np.f
     shape = variation**-2
     gaps = np.random.default_rng([seed, 0]).gamma(shape, 1 / (rate * shape), count)
     return gaps.cumsum()
-
-
-def read_trace(path: Path) -> list[Request]:
-    """A JSON object a line, with the fields of `Request`; those with defaults may be missing.
-
-    Raises `ValueError` naming the line that is none.
-    """
-    requests = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            request = Request(**json.loads(line))
-            sound = request.arrival >= 0 and request.prompt >= 1 and request.output >= 1
-        except (TypeError, json.JSONDecodeError) as exc:
-            raise ValueError(f"{path}:{number}: {exc}") from exc
-        if not sound:
-            raise ValueError(f"{path}:{number}: an arrival from 0 on, and a token each, are needed")
-        requests.append(request)
-    return sorted(requests, key=lambda request: request.arrival)
-
-
-def write_trace(path: Path, requests: list[Request]) -> None:
-    path.write_text("".join(json.dumps(asdict(request)) + "\n" for request in requests))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from diptych_engine.serving.llm_engine import LLMEngine
     from diptych_frontend.core_client.async_llm import AsyncLLM
     from diptych_frontend.core_client.engine_args import EngineArgs
-    from diptych_frontend.core_client.mq_client import MQLLMEngineClient
+    from diptych_frontend.v0.mq_client import MQLLMEngineClient
 
 __all__ = ["LLM", "AsyncLLM", "EngineArgs", "LLMEngine", "MQLLMEngineClient"]
 
@@ -23,7 +23,7 @@ _HOMES = {
     "LLMEngine": "diptych_engine.serving.llm_engine",
     "AsyncLLM": "diptych_frontend.core_client.async_llm",
     "EngineArgs": "diptych_frontend.core_client.engine_args",
-    "MQLLMEngineClient": "diptych_frontend.core_client.mq_client",
+    "MQLLMEngineClient": "diptych_frontend.v0.mq_client",
 }
 
 

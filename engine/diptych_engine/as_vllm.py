@@ -10,15 +10,27 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from diptych_engine.execution.runner import ModelRunner
+    from diptych_protocol import EngineConfig
 
 _PROTOCOL: Final = "diptych_protocol"
 _CLIENTS: Final = "diptych_frontend.core_client"
 _TEXT: Final = "diptych_frontend.text"
+_V0: Final = "diptych_frontend.v0"
 _WIRE: Final = (
     "FINISH_REASON_STRINGS", "EngineCoreOutput", "EngineCoreOutputs", "EngineCoreRequest",
     "EngineCoreRequestType", "FinishReason", "ReconfigureDistributedRequest",
     "ReconfigureRankType", "UtilityOutput", "UtilityResult",
+)  # fmt: skip
+
+_RPC: Final = (
+    "IPC_DATA_EXT", "IPC_HEALTH_EXT", "IPC_INPUT_EXT", "IPC_OUTPUT_EXT", "RPCAbortRequest",
+    "RPCResetMultiModalCacheRequest", "RPCResetPrefixCacheRequest", "RPCSleepRequest",
+    "RPCStartupRequest", "RPCStartupResponse", "RPCUProfileRequest", "RPCWakeUpRequest",
+    "RPC_REQUEST_T",
 )  # fmt: skip
 
 MODULES: Final[dict[str, dict[str, str]]] = {
@@ -28,32 +40,57 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "EngineArgs": f"{_CLIENTS}.engine_args",
         "LLMEngine": "diptych_engine.serving.llm_engine",
         "PoolingParams": _PROTOCOL,
-        "SamplingParams": _PROTOCOL,
+        "SamplingParams": f"{_V0}.params",
     },
-    "config": {"VllmConfig": f"{_PROTOCOL}:EngineConfig"},
+    "config": {"DecodingConfig": f"{_V0}.params", "VllmConfig": f"{_PROTOCOL}:EngineConfig"},
     "engine": {},
     "engine.arg_utils": {
         "AsyncEngineArgs": f"{_CLIENTS}.engine_args:EngineArgs",
         "EngineArgs": f"{_CLIENTS}.engine_args",
     },
-    "engine.multiprocessing": {},
-    "engine.multiprocessing.client": {
-        "MQClientClosedError": f"{_CLIENTS}.mq_client",
-        "MQLLMEngineClient": f"{_CLIENTS}.mq_client",
+    "engine.multiprocessing": {
+        "ENGINE_DEAD_ERROR": f"{_V0}.errors",
+        "MQEngineDeadError": f"{_V0}.errors",
+        **dict.fromkeys(_RPC, f"{_V0}.rpc"),
     },
-    "engine.protocol": dict.fromkeys(("EngineClient", "EngineInput", "StreamingInput"), _PROTOCOL),
+    "engine.multiprocessing.client": {
+        "MQClientClosedError": f"{_V0}.errors",
+        "MQLLMEngineClient": f"{_V0}.mq_client",
+        "logger": f"{_V0}.mq_client",
+    },
+    "engine.protocol": dict.fromkeys(
+        (
+            "EngineClient",
+            "EngineInput",
+            "PauseMode",
+            "StreamingInput",
+            "WeightTransferInitRequest",
+            "WeightTransferUpdateRequest",
+        ),
+        _PROTOCOL,
+    ),
+    "envs": {"VLLM_RPC_TIMEOUT": f"{_V0}.rpc"},
     "inputs": dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), _PROTOCOL),
+    "inputs.preprocess": {"InputPreprocessor": f"{_TEXT}.input_processor:InputProcessor"},
     "lora": {},
     "lora.request": {"LoRARequest": _PROTOCOL},
     "outputs": dict.fromkeys(
         ("CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput"), _PROTOCOL
     ),
     "pooling_params": {"PoolingParams": _PROTOCOL},
-    "sampling_params": dict.fromkeys(
-        ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"), _PROTOCOL
-    ),
+    "prompt_adapter": {},
+    "prompt_adapter.request": {"PromptAdapterRequest": f"{_V0}.params"},
+    "sampling_params": {
+        "GuidedDecodingParams": f"{_V0}.params",
+        "RequestOutputKind": _PROTOCOL,
+        "SamplingParams": f"{_V0}.params",
+        "StructuredOutputsParams": _PROTOCOL,
+    },
+    "transformers_utils": {},
+    "transformers_utils.tokenizer_group": {"TokenizerGroup": f"{_V0}.tokenizer_group"},
     "usage": {},
     "usage.usage_lib": {"UsageContext": _PROTOCOL},
+    "utils": {"Device": f"{_V0}.params"},
     "v1": {},
     "v1.engine": dict.fromkeys(_WIRE, _PROTOCOL),
     "v1.engine.async_llm": {"AsyncLLM": f"{_CLIENTS}.async_llm"},
@@ -75,6 +112,8 @@ MODULES: Final[dict[str, dict[str, str]]] = {
     },
     "v1.engine.parallel_sampling": {"ParentRequest": f"{_TEXT}.output_processor"},
     "v1.engine.utils": {"CoreEngineProcManager": f"{_CLIENTS}.group:CoreGroup"},
+    "v1.executor": {"Executor": __name__},
+    "v1.executor.abstract": {"Executor": __name__},
     "v1.metrics": {},
     "v1.metrics.loggers": {
         "LoggingStatLogger": "diptych_frontend.observability.stat_loggers",
@@ -93,6 +132,17 @@ MODULES: Final[dict[str, dict[str, str]]] = {
     ),
 }
 """Module -> name there -> our module, or `module:name` where our name is another one."""
+
+
+class Executor:
+    """Stands for vLLM's base class of what runs a model; ours is `ModelRunner`."""
+
+    @staticmethod
+    def get_class(vllm_config: EngineConfig) -> type[ModelRunner]:
+        """What will run the model. Raises `InvalidRequestError` for a class that cannot."""
+        from diptych_engine.serving.build_core import executor_class
+
+        return executor_class(vllm_config)
 
 
 class _Module(ModuleType):

@@ -47,8 +47,8 @@ class MistypedIdError(InvalidRequestError, TypeError):
 def check_id(request_id: object) -> None:
     """Raise `MistypedIdError` unless this can be the id of a request."""
     if not isinstance(request_id, str):
-        kind = type(request_id).__name__
-        raise MistypedIdError(f"request_id must be a string, not {kind}", param="request_id")
+        kind = type(request_id)
+        raise MistypedIdError(f"request_id must be a string, got {kind}", param="request_id")
 
 
 def check_whole(prompt: object) -> None:
@@ -105,9 +105,10 @@ def _without_data(features: Any) -> Any:
 
 
 def params_as_sent(params: object, kind: type[Params]) -> Params:
-    """The parameters, which must be of this kind, with the types that their fields declare. Raises
-    as `request_as_sent` does."""
-    if type(params) is not kind:
+    """The parameters, which must be of this kind, with the types that their fields declare; what a
+    class made from it adds is refused unless it has its default. Raises as `request_as_sent` does.
+    """
+    if not isinstance(params, kind):
         name = PARAM_NAMES[kind]
         raise InvalidRequestError(
             f"{name} must be {kind.__name__}, not {type(params).__name__}", param=name

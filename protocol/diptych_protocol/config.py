@@ -7,7 +7,12 @@ from typing import Annotated, Final, Literal, Self
 import msgspec
 from msgspec import Meta
 
-from diptych_protocol.engine_settings import MAX_RANKS, EngineSettings, ReasoningParserName
+from diptych_protocol.engine_settings import (
+    MAX_RANKS,
+    EngineSettings,
+    ReasoningParserName,
+    TracesEndpoint,
+)
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.field_ranges import check_fields
 
@@ -194,6 +199,16 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
             "ModelRunner, or of LeadRunner where ranks share a model."
         ),
     ] = ""
+    logits_processors: Annotated[
+        list[str],
+        Meta(
+            max_length=64,
+            title="up to 64 texts",
+            description="Functions of your own, as module:function, that requests may name in "
+            "`SamplingParams.logits_processors`. One takes the output's token ids and the logits "
+            "of the next token, or the prompt's token ids before them, and returns the logits.",
+        ),
+    ] = msgspec.field(default_factory=list)
     pipeline_parallel_size: Annotated[
         int,
         Meta(ge=1, le=1, description="Layers are not split over processes: 1 is the only value."),
@@ -337,6 +352,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ReasoningParserName,
         Meta(description="How the model marks its reasoning; the same as the engines'."),
     ] = "none"
+    otlp_traces_endpoint: TracesEndpoint | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

@@ -18,6 +18,16 @@ MAX_RANKS = 64
 BlockSize = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ReasoningParserName = Literal["none", "think", "harmony"]
+TracesEndpoint = Annotated[
+    str,
+    Meta(
+        pattern="^https?://",
+        max_length=2048,
+        title="an http(s) URL",
+        description="Where spans of each request go, by OTLP over HTTP, such as "
+        "http://HOST:4318/v1/traces. Needs the extra tracing.",
+    ),
+]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -200,19 +210,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "model that has some."
         ),
     ] = False
-    otlp_traces_endpoint: (
-        Annotated[
-            str,
-            Meta(
-                pattern="^https?://",
-                max_length=2048,
-                title="an http(s) URL",
-                description="Where a span of each request goes, by OTLP over HTTP, such as "
-                "http://HOST:4318/v1/traces. Needs the extra tracing.",
-            ),
-        ]
-        | None
-    ) = None
+    otlp_traces_endpoint: TracesEndpoint | None = None
     profile_dir: Annotated[
         str,
         Meta(

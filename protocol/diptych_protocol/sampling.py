@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -89,6 +90,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     bad_words_token_ids: list[list[int]] | None = None
     """The tokens of `bad_words`, which the front-end adds to what stands here."""
     structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: list[str] | None = None
+    """Functions of the engine's configuration, as `module:function`, that change the logits in this
+    order."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -181,6 +185,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                         f"{field}: {token_id} is outside the vocabulary of {vocab_size}",
                         param=field,
                     )
+
+    def check_processors(self, known: Collection[str]) -> None:
+        """Raise `InvalidRequestError` for a function that is none of an engine's, and for too many
+        of them."""
+        wanted = self.logits_processors or ()
+        if len(wanted) > MAX_STOPS:
+            raise InvalidRequestError(
+                f"logits_processors must be at most {MAX_STOPS} functions",
+                param="logits_processors",
+            )
+        for name in wanted:
+            if name not in known:
+                raise InvalidRequestError(
+                    f"logits_processors: {name!r} is none of this engine's functions; name it in "
+                    "the engine's option of the same name",
+                    param="logits_processors",
+                )
 
     @property
     def greedy(self) -> bool:

@@ -50,7 +50,8 @@ FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. ERROR is a retryable failure of one request: always an HTTP 500."""
+    """Why a request ended. ERROR is a failure of one request: an HTTP 500, unless the
+    engine says that it is overloaded (503), or refuses what the request came with (400)."""
 
     STOP = 0
     LENGTH = 1
@@ -80,7 +81,7 @@ class EngineCoreRequestType(enum.Enum):
     START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
-    """A sentinel inside the core's process; refused when it comes from a socket."""
+    """Here so that nothing else gets this value: no core sends it, and every core refuses it."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -115,6 +116,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     reasoning_parser_kwargs: dict[str, Any] | None = None
     """What the format of the reasoning depends on: `{"chat_template_kwargs": {...}}`."""
     abort_immediately: bool = False
+    """Without meaning: nobody reads it, and the fields after it keep their places."""
     generated_token_ids: list[int] | None = None
     """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.
 
@@ -414,6 +416,10 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """`remote_port` of what it will lend; 0: it takes no part in hand-offs."""
     kv_transfer_proof: str = ""
     """`proof` of announcements: the engine's signature of its name and address."""
+    tracing_enabled: bool = False
+    """An OTLP endpoint is configured there: it tells the stations of requests."""
+    logits_processors: tuple[str, ...] = ()
+    """`EngineConfig.logits_processors`: what a request may name."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
@@ -32,11 +33,17 @@ from diptych_router.discovery import parse_targets
 from diptych_router.leaving import Leaving
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import router_report
+from diptych_router.tracing import start_router_tracer
+
+if TYPE_CHECKING:
+    from diptych_router.router_tracer import RouterTracer
 
 log = logging.getLogger(__name__)
 
 
-def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolClient:
+def build_pool_client(
+    config: RouterConfig, args: argparse.Namespace, tracer: RouterTracer | None
+) -> PoolClient:
     """The client of both pools. Needs a running event loop."""
     source = resolve_model(config.model, weights=False)
     renderer = TextRenderer(source)
@@ -58,6 +65,7 @@ def build_pool_client(config: RouterConfig, args: argparse.Namespace) -> PoolCli
         targets={"prefill": parse_targets(args.prefill), "decode": parse_targets(args.decode)},
         read_keys=read_keys,
         serving=args.serving,
+        tracer=tracer,
     )
 
 
@@ -84,7 +92,8 @@ async def run(args: argparse.Namespace) -> None:
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
     certificate = Certificate(args.tls) if args.tls is not None else None
     log.info("%s", _openness(args.host, keys, certificate))
-    client = build_pool_client(config, args)
+    tracer = start_router_tracer(config)
+    client = build_pool_client(config, args, tracer)
     metrics = ServerMetrics(client.model_name, client.stats_by_engine)
     app = build_app(client, metrics=metrics, api_keys=keys)
     leaving = Leaving(app, client, args.linger_seconds)
@@ -103,6 +112,8 @@ async def run(args: argparse.Namespace) -> None:
     finally:
         following.cancel()
         client.shutdown()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _openness(host: str, keys: ApiKeys | None, certificate: Certificate | None) -> str:

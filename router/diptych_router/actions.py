@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych_protocol import DiptychError, EngineCoreOutput, EngineCoreRequest
+from diptych_router.routed_request import Setback
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,24 @@ class Explain:
 
 
 @dataclass(frozen=True, slots=True)
+class Interrupted:
+    """An attempt has ended early; for those who follow requests. What comes of it are the next
+    actions."""
+
+    request_id: str
+    setback: Setback
+    why: str
+    again: bool
+    """Another attempt begins, or waits for engines."""
+
+
+@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Call `RequestTable.tick` with this time when it has come. Too often does no harm."""
 
     time: float
 
 
-Action = Add | Announce | Abort | AskHandOff | Release | Deliver | Fail | Explain | WakeAt
+Action = (
+    Add | Announce | Abort | AskHandOff | Release | Deliver | Fail | Explain | Interrupted | WakeAt
+)

@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych_frontend.core_client.async_engine import AsyncEngine
 from diptych_frontend.core_client.client import NotConnectedError
@@ -39,6 +39,7 @@ from diptych_router.actions import (
     Deliver,
     Explain,
     Fail,
+    Interrupted,
     Release,
     WakeAt,
 )
@@ -47,6 +48,9 @@ from diptych_router.engine_link import EngineLink, ReadKeys
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
 from diptych_router.request_table import RequestTable
+
+if TYPE_CHECKING:
+    from diptych_router.router_tracer import RouterTracer
 
 MAX_OPEN_REQUESTS = 4096
 MOST_OF_FREE = 8
@@ -67,7 +71,9 @@ class PoolClient(AsyncEngine, WithoutControl):
         targets: dict[Role, list[Target]],
         read_keys: ReadKeys | None,
         serving: Path | None = None,
+        tracer: RouterTracer | None = None,
     ) -> None:
+        """`tracer`: who sends spans of the requests; whoever made it closes it."""
         super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
         """The router is about to end: it serves on, but wants no more to come."""
@@ -84,6 +90,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         self.table = RequestTable(
             self.pools, hold_seconds=config.hold_seconds, max_held=config.max_held
         )
+        self.router_tracer = tracer
+        """None: nobody wants spans."""
         self._to_do: deque[Action] = deque()
         self._busy = False
         """Something of `_to_do` is being done."""
@@ -117,6 +125,9 @@ class PoolClient(AsyncEngine, WithoutControl):
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         return self.pools.stats_by_engine()
 
+    async def is_tracing_enabled(self) -> bool:
+        return self.router_tracer is not None
+
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return self.pools.supported_tasks()
 
@@ -139,15 +150,21 @@ class PoolClient(AsyncEngine, WithoutControl):
             )
 
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
+        if self.router_tracer is not None:
+            self.router_tracer.begin(request)
         now = self._loop.time()
         self._carry_out(self.table.submit(request, self.max_model_len, now, leader))
 
     def _withdraw(self, request_ids: list[str]) -> None:
+        if self.router_tracer is not None:
+            self.router_tracer.withdrawn(request_ids)
         self._carry_out(self.table.withdraw(request_ids, self._loop.time()))
 
     def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
         if message.prefix_changes is not None:
             self.pools.take_prefixes(link, message.prefix_changes)
+        if self.router_tracer is not None and message.journey_events is not None:
+            self.router_tracer.take_stations(link.name, message.journey_events)
         self._carry_out(self.table.receive(link.key, message.outputs))
         self._carry_out(self.table.take_turns(self._loop.time()))
 
@@ -182,9 +199,14 @@ class PoolClient(AsyncEngine, WithoutControl):
             self._busy = False
 
     def _do(self, action: Action) -> None:
+        if self.router_tracer is not None:
+            self.router_tracer.note(action, self._name_of)
         match action:
             case Deliver(outputs):
-                self._deliver(outputs)
+                ended_here = self._hand_out(outputs)
+                if self.router_tracer is not None:
+                    self.router_tracer.delivered(outputs, ended_here)
+                self._withdraw(ended_here)
             case Add():
                 self._add(action)
             case Abort(engine, core_ids):
@@ -203,8 +225,14 @@ class PoolClient(AsyncEngine, WithoutControl):
                 self._facts[request_id] = facts
             case Fail(request_id, error):
                 self.output_processor.fail(request_id, error)
+            case Interrupted():
+                pass  # the log has it, and the tracer
             case WakeAt(time):
                 self._loop.call_at(time, self._wake, time)
+
+    def _name_of(self, engine: str) -> str:
+        link = self.pools.get(engine)
+        return engine if link is None else link.name
 
     def _add(self, action: Add) -> None:
         core_id = action.request.request_id

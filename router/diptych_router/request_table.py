@@ -49,6 +49,7 @@ from diptych_router.actions import (
     Deliver,
     Explain,
     Fail,
+    Interrupted,
     Release,
     WakeAt,
 )
@@ -384,7 +385,8 @@ class RequestTable:
         log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
         again = routed.set_back(setback)
         self._leave_engine(routed)
-        actions = [*self._drop_lease(routed), *self._unannounce(routed)]
+        interrupted = Interrupted(routed.request_id, setback, why, again)
+        actions = [interrupted, *self._drop_lease(routed), *self._unannounce(routed)]
         if again:
             return [*actions, *self._begin(routed, now, before=why)]
         kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError

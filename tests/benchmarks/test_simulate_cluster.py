@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from benchmarks.simulate.workload import (
     Sharing,
     Traffic,
     bursty,
+    of_trace,
     poisson,
-    read_trace,
-    write_trace,
 )
+from benchmarks.traces.generate import KINDS, generate
 
 COST = StepCost(((1, 0.004), (64, 0.006), (512, 0.03)), 1e-5, 1e-9, 2e-8)
 LIMITS = Limits(num_blocks=2000, block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
@@ -53,7 +52,7 @@ def test_every_request_ends_once_and_gives_everything_back(
     simulation = Simulation(Plan(first, second, Overheads(0.003, 0.002, 1e-6), routers=routers))
     log = simulation.run(requests)
     assert sorted(id(job.request) for job in log.jobs) == sorted(map(id, requests))
-    assert log.stranded == 0
+    assert log.unanswered == []
     assert sum(log.gap_counts) == sum(request.output - 1 for request in requests)
     for pod in simulation.pods.values():
         assert pod.engine.free == num_blocks
@@ -152,19 +151,53 @@ def test_bursts_have_the_rate_and_the_variation_that_is_asked_for() -> None:
 def test_common_prefixes_are_put_before_prompts() -> None:
     shared = Traffic(Lengths(100), Lengths(5), Sharing(0.5, 4, 64))
     requests = shared.requests(poisson(10, 2000, 1), 1)
-    with_prefix = [r for r in requests if r.prefix >= 0]
+    with_prefix = [r for r in requests if r.chain]
     assert len(with_prefix) == pytest.approx(1000, rel=0.1)
     assert {r.prompt for r in with_prefix} == {164}
-    assert {r.prompt for r in requests if r.prefix < 0} == {100}
+    assert {r.prompt for r in requests if not r.chain} == {100}
 
 
-def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    requests = traffic(5, 20)
-    write_trace(tmp_path / "trace", requests)
-    assert read_trace(tmp_path / "trace") == requests
-    (tmp_path / "bad").write_text('{"arrival": 0, "prompt": 5, "output": 1}\n{"arrival": 1}\n')
-    with pytest.raises(ValueError, match="bad:2"):
-        read_trace(tmp_path / "bad")
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_engine_with_room_and_time_hits_what_a_trace_allows(kind: str) -> None:
+    trace = generate(kind, 200, 0.5, 2.0, seed=3).scaled(64).faster(0.05)
+    alone = Pool(1, COST, replace(LIMITS, num_blocks=100_000))
+    log = Simulation(Plan(replace(alone, pods=0), alone, FREE)).run(of_trace(trace))
+    hit_rate = summarise(log, OBJECTIVES).hit_rate
+    # An engine hits whole blocks of 16 tokens.
+    assert hit_rate == pytest.approx(trace.ideal_hit_rate(), abs=0.02)
+    assert hit_rate <= trace.ideal_hit_rate()
+
+
+def test_a_request_that_no_engine_has_room_for_fails_and_holds_nobody_up() -> None:
+    small = Pool(1, COST, replace(LIMITS, num_blocks=20))
+    fitting, too_long = Request(0.0, 300, 20), Request(1.0, 300, 21)
+    log = Simulation(Plan(small, small, FREE)).run([fitting, too_long, replace(fitting, arrival=2)])
+    got = summarise(log, Objectives(9.0, 9.0))
+    assert (got.requests, got.failed) == (2, 1)
+    assert got.attained == pytest.approx(2 / 3)
+    waiting = [replace(too_long, arrival=0.0), replace(fitting, waits=True)]
+    assert len(Simulation(Plan(small, small, FREE)).run(waiting).jobs) == 1
+
+
+def test_pools_that_are_full_do_not_wait_for_each_other() -> None:
+    """P's blocks wait for D's, and D's are reserved for prompts that P has no blocks for."""
+    tight = Pool(1, COST, replace(LIMITS, num_blocks=160, block_size=16))
+    trace = generate("conversations", 200, 0.4, 20.0, seed=5).scaled(64)
+    fitting = [r for r in of_trace(trace) if r.prompt + r.output <= 160 * 16]
+    log = Simulation(Plan(tight, tight, FREE)).run(fitting)
+    assert log.unanswered == []
+    assert len(log.jobs) == len(fitting)
+
+
+def test_less_memory_hits_less() -> None:
+    trace = generate("agents", 200, 0.6, 2.0, seed=3).scaled(64).faster(0.05)
+    hit_rates = []
+    for num_blocks in (400, 2000, 100_000):
+        pool = Pool(1, COST, replace(LIMITS, num_blocks=num_blocks))
+        log = Simulation(Plan(pool, pool, FREE)).run(of_trace(trace))
+        hit_rates.append(summarise(log, OBJECTIVES).hit_rate)
+    assert hit_rates == sorted(hit_rates)
+    assert hit_rates[0] < hit_rates[1] < hit_rates[2]
 
 
 def test_a_fit_finds_the_model_that_made_the_times() -> None:

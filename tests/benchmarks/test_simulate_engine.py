@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from benchmarks.simulate.engine import EngineModel, Limits, Sequence
+from benchmarks.simulate.prefixes import Chain, Part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,16 @@ class Ask:
     load_steps: int = 0
     group: int = -1
     """Prompts of a group begin with the same two blocks."""
+    path: tuple[int, ...] = ()
+    """Prompts begin alike, block by block, as far as their paths do."""
+
+    @property
+    def chain(self) -> Chain:
+        if self.group >= 0:
+            return (Part(self.group, 2 * BLOCK),)
+        ends = range(1, min(len(self.path), self.prompt // BLOCK) + 1)
+        keys = [int("".join(map(str, self.path[:end]))) for end in ends]
+        return tuple(Part(key, end * BLOCK) for key, end in zip(keys, ends, strict=True))
 
 
 @dataclass
@@ -76,8 +87,9 @@ def by_scheduler(asks: list[Ask], limits: Limits, *, caching: bool) -> Seen:
 
 def product_request(name: int, ask: Ask) -> Request:
     known = ask.prompt + ask.remote
-    common = [1000 + ask.group] * (2 * BLOCK) if ask.group >= 0 else []
-    tokens = [*common, *range(name * 500, name * 500 + known)][:known]
+    common = [10 + ask.group] * (2 * BLOCK) if ask.group >= 0 else []
+    common += [100 + place for place in ask.path for _ in range(BLOCK)]
+    tokens = [*common, *range(1000 + name * 500, 1000 + name * 500 + known)][:known]
     request = Request(
         str(name), b"", SamplingParams(ignore_eos=True), tokens, ask.prompt, None,
         known + ask.output, 0,
@@ -101,8 +113,7 @@ def by_model(asks: list[Ask], limits: Limits) -> Seen:
             if ask.step == step:
                 known = ask.prompt + ask.remote
                 row = Sequence(known, ask.output, remote=ask.prompt * ask.remote, owner=name)
-                if ask.group >= 0:
-                    row.prefix, row.prefix_tokens = ask.group, 2 * BLOCK
+                row.chain = ask.chain
                 engine.add(row)
         for name in [n for n, (due, _) in loads.items() if due <= step]:
             engine.received(loads.pop(name)[1])
@@ -147,6 +158,39 @@ limits = st.builds(
 def test_every_step_is_that_of_the_products_scheduler(wanted: list[Ask], given: Limits) -> None:
     real, modelled = by_scheduler(wanted, given, caching=False), by_model(wanted, given)
     assert modelled == real
+
+
+paths = st.lists(st.integers(1, 2), max_size=6).map(tuple)
+asks_with_paths = st.builds(
+    Ask,
+    step=st.integers(0, 12),
+    prompt=st.integers(1, 40),
+    output=st.integers(1, 24),
+    remote=st.booleans(),
+    load_steps=st.integers(0, 3),
+    path=paths,
+)
+
+
+asks_of_groups = st.builds(
+    Ask, st.integers(0, 12), st.integers(2 * BLOCK, 40), st.integers(1, 24), group=st.integers(0, 1)
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(asks_with_paths, min_size=2, max_size=8), limits)
+def test_prompts_that_begin_alike_are_computed_as_by_the_product(
+    wanted: list[Ask], given: Limits
+) -> None:
+    """With room for all: which blocks are lost is the other tests' matter."""
+    roomy = replace(given, num_blocks=400)
+    assert by_model(wanted, roomy) == by_scheduler(wanted, roomy, caching=True)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.one_of(asks_with_paths, asks_of_groups), min_size=2, max_size=8), limits)
+def test_all_blocks_come_back_however_prompts_share_them(wanted: list[Ask], given: Limits) -> None:
+    assert len(by_model(wanted, given).ended) == len(wanted)
 
 
 def test_preemption_is_among_what_is_compared() -> None:

@@ -20,6 +20,8 @@ PROGRAMS = {"operator": "operator", "router": "router", "engine": "engine", "eng
 COMPILES = {"engine.cuda"}
 """Triton builds a C module against the libcuda of the node that it runs on, which no build of an
 image has: the driver is the node's."""
+TRACED = {"router", "engine"}
+"""Programs that send spans if they are asked to."""
 PORTS = {"operator": {8080}, "router": set(ROUTER_PORTS.values())}
 
 
@@ -109,11 +111,11 @@ def test_what_triton_needs_is_there_and_what_it_makes_is_kept_where_pods_can_wri
     assert "TRITON_CACHE_DIR=/tmp/.cache/triton" in environment
 
 
-def test_an_image_runs_its_program_with_its_extra_and_says_its_ports(image: str) -> None:
+def test_an_image_runs_its_program_with_its_extras_and_says_its_ports(image: str) -> None:
     build, final = stages(IMAGES[image])
     program = PROGRAMS[image]
-    installed = re.findall(r"pip install '\.\[(\w+)\]'", " ".join(build.all("RUN")))
-    assert installed == [program]
+    installed = re.findall(r"pip install '\.\[([\w,]+)\]'", " ".join(build.all("RUN")))
+    assert installed == [f"{program},tracing" if program in TRACED else program]
     assert final.only("ENTRYPOINT") == f'["python", "-m", "diptych_{program}"]'
     ports = PORTS.get(program, set(ENGINE_PORTS.values()))
     assert {int(port) for port in final.only("EXPOSE").split()} == ports
@@ -143,9 +145,9 @@ def test_the_cpu_image_takes_the_projects_torch_without_cuda() -> None:
     build, _ = stages(IMAGES["engine"])
     (version,) = (v.split("=")[1] for v in build.all("ARG") if v.startswith("TORCH_VERSION="))
     assert f"torch=={version}" in EXTRAS["engine"]
-    first, second = (r for r in build.all("RUN") if "torch" in r or "'.[engine]'" in r)
+    first, second = (r for r in build.all("RUN") if "torch" in r or "'.[engine," in r)
     assert "https://download.pytorch.org/whl/cpu" in first
-    assert "'.[engine]'" in second
+    assert "'.[engine," in second
 
 
 def test_the_build_sees_the_packages_and_nothing_else() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from documents_kit.signatures import differences, written
@@ -63,6 +63,12 @@ def test_the_module_has_the_documents_classes() -> None:
     assert inspect.isclass(EngineClient)
     assert dataclasses.is_dataclass(protocol.StreamingInput)
     assert protocol.EngineInput
+    assert get_args(protocol.PauseMode) == ("abort", "wait", "keep")
+
+
+def test_the_requests_that_callers_construct_can_be_imported() -> None:
+    assert protocol.WeightTransferInitRequest(init_info={"a": 1}).init_info == {"a": 1}
+    assert protocol.WeightTransferUpdateRequest(update_info={"a": 1}).update_info == {"a": 1}
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)

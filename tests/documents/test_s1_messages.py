@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+
+import diptych_protocol
 
 messages: Any = import_module("diptych_engine.as_vllm.v1.engine")
 REQUIRED = msgspec.NODEFAULT
@@ -69,6 +73,71 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 """Struct -> its fields in order, with their defaults. Ours may have more, after these."""
+TYPES: dict[str, dict[str, str]] = {
+    "EngineCoreOutput": {
+        "request_id": "str",
+        "new_token_ids": "list[int]",
+        "new_logprobs": "LogprobsLists | None",
+        "new_prompt_logprobs_tensors": "LogprobsTensors | None",
+        "pooling_output": "torch.Tensor | None",
+        "finish_reason": "FinishReason | None",
+        "stop_reason": "int | str | None",
+        "kv_transfer_params": "dict[str, Any] | None",
+        "trace_headers": "Mapping[str, str] | None",
+        "num_cached_tokens": "int",
+        "routed_experts": "np.ndarray | None",
+        "num_nans_in_logits": "int",
+    },
+    "EngineCoreOutputs": {
+        "engine_index": "int",
+        "outputs": "list[EngineCoreOutput]",
+        "scheduler_stats": "SchedulerStats | None",
+        "timestamp": "float",
+        "utility_output": "UtilityOutput | None",
+        "finished_requests": "set[str] | None",
+        "journey_events": "list[RequestJourneyEvent] | None",
+        "wave_complete": "int | None",
+        "start_wave": "int | None",
+    },
+    "EngineCoreRequest": {
+        "request_id": "str",
+        "prompt_token_ids": "list[int] | None",
+        "mm_features": "list[MultiModalFeatureSpec] | None",
+        "sampling_params": "SamplingParams | None",
+        "pooling_params": "PoolingParams | None",
+        "eos_token_id": "int | None",
+        "arrival_time": "float",
+        "lora_request": "LoRARequest | None",
+        "cache_salt": "str | None",
+        "data_parallel_rank": "int | None",
+        "prompt_embeds": "torch.Tensor | None",
+        "client_index": "int",
+        "current_wave": "int",
+        "priority": "int",
+        "trace_headers": "Mapping[str, str] | None",
+        "external_req_id": "str | None",
+    },
+    "UtilityOutput": {
+        "call_id": "int",
+        "failure_message": "str | None",
+        "result": "UtilityResult | None",
+    },
+    "ReconfigureDistributedRequest": {
+        "new_data_parallel_size": "int",
+        "new_data_parallel_rank": "int",
+        "new_data_parallel_rank_local": "int",
+        "new_data_parallel_master_ip": "str",
+        "new_data_parallel_master_port": "int",
+    },
+}
+"""Struct -> the types of its fields. What the document has as an array of torch or of NumPy is an
+`Array` on our wire: decision 0051."""
+ON_OUR_WIRE = {
+    "torch": SimpleNamespace(Tensor=diptych_protocol.Array),
+    "np": SimpleNamespace(ndarray=diptych_protocol.Array),
+    "Any": Any,
+    "Mapping": Mapping,
+}
 OPTIONS = {
     "EngineCoreOutput": {"array_like": True, "omit_defaults": True, "gc": False},
     "EngineCoreOutputs": {"array_like": True, "omit_defaults": True, "gc": False},
@@ -114,6 +183,15 @@ def test_a_struct_begins_with_the_documents_fields(name: str) -> None:
         made = field.default_factory
         assert (field.default if made is msgspec.NODEFAULT else made()) == default, field.name
     assert all(not field.required for field in ours[len(theirs) :])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_fields_of_a_struct_have_the_documents_types(name: str) -> None:
+    assert TYPES[name].keys() == FIELDS[name].keys()
+    ours = {field.name: field.type for field in msgspec.structs.fields(getattr(messages, name))}
+    names = {**vars(diptych_protocol), **ON_OUR_WIRE}
+    theirs = {field: eval(text, dict(names)) for field, text in TYPES[name].items()}
+    assert {field: ours[field] for field in theirs} == theirs
 
 
 @pytest.mark.parametrize("name", OPTIONS)

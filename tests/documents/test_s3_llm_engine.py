@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Iterator
+from copy import copy
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from documents_kit.signatures import differences, written
 from engine_kit.llm_engine import CONFIG, params, run
 
 from diptych_frontend.text import deprecations
+from diptych_protocol import InvalidRequestError
 
 LLMEngine: Any = import_module("diptych_engine.as_vllm.v1.engine.llm_engine").LLMEngine
+Executor: Any = import_module("diptych_engine.as_vllm.v1.executor").Executor
 UsageContext: Any = import_module("diptych_engine.as_vllm.usage.usage_lib").UsageContext
 NAMES = {"UsageContext": UsageContext}
 # fmt: off
@@ -85,7 +91,7 @@ PARTS = (
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     """Made as the document makes it."""
-    engine = LLMEngine(CONFIG, None, True)
+    engine = LLMEngine(CONFIG, Executor.get_class(CONFIG), True)
     yield engine
     engine.shutdown()
 
@@ -124,7 +130,7 @@ def test_the_settings_are_where_the_documents_source_reads_them(engine: Any) -> 
 
 
 def test_an_id_that_is_no_string_is_a_type_error(engine: Any) -> None:
-    with pytest.raises(TypeError, match="request_id must be a string"):
+    with pytest.raises(TypeError, match=r"^request_id must be a string, got <class 'int'>$"):
         engine.add_request(7, [1], params())
 
 
@@ -144,14 +150,18 @@ def test_a_request_made_by_the_caller_works_with_a_warning_and_keeps_its_id(
     deprecations._warn_once.cache_clear()
     made = engine.input_processor.process_inputs("own", [1, 2, 3], params(max_tokens=2))
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            engine.add_request("other", made, params())
+        for request in (copy(made), made):
+            engine.add_request("other", request, params())
             assert list(run(engine)) == ["own"]
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.split(":")[0] for text in told] == [
-        "a prompt that is an EngineCoreRequest is deprecated",
-        "add_request was given another request_id than its EngineCoreRequest has",
-    ], "each is said once"
+    deprecated, ignored = [record.getMessage() for record in caplog.records]
+    assert deprecated.startswith(
+        "Passing EngineCoreRequest to LLMEngine.generate() and .add_requests() is deprecated"
+    )
+    assert ignored == (
+        "LLMEngine.add_request() was passed a request_id parameter that does not match the "
+        "EngineCoreRequest.request_id attribute. The latter will be used, and the former will be "
+        "ignored."
+    )
 
 
 def test_a_function_gets_the_model_as_a_torch_module(engine: Any) -> None:
@@ -162,3 +172,49 @@ def test_a_function_gets_the_model_as_a_torch_module(engine: Any) -> None:
     )
     assert found[0]
     assert found[1] > 0
+
+
+def test_the_documents_call_of_a_worker_is_apply_model(engine: Any) -> None:
+    def kind(model: object) -> str:
+        return type(model).__name__
+
+    assert engine.collective_rpc("apply_model", args=(kind,)) == engine.apply_model(kind)
+
+
+def test_an_executor_runs_the_model_that_it_was_chosen_for(engine: Any) -> None:
+    assert type(engine.model_executor) is Executor.get_class(CONFIG)
+    ranks = msgspec.structs.replace(CONFIG, tensor_parallel_size=2)
+    assert Executor.get_class(ranks).__name__ == "LeadRunner"
+    with pytest.raises(InvalidRequestError, match="ModelRunner"):
+        Executor.get_class(msgspec.structs.replace(CONFIG, executor_class="pathlib:Path"))
+
+
+def test_a_step_may_be_one_for_nobody(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.add_request("waits", [1, 2], params(max_tokens=1))
+    ran = []
+    methods = engine.model_executor.worker_methods
+    dummy_batch = methods["execute_dummy_batch"]
+
+    def counted() -> None:
+        ran.append("dummy")
+        dummy_batch()
+
+    monkeypatch.setitem(methods, "execute_dummy_batch", counted)
+    engine.should_execute_dummy_batch = True
+    assert engine.step() == []
+    assert (ran, engine.should_execute_dummy_batch) == (["dummy"], False)
+    assert list(run(engine)) == ["waits"]
+    assert ran == ["dummy"]
+
+
+def test_a_profile_names_the_parts_of_a_step(tmp_path: Path) -> None:
+    engine = LLMEngine(msgspec.structs.replace(CONFIG, profile_dir=str(tmp_path)), None, True)
+    engine.start_profile()
+    engine.add_request("r", [1], params(max_tokens=1))
+    run(engine)
+    engine.stop_profile()
+    engine.shutdown()
+    [trace] = tmp_path.iterdir()
+    named = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    parts = ("get_output", "process_outputs", "abort_requests", "record_stats")
+    assert {f"llm_engine step: {part}" for part in parts} <= named

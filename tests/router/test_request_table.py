@@ -32,6 +32,7 @@ from diptych_router.actions import (
     Deliver,
     Explain,
     Fail,
+    Interrupted,
     Release,
     WakeAt,
 )
@@ -187,7 +188,7 @@ class World:
                 self.asked.append(action)
             case WakeAt(time):
                 self.wake_at.append(time)
-            case Explain():
+            case Explain() | Interrupted():
                 pass
 
     def _add(self, key: str, request: EngineCoreRequest) -> None:
@@ -397,6 +398,9 @@ def test_what_ends_a_hand_off_releases_the_lease_and_begins_again(late: str) -> 
                 "r/2", [], finish_reason=FinishReason.ERROR, error_kind=ErrorKind.OVERLOADED
             )
             world.say("d", full)
+    assert [(x.request_id, x.again) for x in world.log if isinstance(x, Interrupted)] == [
+        ("r", True)
+    ]
     assert world.released == {"L1"}
     assert world.placements() == [("p", "r/3")]
     prefilled(world, lease="L2")

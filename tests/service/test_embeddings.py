@@ -23,6 +23,7 @@ from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.openai import build_app, serve_http
 from diptych_frontend.openai.app import METRICS_AGE_S
+from diptych_frontend.text import deprecations
 from diptych_protocol import (
     Array,
     EmbedsPrompt,
@@ -210,12 +211,16 @@ async def test_contract_B10_prompt_embeds_cross_the_hinge(
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-async def test_contract_A11_truncate_prompt_tokens_is_ignored_with_a_warning(pair: Pair) -> None:
+async def test_contract_A11_truncate_prompt_tokens_is_ignored_with_a_warning(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    deprecations._warn_once.cache_clear()
     outputs = pair.prefill.encode([1, 2, 3], PoolingParams(), "r", truncate_prompt_tokens=1)
-    with pytest.warns(DeprecationWarning, match="truncate_prompt_tokens"):
-        output = await anext(outputs)
+    output = await anext(outputs)
     assert output.prompt_token_ids == [1, 2, 3]
     await outputs.aclose()
+    [record] = [each for each in caplog.records if "truncate_prompt_tokens" in each.getMessage()]
+    assert record.levelname == "WARNING"
 
 
 async def test_contract_C25_the_tasks_are_told_without_asking_again(

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from model_kit.questions import DEMO
+from waits import FOR_EVER_S
 
 from diptych_engine import AsyncLLM, EngineArgs
 from diptych_frontend.text.input_processor import InputProcessor
@@ -44,11 +45,13 @@ async def test_decode_goes_on_with_what_another_level_prefilled(
                 EngineArgs(
                     smollm2, max_model_len=128, num_blocks=64, num_threads=1,
                     cpu_level=level.word,  # type: ignore[arg-type]
-                    kv_transfer=KVTransferConfig(),
+                    kv_transfer=KVTransferConfig(lease_seconds=FOR_EVER_S),
                 )
             )  # fmt: skip
             stack.callback(engine.shutdown)
             engines.append(engine)
+        for engine in engines:  # a lease does not wait for kernels that are compiled
+            await engine.ready()
         prefill, decode = engines
         first = await answer(prefill, "p", prompt, 1, {"do_remote_decode": True})
         rest = await answer(decode, "d", prompt, 8, first.kv_transfer_params)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from engine_kit.fake_core import FakeCore
-from engine_kit.mq import Process, endpoint, make_client
+from engine_kit.mq import endpoint, fake_client
 from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from service_kit import make_router
@@ -25,15 +24,6 @@ from diptych_router.engine_link import STATS_INTERVAL_S
 
 ROUNDS = 250
 OPEN_PATHS = ("/metrics", "/health", "/live", "/ping")
-
-
-@pytest.fixture
-def process() -> Iterator[Process]:
-    """What stands for the engine's process."""
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 @pytest.fixture
@@ -65,9 +55,9 @@ async def value(app: Any, name: str) -> float:
 
 
 async def test_a_thousand_scrapes_of_an_engine_ask_its_core_nothing(
-    tmp_path: Path, process: Process, engine: FakeCore, eventually: Any
+    tmp_path: Path, engine: FakeCore, eventually: Any
 ) -> None:
-    client = make_client(tmp_path, process, heartbeat_s=3600)
+    client = fake_client(tmp_path, heartbeat_ms=3_600_000)
     await client.setup()
     app = build_probe_app(client, ServerMetrics("m", client.stats_by_engine))
     try:
@@ -107,9 +97,9 @@ async def test_a_thousand_scrapes_of_a_router_ask_no_engine(smollm2: str, eventu
 
 
 async def test_metrics_are_written_once_a_second_however_often_they_are_asked_for(
-    tmp_path: Path, process: Process, engine: FakeCore
+    tmp_path: Path, engine: FakeCore
 ) -> None:
-    client = make_client(tmp_path, process)
+    client = fake_client(tmp_path)
     await client.setup()
     written = 0
 
@@ -142,9 +132,9 @@ async def test_metrics_are_written_once_a_second_however_often_they_are_asked_fo
     ],
 )  # fmt: skip
 async def test_the_probe_port_of_an_engine_takes_no_request(
-    tmp_path: Path, process: Process, engine: FakeCore, method: str, path: str
+    tmp_path: Path, engine: FakeCore, method: str, path: str
 ) -> None:
-    client = make_client(tmp_path, process)
+    client = fake_client(tmp_path)
     await client.setup()
     try:
         async with asking(build_probe_app(client, ServerMetrics("m"))) as http:

@@ -263,7 +263,9 @@ async def test_contract_C08_a_rejected_hand_off_frees_prefill_at_once(
     params = await prefill_only(pair, "This prompt is prefilled and then refused. " * 4)
     stats = await pair.prefill.refresh_stats()
     assert stats.blocks_free < stats.blocks_total
-    await pair.decode.notify_kv_transfer_request_rejected("r", params)
+    with pytest.raises(InvalidRequestError, match="rank 1 is not one of the 1"):
+        await pair.decode.notify_kv_transfer_request_rejected("r", params, data_parallel_rank=1)
+    await pair.decode.notify_kv_transfer_request_rejected("r", params, data_parallel_rank=0)
     await eventually(pair.all_blocks_free)
     await pair.decode.notify_kv_transfer_request_rejected("r", params)  # harmless
 

@@ -18,6 +18,9 @@ import msgspec
 import openai
 import psutil
 import pytest
+from benchmarks.load import Sample
+from benchmarks.traces.recorded import Trace, TraceRequest
+from benchmarks.traces.replay import Failure, figures, replay
 from free_ports import free_port
 from model_kit.questions import COUNTING, DEMO, WHOLE
 from waits import PATIENCE_S, wait_until
@@ -201,6 +204,28 @@ async def stream_text(served: Served, started: asyncio.Event | None = None) -> s
             if started is not None and len(text) > 40:
                 started.set()
     return text
+
+
+async def test_a_trace_is_replayed_and_blocks_are_found_where_their_ids_occur_again(
+    served: Served,
+) -> None:
+    asked = [(100, (1, 2, 3, 4)), (90, (1, 2, 5)), (40, ()), (9000, (6,))]
+    trace = Trace(
+        [TraceRequest(0.1 * n, prompt, 2, ids) for n, (prompt, ids) in enumerate(asked)], 32
+    )
+    *first, refused = await replay(served.url, "smollm2", trace, seed=1)
+    assert isinstance(refused, Failure)
+    assert "prompt" in refused.reason
+    assert all(isinstance(outcome, Sample) for outcome in first)
+    again = await replay(served.url, "smollm2", trace, seed=1)
+    # All of a prompt but its last token, in whole blocks of 16 tokens.
+    assert [o.cached_tokens for o in again if isinstance(o, Sample)] == [96, 80, 32]
+    found = figures(trace, again, ttft_ms=1e9, tpot_ms=1e9)
+    assert (found["requests"], found["failed"], found["attained"]) == (4, 1, 0.75)
+    assert found["hit_rate"] == pytest.approx((96 + 80 + 32) / 230)
+    other, *_ = await replay(served.url, "smollm2", trace.first(1), seed=2)
+    assert isinstance(other, Sample)
+    assert other.cached_tokens == 0
 
 
 @pytest.mark.slow

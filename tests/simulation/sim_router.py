@@ -213,6 +213,8 @@ class SimRouter:
                 self._consumer.fail(request_id, error)
             case actions.WakeAt(time):
                 self._clock.at(time, self._wake, time)
+            case actions.Interrupted():
+                pass
             case actions.Explain(_, facts):
                 if facts["attempts"] > 1:
                     self._note("new attempt")

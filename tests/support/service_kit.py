@@ -38,6 +38,7 @@ from diptych_router.discovery import parse_targets
 from diptych_router.engine_link import EngineLink, ReadKeys
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import router_report
+from diptych_router.tracing import start_router_tracer
 
 NUM_BLOCKS = 256
 
@@ -146,6 +147,7 @@ def make_router(
         targets={"prefill": parse_targets(prefill), "decode": parse_targets(decode)},
         read_keys=read_keys,
         serving=serving,
+        tracer=start_router_tracer(config),
     )
 
 
@@ -166,6 +168,8 @@ async def routing(
         yield client
     finally:
         client.shutdown()
+        if client.router_tracer is not None:
+            await asyncio.to_thread(client.router_tracer.close)
 
 
 async def healthy(pools: PoolClient, timeout_s: float = PATIENCE_S) -> None:

@@ -55,6 +55,7 @@ def admit(
         raise InvalidRequestError("a request needs sampling_params or pooling_params")
     params.check()
     params.check_vocabulary(limits.vocab_size)
+    params.check_processors(limits.logits_processors)
     if params.prompt_logprobs is not None and message.prompt_embeds is not None:
         raise InvalidRequestError("prompt_logprobs are of tokens; prompt_embeds have none")
     prompt = _prompt_of(message, limits)

@@ -1,8 +1,17 @@
-"""What few requests ask of the sampler: biases, penalties, and tokens that must not come."""
+"""What few requests ask of the sampler: functions of the operator's own, biases, penalties, and
+tokens that must not come.
+
+`EngineConfig.logits_processors` names the functions as `module:function`; a request names those
+that it wants. As in vLLM's V0, one takes the output's token ids and the logits of the next token,
+or the prompt's token ids before them, and returns the logits. It is called again for a request that
+comes back, so what it does may depend on these arguments alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +20,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.execution.grammar_state import GrammarState, constrain
+from diptych_engine.execution.named import named, refusal
 from diptych_engine.execution.penalties import Penalties, apply_penalties
 from diptych_engine.scheduling.request import Request
 from diptych_kernels.host_arrays import to_device
+
+log = logging.getLogger(__name__)
+
+Processor = Callable[[list[int], list[int], Tensor], Tensor]
+"""(prompt's token ids, output's token ids, logits [vocabulary] float32) -> logits."""
+PARAM = "logits_processors"
+
+
+def load_processors(names: Iterable[str]) -> Mapping[str, Processor]:
+    """The functions of these names. Raises `InvalidRequestError` for one that cannot be used."""
+    return {name: _load(name) for name in names}
+
+
+def _load(name: str) -> Processor:
+    function = named(name, PARAM)
+    try:
+        num_arguments = len(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as exc:
+        raise refusal(name, PARAM, exc) from exc
+    if num_arguments == 3:
+        processor: Processor = function
+        return processor
+    if num_arguments == 2:
+        return lambda _prompt, output, logits: function(output, logits)
+    raise refusal(name, PARAM, TypeError(f"it takes {num_arguments} arguments, not 2 or 3"))
 
 
 @dataclass(slots=True)
@@ -29,10 +64,14 @@ class RowOptions:
     bias: Bias | None
     penalties: Penalties | None
     grammar: GrammarState | None
+    processors: list[Processor]
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> RowOptions | None:
-        """The request's special options; None if it has none."""
+    def of(
+        cls, request: Request, vocab_size: int, processors: Mapping[str, Processor]
+    ) -> RowOptions | None:
+        """The request's special options; None if it has none. `processors` are all that it may
+        name."""
         params = request.params
         options = cls(
             params.logprobs is not None,
@@ -43,6 +82,7 @@ class RowOptions:
             Bias.of(params.logit_bias),
             Penalties.of(params),
             None if request.grammar is None else GrammarState(request.grammar, request.reasoning),
+            [processors[name] for name in params.logits_processors or ()],
         )
         return options if options._any else None
 
@@ -55,6 +95,7 @@ class RowOptions:
             or self.bias
             or self.penalties
             or self.grammar
+            or self.processors
         )
 
     def forbidden(self, request: Request) -> Iterator[int]:
@@ -84,12 +125,14 @@ class Bias:
 def change_logits(
     logits: Tensor, special: Sequence[tuple[int, RowOptions]], requests: Sequence[Request]
 ) -> dict[str, str]:
-    """Add biases, apply penalties, then exclude tokens, in place: vLLM's order.
+    """Let processors work, add biases, apply penalties, exclude tokens, in place: vLLM's order.
 
     logits: [requests, vocabulary].
     special: the rows of `logits` that have options.
     Returns the ids of requests that cannot go on, with the reasons.
     """
+    processed = [(row, o.processors) for row, o in special if o.processors]
+    failed = _process_logits(logits, processed, requests) if processed else {}
     for row, options in special:
         if options.bias is not None:
             logits[row, to_device(options.bias.token_ids, logits.device)] += to_device(
@@ -106,8 +149,36 @@ def change_logits(
         where: NDArray[np.int64] = np.array(pairs, np.int64).T
         logits[tuple(to_device(where, logits.device))] = -torch.inf
     if unchanged is None:
-        return {}
-    return constrain(logits, unchanged, rows, [state for _, state in constrained], requests)
+        return failed
+    return failed | constrain(
+        logits, unchanged, rows, [state for _, state in constrained], requests
+    )
+
+
+def _process_logits(
+    logits: Tensor,
+    wanted: Sequence[tuple[int, Sequence[Processor]]],
+    requests: Sequence[Request],
+) -> dict[str, str]:
+    """Let each of the `wanted` rows be changed by its functions, in place.
+
+    logits: [requests, vocabulary].
+    Returns the ids of requests that cannot go on, with the reasons.
+    """
+    failed: dict[str, str] = {}
+    for row, processors in wanted:
+        request = requests[row]
+        split = request.num_prompt_tokens
+        prompt, output = request.token_ids[:split], request.token_ids[split:]
+        changed = logits[row].clone()
+        try:
+            for processor in processors:
+                changed = processor(prompt, output, changed)
+            logits[row] = changed
+        except Exception as exc:  # somebody else's code
+            log.exception("request %s: a logits processor failed", request.request_id)
+            failed[request.request_id] = f"{PARAM}: {type(exc).__name__}: {exc}"
+    return failed
 
 
 def _ends(request: Request, vocab_size: int) -> list[int]:

@@ -35,6 +35,7 @@ from diptych_engine.execution.profiler import Profiler
 from diptych_engine.execution.prompt_embeds import PromptEmbeds
 from diptych_engine.execution.prompt_logprobs import PromptLogprobs
 from diptych_engine.execution.routed_experts import RoutedExperts, check_routed
+from diptych_engine.execution.row_options import load_processors
 from diptych_engine.execution.sampler import Sampler
 from diptych_engine.execution.step_order import order_of
 from diptych_engine.execution.warm_up import WARM_UP_TOKENS, warm_up_request
@@ -133,7 +134,12 @@ class ModelRunner:
         if self._device.type == "cuda" and shard.size == 1 and not source.config.num_experts:
             self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
-        self._sampler = Sampler(config.max_num_seqs, source.config.vocab_size, self._device)
+        self._sampler = Sampler(
+            config.max_num_seqs,
+            source.config.vocab_size,
+            self._device,
+            load_processors(config.logits_processors),
+        )
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
         self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
@@ -144,7 +150,7 @@ class ModelRunner:
         if config.enable_return_routed_experts and shard.rank == 0:
             self.routed = RoutedExperts(source.config, self.num_blocks, config.block_size)
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
-        self._profiler = Profiler(config.profile_dir, config.engine_id or "engine")
+        self.profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         worker_rank = config.data_parallel_rank * shard.size + shard.rank
         self.worker_methods: dict[str, Callable[..., Any]] = {
             **extension_methods(config, self),
@@ -152,7 +158,7 @@ class ModelRunner:
             **self.loras.methods(),
             **WeightReceiver(self.model, worker_rank).methods(),
             **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
-            **self._profiler.methods(),
+            **self.profiler.methods(),
             **self._embeds.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,
             "rank": lambda: shard.rank,
@@ -206,7 +212,7 @@ class ModelRunner:
         shares, num_decodes = order_of(plan.scheduled)
         rows = [self._rows.row_of[share.request.request_id] for share in shares]
         inputs = self._inputs(shares, rows, num_decodes, ahead=plan.ahead)
-        with self._profiler.span("execute_model"):
+        with self.profiler.span("execute_model"):
             return self._compute(plan, shares, rows, inputs, fresh_blocks)
 
     def _compute(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.execution.readback import Readback
-from diptych_engine.execution.row_options import RowOptions, change_logits
+from diptych_engine.execution.row_options import Processor, RowOptions, change_logits
 from diptych_engine.execution.sampling_math import describe, find_largest, uniforms
 from diptych_engine.scheduling.request import Pending, Request, StepResult
 from diptych_kernels.host_arrays import to_device
@@ -31,7 +32,15 @@ class Sampler:
     Reported log-probabilities are those of the unchanged logits.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        processors: Mapping[str, Processor] = MappingProxyType({}),
+    ) -> None:
+        """`processors`: functions that requests may name."""
+        self._processors = processors
         self._vocab_size = vocab_size
         self._device = device
         self.sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -57,7 +66,7 @@ class Sampler:
         self._min_p[row] = params.min_p
         self._filtered[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self._seed[row] = request.seed & SEED_MASK
-        options = RowOptions.of(request, self._vocab_size)
+        options = RowOptions.of(request, self._vocab_size, self._processors)
         if options is not None:
             self._special[row] = options
         self._plain[row] = greedy and options is None

@@ -72,22 +72,28 @@ class SumGroup:
         self._backend = None
 
 
-def join_group(config: EngineConfig) -> SumGroup:
-    """Wait for the other cores of a configuration in lock-step.
+def group_of(config: EngineConfig) -> SumGroup:
+    """The cores of a configuration in lock-step, still to be joined.
 
-    Raises `EngineDeadError` if one of them does not come, `InvalidRequestError` if the
-    configuration does not say where they meet.
+    Raises `InvalidRequestError` if the configuration does not say where they meet.
     """
     if not config.data_parallel_store:
         raise InvalidRequestError(
             "cores in lock-step need a file to find each other in", param="data_parallel_store"
         )
-    group = SumGroup(
+    return SumGroup(
         config.data_parallel_rank,
         config.data_parallel_size,
         Path(config.data_parallel_store),
         torch.device("cpu"),
     )
+
+
+def join_group(group: SumGroup) -> SumGroup:
+    """Wait for the other cores in lock-step; returns the group.
+
+    Raises `EngineDeadError` if one of them does not come.
+    """
     try:
         group.join()
     except RuntimeError as exc:

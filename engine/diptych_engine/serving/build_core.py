@@ -92,6 +92,8 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         pooling=config.pooling,
         tasks=("generate", *POOLING_TASKS),
         scheduling_policy=config.scheduling_policy,
+        tracing_enabled=config.otlp_traces_endpoint is not None,
+        logits_processors=tuple(config.logits_processors),
     )
     cpu_level, num_set_aside = runner.cpu_facts
     scheduler = Scheduler(

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from diptych_engine.parallel.group import join_group
+from diptych_engine.parallel.group import group_of, join_group
 from diptych_engine.parallel.lifeline import die_with_parent
 from diptych_engine.serving.build_core import build_core
 from diptych_engine.serving.core_server import CoreServer
@@ -43,7 +43,8 @@ def serve(
     core = build_core(config, keys)
     timeout_s = config.shutdown_timeout_s
     if config.data_parallel_lockstep and config.data_parallel_size > 1:
-        server: CoreServer = LockstepServer(core, endpoints, timeout_s, join_group(config))
+        group = join_group(group_of(config))
+        server: CoreServer = LockstepServer(core, endpoints, timeout_s, group)
     else:
         server = CoreServer(core, endpoints, timeout_s, config.data_parallel_rank)
     core.offer(*Membership(core, config, server.stop).calls)

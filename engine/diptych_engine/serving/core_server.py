@@ -327,7 +327,7 @@ class CoreServer:
     def _send_answer(self, client: bytes, answer: UtilityOutput) -> None:
         if answer.call_id < 0:  # nobody waits for it
             if answer.failure_message is not None:
-                log.debug("a call without an answer: %s", answer.failure_message)
+                log.info("a call without an answer: %s", answer.failure_message)
             return
         try:
             frames = wire.encoder.encode(EngineCoreOutputs(self._rank, utility_output=answer))

@@ -135,7 +135,10 @@ class EngineControls(ABC):
     ) -> list[Any]:
         """Run a method of every worker, or a function of every worker; the results in the order of
         their ranks. A function must be one that can be imported, and `allow_functions` set, unless
-        the only worker is in this process."""
+        the only worker is in this process. The method `apply_model` with a function is
+        `apply_model`."""
+        if method == APPLY_MODEL and args and callable(args[0]):
+            return self.apply_model(*args, **(kwargs or {}))
         if callable(method):
             if self.only_worker is not None:
                 return [method(self.only_worker, *args, **(kwargs or {}))]

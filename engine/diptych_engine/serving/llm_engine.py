@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
-from diptych_engine.serving.engine_controls import EngineControls
 from diptych_engine.serving.engine_metrics import EngineMetrics, RequestFacts
+from diptych_engine.serving.engine_reports import EngineReports
 from diptych_engine.serving.sync_core import (
     SyncCore,
     lockstep_peers_of,
@@ -21,11 +19,10 @@ from diptych_engine.serving.sync_core import (
 )
 from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.core_client.foreign_options import refuse_foreign, with_executor
-from diptych_frontend.observability.metric_snapshot import Metric
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
 from diptych_frontend.text.deprecations import warn_of_made_requests
-from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.input_processor import InputProcessor, name_alike
 from diptych_frontend.text.output_processor import Collector, OutputProcessor, fan_out
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer
@@ -33,19 +30,16 @@ from diptych_protocol import (
     AnyControlCall,
     CompletionOutput,
     EngineConfig,
-    EngineCoreOutputs,
     EngineCoreRequest,
     EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
-    PauseMode,
     PoolingParams,
     PoolingRequestOutput,
     PromptType,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    SchedulerStats,
     UnsupportedFeatureError,
     UsageContext,
 )
@@ -53,13 +47,11 @@ from diptych_protocol.as_sent import check_id, check_whole, ids_of
 from diptych_protocol.control_calls import CALL_TIMEOUT_S
 
 if TYPE_CHECKING:
+    from diptych_engine.serving.lockstep_peers import LockstepPeers
     from diptych_frontend.observability.request_tracer import RequestTracer
 
-LOG_INTERVAL = "DIPTYCH_LOG_STATS_INTERVAL"
-"""Environment: seconds between two lines of statistics."""
-DEFAULT_LOG_INTERVAL_S = 10.0
 
-T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
@@ -71,7 +63,7 @@ class _Open:
     facts: RequestFacts
 
 
-class LLMEngine(EngineControls):
+class LLMEngine(EngineReports):
     """Requests are added, `step` is called until none is left; see `LLM` for whole batches.
 
     The core runs in this process and thread, or with `multiprocess_mode` in a process of its own.
@@ -102,7 +94,8 @@ class LLMEngine(EngineControls):
         `UnsupportedFeatureError` for an option that means nothing here.
         """
         refuse_foreign(mm_registry=mm_registry)
-        vllm_config = with_executor(vllm_config, executor_class)
+        self._lockstep_peers = lockstep_peers_of(vllm_config, multiprocess_mode)
+        config_of_core = with_executor(vllm_config, executor_class)
         self.usage_context = usage_context
         self.vllm_config = vllm_config
         self.input_processor = InputProcessor.of(vllm_config)
@@ -114,12 +107,18 @@ class LLMEngine(EngineControls):
             reasoning_parser=vllm_config.reasoning_parser,
         )
         self.log_stats = log_stats
-        self.engine_core = make_core(vllm_config, multiprocess_mode)
+        self.engine_core = make_core(config_of_core, multiprocess_mode)
         self._tracer = start_tracer(vllm_config)
-        self._finalizer = weakref.finalize(self, _close, self.engine_core, self._tracer)
-        self._lockstep_peers = lockstep_peers_of(self.engine_core, vllm_config)
+        peers = self._lockstep_peers
+        self._finalizer = weakref.finalize(self, _close, self.engine_core, self._tracer, peers)
+        if peers is not None:
+            peers.join()
+        self.dp_group = None if peers is None else peers.group
+        """The engines that step together with this one; None for an engine of its own."""
+        self.should_execute_dummy_batch = False
+        """The next `step` runs the model for nobody, because other engines have work."""
         self.observability_config = vllm_config.observability_config
-        self.external_launcher_dp = self._lockstep_peers is not None
+        self.external_launcher_dp = peers is not None
         """Every rank is a program of its own, which somebody else started."""
         self.description = self.engine_core.description
         self.input_processor.max_model_len = self.description.max_model_len
@@ -136,8 +135,6 @@ class LLMEngine(EngineControls):
             )
             self.logger_manager.log_engine_initialized()
         self._clock = clock
-        self._log_interval_s = float(os.environ.get(LOG_INTERVAL, DEFAULT_LOG_INTERVAL_S))
-        self._logged_at = clock()
         self.reset_mm_cache()
 
     @classmethod
@@ -191,15 +188,18 @@ class LLMEngine(EngineControls):
         """Queue a request; its outputs come from `step`, under `request_id`.
 
         Returns the internal id, by which `abort_request` can tell it from others of the same
-        `request_id`. Raises as `EngineClient.generate` does; for an id that is no string that is a
-        `TypeError`, too.
+        `request_id`. A prompt that is an `EngineCoreRequest` gets this id, too; its own parameters
+        count, if it has some, and `prompt_text` is its text: any other prompt brings its own.
+
+        Raises as `EngineClient.generate` does; for an id that is no string that is a `TypeError`,
+        too.
         """
         check_id(request_id)
         check_whole(prompt)
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
         if isinstance(prompt, EngineCoreRequest):
-            warn_of_made_requests(request_id, prompt)
+            warn_of_made_requests(self, request_id, prompt)
         request = self.input_processor.process_inputs(
             request_id,
             prompt,
@@ -212,7 +212,8 @@ class LLMEngine(EngineControls):
             priority,
         )
         self.input_processor.assign_request_id(request)
-        prompt_text = prompt_text or text_of(prompt)
+        if not isinstance(prompt, EngineCoreRequest):
+            prompt_text = text_of(prompt)
         parent, parts = fan_out(request)
         kind = getattr(request.params, "output_kind", RequestOutputKind.FINAL_ONLY)
         facts = RequestFacts(
@@ -232,6 +233,8 @@ class LLMEngine(EngineControls):
         except BaseException:
             self._end(collector.request_ids)
             raise
+        if isinstance(prompt, EngineCoreRequest):
+            name_alike(prompt, request)
         return request.request_id
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
@@ -267,17 +270,10 @@ class LLMEngine(EngineControls):
         """
         if self._lockstep_peers is None:
             return has_unfinished
-        return self._lockstep_peers.any_unfinished(has_unfinished)
-
-    @property
-    def dp_group(self) -> object | None:
-        """The engines that step together with this one; None for an engine of its own."""
-        return None if self._lockstep_peers is None else self._lockstep_peers.group
-
-    @property
-    def should_execute_dummy_batch(self) -> bool:
-        """The next `step` runs the model for nobody, because other engines have work."""
-        return self._lockstep_peers is not None and self._lockstep_peers.wanted
+        anywhere = self._lockstep_peers.any_unfinished(has_unfinished)
+        if anywhere and not has_unfinished:
+            self.should_execute_dummy_batch = True
+        return anywhere
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Let the core take a step; what came of it, one output a request.
@@ -285,14 +281,20 @@ class LLMEngine(EngineControls):
         A request that failed in the engine has a last output with the finish reason "error" and
         the message as its `stop_reason`. Raises `EngineDeadError` when the core has ended.
         """
-        if not self._open:
-            if self._lockstep_peers is not None:
-                self._lockstep_peers.keep()
+        if self.should_execute_dummy_batch:
+            self.should_execute_dummy_batch = False
+            self.collective_rpc("execute_dummy_batch")
             return []
-        message = self.engine_core.get_output()
-        stopped = self.output_processor.process(message.outputs)
-        self._follow(message, stopped)
-        self.engine_core.abort(stopped)
+        if not self._open:
+            return []
+        with self._span("get_output"):
+            message = self.engine_core.get_output()
+        with self._span("process_outputs"):
+            stopped = self.output_processor.process(message.outputs)
+        with self._span("abort_requests"):
+            self.engine_core.abort(stopped)
+        with self._span("record_stats"):
+            self._record(message, stopped)
         touched = {
             id(opened): opened
             for output in message.outputs
@@ -300,17 +302,10 @@ class LLMEngine(EngineControls):
         }
         return [output for opened in touched.values() if (output := self._take(opened))]
 
-    def _follow(self, message: EngineCoreOutputs, stopped: Sequence[str]) -> None:
-        """Tell the tracer and the receivers of statistics what came."""
-        if self._tracer is not None:
-            self._tracer.take(message)
-            self._tracer.stopped(stopped)
-        if self.logger_manager is None or not message.outputs:
-            return
-        if message.scheduler_stats is None and self.logger_manager.wants_iterations:
-            message.scheduler_stats = self._fetch_stats()
-        self.logger_manager.take(message, stopped)
-        self.do_log_stats_with_interval()
+    def _span(self, name: str) -> AbstractContextManager[Any]:
+        """Marks a part of a step in a profile of this process."""
+        core = getattr(self.engine_core, "core", None)
+        return _NOTHING if core is None else core.runner.profiler.span(f"llm_engine step: {name}")
 
     def _take(self, opened: _Open) -> RequestOutput | PoolingRequestOutput | None:
         try:
@@ -324,16 +319,6 @@ class LLMEngine(EngineControls):
         if output.finished:
             self._end(opened.collector.request_ids)
         return output
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        super().sleep(level, mode)
-        if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(1, level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        super().wake_up(tags)
-        if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(0, 0)
 
     # --- facts --------------------------------------------------------------------------------
 
@@ -358,31 +343,6 @@ class LLMEngine(EngineControls):
             raise UnsupportedFeatureError("the model runs in another process")
         return core.runner
 
-    # --- statistics ---------------------------------------------------------------------------
-
-    def get_metrics(self) -> list[Metric]:
-        """The values of all metrics now. Raises `UnsupportedFeatureError` without `log_stats`."""
-        if not self.log_stats:
-            raise UnsupportedFeatureError("this engine keeps no statistics: log_stats is False")
-        self._metrics.stats_by_engine[self.description.engine_id] = self._fetch_stats()
-        return self._metrics.snapshot()
-
-    def do_log_stats(self) -> None:
-        """Hand the statistics to every logger, and let it report; nothing without `log_stats`."""
-        if self.logger_manager is not None:
-            self.logger_manager.record(self._fetch_stats(), None)
-            self.logger_manager.log()
-
-    def do_log_stats_with_interval(self) -> None:
-        """The same, if the interval has passed since the last time."""
-        now = self._clock()
-        if now - self._logged_at >= self._log_interval_s:
-            self._logged_at = now
-            self.do_log_stats()
-
-    def _fetch_stats(self) -> SchedulerStats:
-        return msgspec.convert(self.call_core("stats"), SchedulerStats)
-
     # --- the core -----------------------------------------------------------------------------
 
     def control(self, call: AnyControlCall) -> Any:
@@ -405,7 +365,9 @@ class LLMEngine(EngineControls):
         self._finalizer()
 
 
-def _close(core: SyncCore, tracer: RequestTracer | None) -> None:
+def _close(core: SyncCore, tracer: RequestTracer | None, peers: LockstepPeers | None) -> None:
+    if peers is not None:
+        peers.group.leave()
     core.close()
     if tracer is not None:
         tracer.close()

@@ -12,6 +12,7 @@ from diptych_protocol import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDescription,
+    InvalidRequestError,
     UnsupportedFeatureError,
 )
 
@@ -39,10 +40,11 @@ class SyncCore(Protocol):
     def close(self) -> None: ...
 
 
-def lockstep_peers_of(core: SyncCore, config: EngineConfig) -> LockstepPeers | None:
-    """The engines that step together with this one; None for an engine of its own.
+def lockstep_peers_of(config: EngineConfig, in_process_of_its_own: bool) -> LockstepPeers | None:
+    """The engines that step together with this one, to be joined; None for an engine of its own.
 
-    Raises `UnsupportedFeatureError` for cores that share requests: an `AsyncLLM` has those.
+    Raises `UnsupportedFeatureError` for cores that share requests: an `AsyncLLM` has those. Raises
+    `InvalidRequestError` for engines in lock-step that cannot work or do not know where to meet.
     """
     if config.data_parallel_size == 1:
         return None
@@ -51,9 +53,13 @@ def lockstep_peers_of(core: SyncCore, config: EngineConfig) -> LockstepPeers | N
             "an LLMEngine has one core; for data_parallel_size > 1 use AsyncLLM, or "
             "data_parallel_lockstep with an engine in each program"
         )
-    from diptych_engine.serving.lockstep_peers import join_lockstep_peers
+    if in_process_of_its_own:
+        raise InvalidRequestError(
+            "an LLMEngine in lock-step has its core in its own process", param="multiprocess_mode"
+        )
+    from diptych_engine.serving.lockstep_peers import LockstepPeers
 
-    return join_lockstep_peers(core, config)
+    return LockstepPeers(config)
 
 
 def make_core(config: EngineConfig, in_process_of_its_own: bool) -> SyncCore:

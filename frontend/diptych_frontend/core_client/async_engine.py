@@ -1,7 +1,7 @@
 """What AsyncLLM and the router's PoolClient share: from prompts to requests, from tokens to text.
 
 A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it is taken back
-(`_withdraw`), and feeds the outputs that come in to `_deliver`.
+(`_withdraw`), and feeds the outputs that come in to `_hand_out`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import warnings
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from functools import partial
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
-from diptych_frontend.text.deprecations import warn_of_made_requests
-from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.deprecations import warn_of_made_requests, warn_of_truncation
+from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of
 from diptych_frontend.text.output_processor import (
     Collector,
     OutputProcessor,
@@ -109,12 +108,9 @@ class AsyncEngine(EngineClient):
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         """The newest statistics of each engine, by its id."""
 
-    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
-        """Hand a step's outputs to those who wait for them, and abort those that ended here."""
-        self._withdraw(self._hand_out(outputs))
-
     def _hand_out(self, outputs: list[EngineCoreOutput]) -> list[str]:
-        """The first half of `_deliver`; returns the requests to abort."""
+        """Hand a step's outputs to those who wait for them. Returns the requests that ended here,
+        which are to be withdrawn."""
         ended_here = self.output_processor.process(outputs)
         if ended_here and self._tracer is not None:
             self._tracer.stopped(ended_here)
@@ -167,7 +163,9 @@ class AsyncEngine(EngineClient):
                 request_id,
                 sampling_params,
                 self.renderer,
+                prompt_text=prompt_text,
                 lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
                 priority=priority,
                 trace_headers=trace_headers,
                 data_parallel_rank=data_parallel_rank,
@@ -179,7 +177,9 @@ class AsyncEngine(EngineClient):
                 async for output in outputs:
                     yield output
             return
-        check_whole(prompt)
+        if isinstance(prompt, EngineCoreRequest):
+            check_whole(prompt)
+            sampling_params = params_of(prompt, sampling_params)
         if isinstance(sampling_params, PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(
@@ -218,7 +218,10 @@ class AsyncEngine(EngineClient):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
-            warnings.warn("truncate_prompt_tokens is ignored", DeprecationWarning, stacklevel=2)
+            warn_of_truncation()
+        if isinstance(prompt, EngineCoreRequest):
+            check_whole(prompt)
+            pooling_params = params_of(prompt, pooling_params)
         if isinstance(pooling_params, SamplingParams):
             raise InvalidRequestError(
                 "sampling parameters are for generate", param="pooling_params"
@@ -252,7 +255,9 @@ class AsyncEngine(EngineClient):
             if piece is None:
                 raise InvalidRequestError("the prompt ended before its first piece", param="prompt")
             first = prompt.extend(piece)
-            collector = await self.add_request(first.request_id, first, first.sampling)
+            collector = await self.add_request(
+                first.request_id, first, first.sampling, prompt_text=prompt.text
+            )
             with self._until_finished(collector):
                 while not collector.finished:
                     output = await collector.get()
@@ -274,7 +279,7 @@ class AsyncEngine(EngineClient):
             return
         whole = self.input_processor.process("", prompt.extend(piece), SamplingParams())
         whole.request_id = internal_id
-        self.output_processor.next_piece(whole, None)
+        self.output_processor.next_piece(whole, prompt.text)
         self._submit(prompt.newest(whole))
 
     async def add_request(
@@ -298,13 +303,17 @@ class AsyncEngine(EngineClient):
         Once the engine has started, the request is registered before anything is awaited. Whoever
         reads the collector also sees to `abort` if he leaves early: `generate` does both. Raises as
         `generate` does.
+
+        A prompt that is an `EngineCoreRequest` gets the ids that the request has here, and
+        `prompt_text` is the text of it: any other prompt brings its own.
         """
         self._check_usable()
         await self._connect()
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
-        if isinstance(prompt, EngineCoreRequest):
-            warn_of_made_requests(request_id, prompt)
+        made = prompt if isinstance(prompt, EngineCoreRequest) else None
+        if made is not None and not made.resumable:
+            warn_of_made_requests(self, request_id, made)
         process = partial(
             self.input_processor.process,
             request_id,
@@ -320,10 +329,11 @@ class AsyncEngine(EngineClient):
             reasoning_parser_kwargs=reasoning_parser_kwargs,
             tenant=tenant,
         )
-        if _is_quick(prompt, params):
+        if _is_quick(prompt, params if made is None else params_of(made, params)):
             request = process()
         else:  # it would hold up everybody's stream here
             request = await asyncio.to_thread(process)
+        text = text_of(prompt) if made is None else prompt_text
         parent, parts = fan_out(request)
         num_tokens = len(parts) * len(request.prompt_token_ids or ())
         self._check_room(len(parts), num_tokens, request.tenant)
@@ -331,11 +341,12 @@ class AsyncEngine(EngineClient):
         try:
             with _unexpected_is_failure():
                 for index, part in enumerate(parts):
-                    text = prompt_text or text_of(prompt)
                     self._add_request(part, text, parent, index, collector)
         except BaseException:
             self._end(collector)
             raise
+        if made is not None:
+            name_alike(made, request)
         return collector
 
     async def check_admission(

@@ -221,6 +221,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             self.logger_manager.log_engine_initialized()
         self.description = self._cores.description
         self.input_processor.max_model_len = self.description.max_model_len
+        self.input_processor.logits_processors = self.description.logits_processors
 
     async def _connect(self) -> None:
         if not self._cores.is_ready:
@@ -297,10 +298,12 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         return await super().control(call)
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
+        self._check_usable()
         await self._connect()
         return await self._cores.call(method, *args, timeout_s=timeout_s)
 
     async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        self._check_usable()
         await self._connect()
         return await self._cores.call_each(method, *args, timeout_s=timeout_s)
 
@@ -312,8 +315,10 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         data_parallel_rank: int | None = None,
     ) -> None:
         KVTransferParams.naming_lease(kv_transfer_params)
+        if data_parallel_rank is not None:  # an engine of several cores takes part in no hand-off
+            self._cores.member_of(data_parallel_rank)
         try:
-            await self._cores.call(
+            await self.call_core(
                 "reject_kv_transfer", request_id, kv_transfer_params, timeout_s=NOTIFY_TIMEOUT_S
             )
         except UtilityError as exc:

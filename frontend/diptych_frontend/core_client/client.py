@@ -70,6 +70,14 @@ class MalformedAnswerError(UtilityError, ValueError):
 def open_dealer(keys: CurveKeys | None, patience_s: float = PATIENCE_S) -> zmq.Socket[bytes]:
     """A socket for one core, still to be connected; see `CoreClient` for the parameters."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    set_dealer_options(socket, keys, patience_s)
+    return socket
+
+
+def set_dealer_options(
+    socket: zmq.Socket[Any], keys: CurveKeys | None, patience_s: float = PATIENCE_S
+) -> None:
+    """Make a new DEALER one for an engine core."""
     socket.setsockopt(zmq.LINGER, 0)
     # Nothing waits for a connection: a message is for the core that listens now, or for none.
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -83,7 +91,6 @@ def open_dealer(keys: CurveKeys | None, patience_s: float = PATIENCE_S) -> zmq.S
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if keys is not None:
         use_keys(socket, keys)
-    return socket
 
 
 class CoreClient:
@@ -138,15 +145,19 @@ class CoreClient:
         Raises what `ask` raises, and `HandshakeFailedError` as soon as a connection ended before
         it began: another key may do better.
         """
-        async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    return await self.ask("describe", EngineDescription, timeout_s=timeout_s)
-                except NotConnectedError as exc:
-                    if self._handshake_failed:
-                        message = f"the key does not open a connection to {self.endpoint}"
-                        raise HandshakeFailedError(message) from exc
-                    await asyncio.sleep(CONNECT_POLL_S)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self.ask("describe", EngineDescription, timeout_s=timeout_s)
+                    except NotConnectedError as exc:
+                        if self._handshake_failed:
+                            message = f"the key does not open a connection to {self.endpoint}"
+                            raise HandshakeFailedError(message) from exc
+                        await asyncio.sleep(CONNECT_POLL_S)
+        except TimeoutError as exc:
+            message = f"no engine core answers at {self.endpoint} within {timeout_s:g} s"
+            raise TimeoutError(message) from exc
 
     async def fetch_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> SchedulerStats:
         """The core's statistics of this moment. Raises what `ask` raises."""
@@ -155,16 +166,17 @@ class CoreClient:
     def add(self, request: EngineCoreRequest) -> None:
         if request.mm_features is not None:
             request = self._images.to_send(request)
-        self._send(EngineCoreRequestType.ADD, wire.encoder.encode(request))
+        self.send((EngineCoreRequestType.ADD.value, *wire.encoder.encode(request)))
 
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:
             self._images.ended(request_ids)
-            self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
+            self.send((EngineCoreRequestType.ABORT.value, *wire.encoder.encode(request_ids)))
 
     def start_wave(self, wave: int, exclude: int) -> None:
         """Let the core step together with the others, unless its rank is `exclude`."""
-        self._send(EngineCoreRequestType.START_DP_WAVE, wire.encoder.encode((wave, exclude)))
+        payload = wire.encoder.encode((wave, exclude))
+        self.send((EngineCoreRequestType.START_DP_WAVE.value, *payload))
 
     async def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
         """A utility call.
@@ -181,9 +193,11 @@ class CoreClient:
         self._calls[call_id] = answer
         try:
             payload = encode_call(UtilityCall(0, call_id, method, list(args)))
-            self._send(EngineCoreRequestType.UTILITY, payload)
+            self.send((EngineCoreRequestType.UTILITY.value, *payload))
             async with asyncio.timeout(timeout_s):
                 return await answer
+        except TimeoutError as exc:
+            raise TimeoutError(f"{method}: no answer within {timeout_s:g} s") from exc
         finally:
             del self._calls[call_id]
 
@@ -193,7 +207,7 @@ class CoreClient:
         Raises `NotConnectedError` if nobody listens there now.
         """
         call = UtilityCall(0, ~next(self._call_ids), method, list(args))
-        self._send(EngineCoreRequestType.UTILITY, encode_call(call))
+        self.send((EngineCoreRequestType.UTILITY.value, *encode_call(call)))
 
     async def ask(
         self, method: str, wanted: type[T], *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
@@ -227,11 +241,13 @@ class CoreClient:
         self._socket.close(linger=0)
         self._fail_calls(ClientClosedError(f"the client of {self.endpoint} was closed"))
 
-    def _send(self, kind: EngineCoreRequestType, payload: Sequence[Frame]) -> None:
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send a whole message, the byte of its type first. Raises `NotConnectedError` if nobody
+        listens there now."""
         if self._closed:
             raise ClientClosedError(f"the client of {self.endpoint} was closed")
         try:
-            send_frames(self._socket, (kind.value, *payload))
+            send_frames(self._socket, frames)
         except zmq.Again as exc:
             raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
         if int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:

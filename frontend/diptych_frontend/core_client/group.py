@@ -198,9 +198,14 @@ class CoreGroup:
                     return member
         if rank is None:
             return members[0] if len(members) == 1 else min(members, key=_load)
-        if not 0 <= rank < len(members) or members[rank].leaving:
+        return self.member_of(rank)
+
+    def member_of(self, rank: int) -> CoreMember:
+        """Raises `InvalidRequestError` if there is no core of that rank."""
+        members = self.members
+        if type(rank) is not int or not 0 <= rank < len(members) or members[rank].leaving:
             raise InvalidRequestError(
-                f"data_parallel_rank {rank} is not one of the {len(members)} ranks here",
+                f"data_parallel_rank {rank!r} is not one of the {len(members)} ranks here",
                 param="data_parallel_rank",
             )
         return members[rank]

@@ -60,6 +60,10 @@ class CoreLink:
         return self._greeting is not None and self._greeting.done() and not _failed(self._greeting)
 
     @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
     def client(self) -> CoreClient:
         """The connection. Raises `EngineDeadError` before there is one, and `ClientClosedError`
         after `close`."""

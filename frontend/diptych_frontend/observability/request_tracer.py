@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from diptych_frontend.observability.span_sender import SpanSender
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -27,7 +27,6 @@ from diptych_protocol import (
 )
 from diptych_protocol import RequestJourneyEventType as Station
 
-EXPORT_TIMEOUT_S = 3.0
 SPAN_NAME = "llm_request"
 
 
@@ -47,11 +46,12 @@ class _Open:
 class RequestTracer:
     """Follows the requests of one front-end. Belongs to one thread; exports on another."""
 
-    def __init__(self, exporter: SpanExporter, *, model_name: str) -> None:
+    def __init__(self, sender: SpanSender, *, model_name: str) -> None:
         resource = Resource.create({"service.name": "diptych"})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("diptych")
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(sender.processor)
+        self._sender = sender
+        self._tracer = provider.get_tracer("diptych")
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
         self._open: dict[str, _Open] = {}
@@ -85,7 +85,7 @@ class RequestTracer:
     def close(self) -> None:
         """Send what is left, within a few seconds."""
         self._open.clear()
-        self._provider.shutdown()
+        self._sender.close()
 
     def _end(self, traced: _Open, output: EngineCoreOutput, reason: FinishReason) -> None:
         request = traced.request

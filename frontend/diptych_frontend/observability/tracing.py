@@ -9,6 +9,7 @@ from diptych_protocol import EngineConfig, InvalidRequestError
 
 if TYPE_CHECKING:
     from diptych_frontend.observability.request_tracer import RequestTracer
+    from diptych_frontend.observability.span_sender import SpanSender
 
 TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")
 MAX_STATE_CHARS = 512
@@ -25,23 +26,32 @@ def trace_context(parent: str | None, state: str | None) -> dict[str, str] | Non
     return {"traceparent": parent}
 
 
-def start_tracer(config: EngineConfig) -> RequestTracer | None:
-    """Who sends the spans to where the configuration says; None if it says nothing.
+def start_sender(endpoint: str | None) -> SpanSender | None:
+    """Who sends spans to this OTLP endpoint; None if there is none.
 
     Raises `InvalidRequestError` if what that takes is not installed.
     """
-    endpoint = config.otlp_traces_endpoint
     if endpoint is None:
         return None
     try:
         # Takes a while to import, and few need it.
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        from diptych_frontend.observability.request_tracer import EXPORT_TIMEOUT_S, RequestTracer
+        from diptych_frontend.observability.span_sender import SpanSender, otlp_exporter
     except ModuleNotFoundError as exc:
         raise InvalidRequestError(
             f"otlp_traces_endpoint needs {exc.name}: install `diptych[tracing]`",
             param="otlp_traces_endpoint",
         ) from exc
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
-    return RequestTracer(exporter, model_name=config.name)
+    return SpanSender(otlp_exporter(endpoint))
+
+
+def start_tracer(config: EngineConfig) -> RequestTracer | None:
+    """Who makes the spans of an engine's requests, if the configuration says where they go.
+
+    Raises as `start_sender` does.
+    """
+    sender = start_sender(config.otlp_traces_endpoint)
+    if sender is None:
+        return None
+    from diptych_frontend.observability.request_tracer import RequestTracer
+
+    return RequestTracer(sender, model_name=config.name)

@@ -15,14 +15,27 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def warn_of_made_requests(request_id: str, request: EngineCoreRequest) -> None:
-    """Say once what callers who make their own `EngineCoreRequest` should know."""
+def warn_of_truncation() -> None:
+    """Say once that `encode` does not do what a caller asked it for."""
     _warn_once(
-        "a prompt that is an EngineCoreRequest is deprecated: give add_request what the "
-        "renderer's render_prompt or render_chat returns"
+        "truncate_prompt_tokens of encode() is deprecated and ignored; use tokenization_kwargs "
+        "with truncation and max_length."
+    )
+
+
+def warn_of_made_requests(client: object, request_id: str, request: EngineCoreRequest) -> None:
+    """Say once what callers who make their own `EngineCoreRequest` should know.
+
+    The words are vLLM's, which users look for, but for the names of the renderer's methods.
+    """
+    name = type(client).__name__
+    _warn_once(
+        f"Passing EngineCoreRequest to {name}.generate() and .add_requests() is deprecated. You "
+        "should instead pass the outputs of the renderer's render_prompt() or render_chat()."
     )
     if request_id != request.request_id:
         _warn_once(
-            "add_request was given another request_id than its EngineCoreRequest has: "
-            "the latter is used"
+            f"{name}.add_request() was passed a request_id parameter that does not match the "
+            "EngineCoreRequest.request_id attribute. The latter will be used, and the former will "
+            "be ignored."
         )

@@ -45,6 +45,7 @@ class InputProcessor:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         scheduling_policy: SchedulingPolicy = "fcfs",
+        logits_processors: Collection[str] = (),
         reasoning_parser: ReasoningParserName = "none",
     ) -> None:
         self.renderer = renderer
@@ -52,6 +53,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.scheduling_policy = scheduling_policy
+        self.logits_processors = logits_processors
         self.reasoning_parser = reasoning_parser
 
     @classmethod
@@ -70,6 +72,7 @@ class InputProcessor:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             scheduling_policy=config.scheduling_policy,
+            logits_processors=config.logits_processors,
             reasoning_parser=config.reasoning_parser,
         )
 
@@ -105,7 +108,7 @@ class InputProcessor:
         """Build the request for the core; the caller's objects stay as they are.
 
         The prompt may be an `EngineCoreRequest` made elsewhere: its prompt, salt, parameters and
-        routing then count, its id is taken for the caller's.
+        routing then count, its id is taken for the caller's. `params` are for one without any.
 
         supported_tasks: refuse a pooling task that is not among them; the core refuses it, too.
 
@@ -114,9 +117,7 @@ class InputProcessor:
         """
         wanted = tokenization(tokenization_kwargs)
         if isinstance(prompt, EngineCoreRequest):
-            return self._finish(
-                self._adopt(request_as_sent(prompt), _as_sent(params)), supported_tasks
-            )
+            return self._finish(self._adopt(request_as_sent(prompt), params), supported_tasks)
         check_id(request_id)
         if not isinstance(params, (SamplingParams, PoolingParams)):
             params = _as_sent(params)
@@ -156,28 +157,25 @@ class InputProcessor:
         request.external_req_id = request.request_id
         request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
 
-    def _adopt(
-        self, request: EngineCoreRequest, params: SamplingParams | PoolingParams
-    ) -> EngineCoreRequest:
+    def _adopt(self, request: EngineCoreRequest, params: object) -> EngineCoreRequest:
         given = request.prompt_token_ids
         prompt = TokensPrompt(prompt_token_ids=[] if given is None else given)
         if request.prompt_embeds is not None:
             prompt = TokensPrompt(prompt_embeds=request.prompt_embeds)
         elif request.mm_features is not None:
             prompt["mm_features"] = request.mm_features
+        rendered = self.renderer.render_prompt(prompt)
         adopted = msgspec.structs.replace(
-            request, prompt_token_ids=self.renderer.render_prompt(prompt)["prompt_token_ids"]
+            request,
+            prompt_token_ids=rendered["prompt_token_ids"],
+            prompt_embeds=rendered.get("prompt_embeds"),
         )
         if request.sampling_params is None and request.pooling_params is None:
-            if isinstance(params, PoolingParams):
-                adopted.pooling_params = params
+            wanted = _as_sent(params)
+            if isinstance(wanted, PoolingParams):
+                adopted.pooling_params = wanted
             else:
-                adopted.sampling_params = params
-        if type(adopted.params) is not type(params):
-            raise InvalidRequestError(
-                "a request with pooling_params is for encode, others are for generate",
-                param="prompt",
-            )
+                adopted.sampling_params = wanted
         return adopted
 
     def _finish(
@@ -188,6 +186,9 @@ class InputProcessor:
             raise InvalidRequestError(
                 "arrival_time must be finite: requests are ordered by it", param="arrival_time"
             )
+        check_options(
+            self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
+        )
         num_prompt_tokens = len(request.prompt_token_ids or ())
         if request.mm_features is not None:
             self._check_images(request)
@@ -195,16 +196,14 @@ class InputProcessor:
             _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
         else:
-            check_options(
-                self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
-            )
             request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
             if request.prompt_embeds is not None and request.sampling.prompt_logprobs is not None:
                 raise InvalidRequestError(
                     "prompt_logprobs are of tokens; prompt_embeds have none",
                     param="prompt_logprobs",
                 )
-        request.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
+        if request.eos_token_id is None and self.eos_token_ids:
+            request.eos_token_id = self.eos_token_ids[0]
         return request
 
     def _check_images(self, request: EngineCoreRequest) -> None:
@@ -244,6 +243,8 @@ class InputProcessor:
         """A checked copy of the parameters in which nothing is left open."""
         params.check()
         params.check_vocabulary(self.vocab_size)
+        if params.logits_processors:
+            params.check_processors(self.logits_processors)
         self._check_stops(params)
         self._check_form(params)
         _check_kv_transfer(params)
@@ -316,6 +317,17 @@ class InputProcessor:
                 "use stop_token_ids",
                 param="stop",
             )
+
+
+def name_alike(prompt: EngineCoreRequest, request: EngineCoreRequest) -> None:
+    """Give a request made elsewhere the ids of what was made of it, by which its maker can abort
+    it."""
+    prompt.request_id, prompt.external_req_id = request.request_id, request.external_req_id
+
+
+def params_of(request: EngineCoreRequest, params: Any) -> Any:
+    """The parameters that count: a request made elsewhere has its own, or else takes these."""
+    return request.sampling_params or request.pooling_params or params
 
 
 def _as_sent(params: object) -> SamplingParams | PoolingParams:

@@ -53,10 +53,8 @@ class OutputProcessor:
         """
         self._tokenizer = tokenizer
         style = format_of(reasoning_parser)
-        self._marker_ids: frozenset[int] = frozenset()
-        """Markers of reasoning that are special tokens."""
-        if style is not None and tokenizer is not None:
-            self._marker_ids = tokenizer.special_ids_of(style.markers)
+        self._markers: Collection[str] = () if style is None else style.markers
+        """What stands around reasoning; some tokenizers have it as special tokens."""
         self._stream_interval = stream_interval
         self._answers: dict[str, _Answer | PoolingAnswer] = {}
         self._waiting: dict[str, int] = {}
@@ -73,6 +71,11 @@ class OutputProcessor:
     def open_ids(self) -> Collection[str]:
         """The users' ids of the requests that have not ended."""
         return self._by_external_id.keys()
+
+    def collector_of(self, request_id: str) -> Collector[Any] | None:
+        """Where the outputs of an open request (a user's id) go; of several, those of one."""
+        open_here = self._by_external_id.get(request_id, ())
+        return next((self._answers[internal_id].collector for internal_id in open_here), None)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -93,11 +96,11 @@ class OutputProcessor:
         request_id = request.request_id
         if request_id in self._answers:
             raise ValueError(f"request {request_id} is running already")
-        answer: _Answer | PoolingAnswer
-        if request.pooling_params is not None:
-            answer = PoolingAnswer(request, collector)
-        else:
-            answer = self._answer(request, prompt_text, collector, parent, index)
+        answer = (
+            self._answer(request, prompt_text, collector, parent, index, self._tokenizer)
+            if request.pooling_params is None
+            else PoolingAnswer(request, collector)
+        )
         self._answers[request_id] = answer
         self._waiting[request_id] = len(request.prompt_token_ids or ())
         self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
@@ -111,7 +114,7 @@ class OutputProcessor:
         Raises `KeyError` if it has ended meanwhile.
         """
         collector: Collector[Any] = self._answers[request.request_id].collector
-        answer = self._answer(request, prompt_text, collector, None, 0)
+        answer = self._answer(request, prompt_text, collector, None, 0, self._tokenizer)
         self._answers[request.request_id] = answer
 
     def _answer(
@@ -121,10 +124,12 @@ class OutputProcessor:
         collector: Collector[RequestOutput],
         parent: ParentRequest | None,
         index: int,
+        tokenizer: Tokenizer | None,
     ) -> _Answer:
+        """A subclass may know a better tokenizer for the request."""
         # Who says how reasoning is to be parsed will look for its markers in the text.
-        kept = () if request.reasoning_parser_kwargs is None else self._marker_ids
-        made = _Answer(request, prompt_text, collector, parent, index, self._tokenizer, kept)
+        kept = () if request.reasoning_parser_kwargs is None else self._markers
+        made = _Answer(request, prompt_text, collector, parent, index, tokenizer, kept)
         made.stream_interval = self._stream_interval
         return made
 
@@ -243,7 +248,7 @@ class _Answer:
         parent: ParentRequest | None,
         index: int,
         tokenizer: Tokenizer | None,
-        kept_token_ids: Collection[int],
+        markers: Collection[str],
     ) -> None:
         params = request.sampling
         prompt = request.prompt_token_ids or []
@@ -260,7 +265,8 @@ class _Answer:
         if tokenizer is not None and params.detokenize:
             made_elsewhere = request.generated_token_ids or []
             context = [*prompt, *made_elsewhere]
-            self._detokenizer = Detokenizer(tokenizer, params, context, kept_token_ids)
+            kept = tokenizer.special_ids_of(markers) if markers else ()
+            self._detokenizer = Detokenizer(tokenizer, params, context, kept)
             self._detokenizer.num_tokens = len(made_elsewhere)
         self._wants_logprobs = params.logprobs is not None
         self._cumulative_logprob = 0.0

@@ -16,7 +16,7 @@ import msgspec
 
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.renderer import TextRenderer
-from diptych_frontend.text.tokenization import AS_USUAL, WITHOUT_SPECIAL_TOKENS
+from diptych_frontend.text.tokenization import tokenization
 from diptych_protocol import (
     EngineCoreRequest,
     InvalidRequestError,
@@ -42,7 +42,9 @@ class StreamedPrompt:
         params: SamplingParams | PoolingParams,
         renderer: TextRenderer,
         *,
+        prompt_text: str | None = None,
         lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
@@ -50,11 +52,15 @@ class StreamedPrompt:
         reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> None:
-        """`params` are those of pieces without their own; the rest is for all of them.
+        """`params` are those of pieces without their own; the rest is for all of them. Special
+        tokens begin the first piece only.
 
         Raises `InvalidRequestError` for parameters with which a prompt cannot come in pieces.
         """
         self._params = _checked(params)
+        self.text = prompt_text
+        """What every answer tells as its prompt."""
+        self._tokenization = tokenization(tokenization_kwargs)
         self._template = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=None,
@@ -95,10 +101,10 @@ class StreamedPrompt:
                 raise InvalidRequestError(
                     "output_kind must be the same for every piece", param="output_kind"
                 )
-        rendered = self._renderer.render_prompt(
-            piece.prompt,
-            tokenization=WITHOUT_SPECIAL_TOKENS if self._token_ids else AS_USUAL,
-        )
+        wanted = self._tokenization
+        if self._token_ids:
+            wanted = msgspec.structs.replace(wanted, add_special_tokens=False)
+        rendered = self._renderer.render_prompt(piece.prompt, tokenization=wanted)
         for field in ("prompt_embeds", "mm_features"):
             if rendered.get(field) is not None:
                 raise InvalidRequestError(f"a prompt in pieces cannot have {field}", param=field)

@@ -50,5 +50,5 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
     if field.default is msgspec.NODEFAULT:
-        return "`{}`"
+        return f"`{field.default_factory()}`"
     return "" if field.default in (None, "") else f"`{json.dumps(field.default)}`"

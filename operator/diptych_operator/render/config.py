@@ -80,6 +80,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,
+        otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
     )
 
 

@@ -85,7 +85,13 @@ async def test_contract_C02_stopped_is_errored(killed: Killed) -> None:
     assert all(is_stopped == errored for _, is_stopped, errored in killed.states)
 
 
-async def test_contract_C03_a_killed_core_is_noticed_within_a_second(killed: Killed) -> None:
+@pytest.mark.parametrize("call", ["reset_prefix_cache", "is_sleeping", "list_loras"])
+async def test_contract_C04_a_control_call_raises_the_cause(killed: Killed, call: str) -> None:
+    with pytest.raises(EngineDeadError, match="killed by signal 9"):
+        await getattr(killed.engine, call)()
+
+
+async def test_contract_C03_a_killed_core_is_noticed_without_a_call(killed: Killed) -> None:
     assert [errored for _, _, errored in killed.states] == [False, False, True]
 
 

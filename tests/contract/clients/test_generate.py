@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import httpx
@@ -25,6 +25,7 @@ from diptych_protocol import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StreamingInput,
     StructuredOutputsParams,
 )
 
@@ -113,6 +114,19 @@ async def test_contract_C05_every_kind_of_prompt_gives_the_same(engine: AsyncLLM
     ]
     assert len(set(answers)) == 1
     assert answers[0]
+
+
+async def test_contract_C27_options_of_the_tokenizer_are_for_every_piece(
+    engine: AsyncLLM,
+) -> None:
+    async def pieces() -> AsyncGenerator[StreamingInput, None]:
+        for piece in ("one two three", " four five six"):
+            yield StreamingInput(piece)
+
+    wanted = SamplingParams(temperature=0.0, max_tokens=1)
+    options = {"truncation": True, "max_length": 2}
+    outputs = engine.generate(pieces(), wanted, "pieces", tokenization_kwargs=options)
+    assert {len(o.prompt_token_ids or ()) async for o in outputs} == {2, 4}
 
 
 async def test_contract_C05_leaving_early_aborts_in_the_core(

@@ -96,7 +96,7 @@ async def test_contract_C24_what_a_worker_raises_its_caller_raises(engine: Async
 
 
 async def test_contract_C24_the_callers_wait_has_its_deadline(engine: AsyncLLM) -> None:
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"collective_rpc: no answer within 0\.1 s"):
         await engine.collective_rpc("sleep", timeout=0.1, args=(0.4,))
     assert await engine.collective_rpc("sleep", timeout=5.0, args=(0.0,)) == ["slept"]
     assert await generated(engine)

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from engine_kit.async_llm import params
 from engine_kit.core import CLIENT, core_request, make_core, step, tokens
+from engine_kit.mq import running, set_up
 from engine_kit.stat_logger import RecordingLogger
 from model_kit.pictures import encoded, image_part, picture
 
@@ -134,3 +135,34 @@ async def test_contract_C13_C14_both_resets_through_a_process(
     told = RecordingLogger.made[-1].images
     assert told[-1].queries == 6
     assert any(each.reset for each in told)
+
+
+async def test_contract_C13_Q16_the_older_client_forgets_its_images_without_waiting(
+    published: Any,
+) -> None:
+    prompt: Any = {"prompt": "see <image>!", "multi_modal_data": {"image": encoded(picture(1))}}
+    wanted = params(max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY)
+    config = EngineConfig(published.uri, num_blocks=64, num_threads=1, weight_packing="none")
+    with running(config) as core:
+        async with set_up(core) as client:
+
+            async def ask(name: str) -> tuple[list[int], int]:
+                """What it says, and how many images were found prepared."""
+                before = client.renderer.stat_mm_cache()
+                [output] = [output async for output in client.generate(prompt, wanted, name)]
+                after = client.renderer.stat_mm_cache()
+                assert before is not None
+                assert after is not None
+                return [*output.outputs[0].token_ids], after.hits - before.hits
+
+            first, found = await ask("a")
+            assert found == 0
+            assert await ask("b") == (first, 1)
+            await client.reset_mm_cache()
+            assert await ask("c") == (first, 0)
+            await client.sleep(0)
+            await client.wake_up()
+            assert await ask("d") == (first, 1), "a light sleep forgets nothing"
+            await client.sleep(1)
+            await client.wake_up()
+            assert await ask("e") == (first, 0)

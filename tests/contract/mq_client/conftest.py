@@ -1,40 +1,50 @@
-"""A client, an engine that does what it is told, and a process that stands for it."""
+"""An engine in a process of its own, which no client here owns, and a client of it."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from engine_kit.fake_core import FakeCore
-from engine_kit.mq import Process, endpoint, make_client
+from engine_kit.mq import REAL, endpoint, real_with, running, set_up
 
 from diptych_engine import MQLLMEngineClient
+from diptych_frontend.core_client.launcher import CoreProcess
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoreProcess]:
+    """The engine of all tests that leave it well."""
+    traces = tmp_path_factory.mktemp("traces")
+    with running(real_with(profile_dir=str(traces))) as core:
+        yield core
+
+
+@pytest_asyncio.fixture
+async def client(served: CoreProcess) -> AsyncIterator[MQLLMEngineClient]:
+    async with set_up(served) as client:
+        yield client
 
 
 @pytest.fixture
-def process() -> Iterator[Process]:
-    """What stands for the engine's process; killed, it stays a zombie until the test ends."""
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
+def doomed() -> Iterator[CoreProcess]:
+    """An engine for one test, which may do with it what it wants."""
+    with running(REAL) as core:
+        yield core
+
+
+@pytest_asyncio.fixture
+async def mourner(doomed: CoreProcess) -> AsyncIterator[MQLLMEngineClient]:
+    """A client of the doomed engine."""
+    async with set_up(doomed) as client:
+        yield client
 
 
 @pytest_asyncio.fixture
 async def fake(tmp_path: Path) -> AsyncIterator[FakeCore]:
+    """What says what no engine says."""
     core = FakeCore(endpoint(tmp_path))
     yield core
     await core.close()
-
-
-@pytest_asyncio.fixture
-async def client(
-    tmp_path: Path, process: Process, fake: FakeCore
-) -> AsyncIterator[MQLLMEngineClient]:
-    client = make_client(tmp_path, process)
-    await client.setup()
-    yield client
-    client.close()

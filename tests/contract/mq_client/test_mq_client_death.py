@@ -1,171 +1,254 @@
-"""How the older client sees its engine die, and ends itself: rows Q6 to Q8, Q14, Q18, Q20."""
+"""How the older client sees a real engine die, and ends itself: rows Q6 to Q9, Q14, Q18, Q20."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
-from pathlib import Path
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
 
 import psutil
 import pytest
-from engine_kit.fake_core import SILENCE, FakeCore, failed, said
-from engine_kit.mq import Eventually, Process, make_client, reading
+from engine_kit.failing_executor import POISON
+from engine_kit.mq import (
+    LONG,
+    PATIENCE_MS,
+    Eventually,
+    answer,
+    client_of,
+    read,
+    reading,
+    real_with,
+    running,
+)
 
 from diptych_engine import MQLLMEngineClient
+from diptych_frontend.core_client.launcher import CoreProcess
+from diptych_frontend.v0.errors import MQEngineDeadError
 from diptych_protocol import (
     EngineDeadError,
     EngineGenerateError,
+    LoRARequest,
+    SamplingParams,
     UtilityError,
-    wire,
 )
 
+POISONED = [POISON, 5, 6]
+POISON_TAKER = real_with(executor_class="engine_kit.failing_executor:FailingExecutor")
 
-async def test_contract_Q06_a_dead_process_is_noticed_though_nobody_buried_it(
-    client: MQLLMEngineClient, process: Process, eventually: Eventually
+
+async def ends_of(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def read_on(outputs: AsyncIterator[Any]) -> None:
+    async for _ in outputs:
+        pass
+
+
+async def under_way(client: MQLLMEngineClient, *names: str) -> list[asyncio.Task[list[int]]]:
+    """Requests that are on their way to the engine."""
+    tasks = reading(client, *names, length=LONG)
+    while len(client.output_queues) < len(names):
+        await asyncio.sleep(0.01)
+    return tasks
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+async def test_contract_Q06_Q18_a_killed_engine_is_noticed_though_nobody_buried_it(
+    mourner: MQLLMEngineClient, doomed: CoreProcess, eventually: Eventually
 ) -> None:
-    assert not client.errored
-    process.kill()
-    await eventually(lambda: client.errored)
-    assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
-    with pytest.raises(EngineDeadError, match=rf"Engine process \(pid {process.pid}\) died\."):
+    assert (mourner.is_running, mourner.is_stopped, mourner.errored) == (True, False, False)
+    pid = doomed.process.pid
+    tasks = await under_way(mourner, "a", "b", "c")
+    doomed.process.kill()
+    await eventually(lambda: mourner.errored)
+    assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert (mourner.is_running, mourner.is_stopped, mourner.errored) == (False, True, True)
+    with pytest.raises(RuntimeError, match=rf"^Engine process \(pid {pid}\) died\.$"):
+        await mourner.check_health()
+    assert isinstance(mourner.dead_error, EngineDeadError)
+    assert "died" in str(mourner.dead_error)
+    for end in await ends_of(tasks):
+        assert isinstance(end, MQEngineDeadError), "in the middle of their answers"
+    assert not mourner.output_queues
+    with pytest.raises(EngineDeadError, match="died"):
+        await read(mourner, "late")
+    with pytest.raises(EngineDeadError, match="died"):
+        await mourner.sleep(1)
+    await eventually(lambda: mourner.output_loop is not None and mourner.output_loop.done())
+    await eventually(lambda: mourner.health_loop is not None and mourner.health_loop.done())
+
+
+async def test_contract_Q06_the_loop_alone_sees_a_zombie(doomed: CoreProcess) -> None:
+    """No connection has to tell it."""
+    client = client_of(doomed)
+    doomed.process.kill()
+    await client.run_heartbeat_loop(timeout=10)
+    assert client.errored
+    with pytest.raises(RuntimeError, match="died"):
         await client.check_health()
+    client.close()
 
 
 async def test_contract_Q06_a_process_that_is_gone_already_is_an_error_at_once(
-    tmp_path: Path,
+    doomed: CoreProcess,
 ) -> None:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    client = make_client(tmp_path, process)
+    doomed.process.kill()
+    doomed.process.wait()
+    client = client_of(doomed)
     assert client.errored
     with pytest.raises(EngineDeadError, match="died"):
         await client.setup()
     client.close()
 
 
-async def test_contract_Q06_an_error_in_a_heartbeat_is_the_engines(
-    tmp_path: Path, process: Process, fake: FakeCore, eventually: Eventually
+async def test_contract_Q05_an_engine_that_dies_while_it_starts_is_no_time_out(
+    doomed: CoreProcess, eventually: Eventually
 ) -> None:
-    fake.answers["stats"] = SILENCE
-    client = make_client(tmp_path, process, heartbeat_s=0.01)
-    await client.setup()
-    await eventually(lambda: fake.calls("stats") == 1)
-    assert not client.errored, "silence proves nothing"
-    client.close()
-    client = make_client(tmp_path, process, heartbeat_s=0.01)
-    fake.answers["stats"] = RuntimeError("out of memory")
-    await client.setup()
-    await eventually(lambda: client.errored)
-    with pytest.raises(UtilityError, match="out of memory"):
-        await client.check_health()
+    client = client_of(doomed)  # as patient as any test
+    doomed.process.send_signal(signal.SIGSTOP)  # it cannot have started
+    greeting = asyncio.create_task(client.setup())
+    await eventually(lambda: len(client._own_sockets) == 2)  # the question is on its way
+    doomed.process.kill()
+    with pytest.raises(EngineDeadError, match="died"):
+        await greeting
     client.close()
 
 
-async def test_contract_Q07_a_silent_death_ends_every_request(
-    client: MQLLMEngineClient, process: Process, fake: FakeCore
+async def test_contract_Q06_silence_is_no_proof(
+    doomed: CoreProcess, eventually: Eventually
 ) -> None:
-    tasks = reading(client, "a", "b", "c")
-    await fake.added(3)
-    process.kill()
-    for end in await asyncio.gather(*tasks, return_exceptions=True):
-        assert isinstance(end, EngineDeadError)
-    assert not client.output_queues
-
-
-async def test_contract_Q08_an_error_of_one_request_is_its_own(
-    client: MQLLMEngineClient, fake: FakeCore
-) -> None:
-    tasks = reading(client, "a", "poisoned", "c")
-    a, poisoned, c = await fake.added(3)
-    await fake.tell(failed(poisoned, "bad numbers"))
-    await fake.tell(said(a, 1, ends=True), said(c, 2, ends=True))
-    ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert (ends[0], ends[2]) == ([1], [2])
-    assert isinstance(ends[1], EngineGenerateError)
-    assert "bad numbers" in str(ends[1])
+    client = client_of(doomed, heartbeat_ms=10)
+    await client.setup()
+    doomed.process.send_signal(signal.SIGSTOP)
+    [task] = reading(client, "waits", length=3)
+    await asyncio.sleep(0.3)  # many heartbeats that nobody answers
     assert not client.errored
+    await client.check_health()
+    doomed.process.send_signal(signal.SIGCONT)
+    assert len(await task) == 3
+    client.close()
 
 
-async def test_contract_Q08_an_error_of_a_batch_is_that_of_its_requests(
-    client: MQLLMEngineClient, fake: FakeCore
+async def test_contract_Q06_Q14_an_error_in_a_heartbeat_is_the_engines(
+    eventually: Eventually,
 ) -> None:
-    tasks = reading(client, "a", "b")
-    await fake.tell(*(failed(request, "out of memory") for request in await fake.added(2)))
-    for end in await asyncio.gather(*tasks, return_exceptions=True):
-        assert isinstance(end, EngineGenerateError)
+    """An engine that was told to end refuses the question how it is."""
+    with running(real_with(shutdown_timeout_s=PATIENCE_MS / 1000)) as core:
+        client = client_of(core, heartbeat_ms=10)
+        await client.setup()
+        params = SamplingParams(max_tokens=LONG, ignore_eos=True)
+        outputs = client.generate([1, 2, 3], params, "keeps it here")
+        await anext(outputs)
+        core.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: client.errored)
+        raised = []
+        for _ in range(2):
+            with pytest.raises(UtilityError, match="shutting down") as caught:
+                await client.check_health()
+            raised.append(caught.value)
+        assert raised[0] is raised[1] is client.dead_error.__cause__
+        with pytest.raises(MQEngineDeadError, match="shutting down"):
+            await read_on(outputs)
+        client.close()
+
+
+async def test_contract_Q07_a_silent_death_before_any_output_ends_every_request(
+    mourner: MQLLMEngineClient, doomed: CoreProcess
+) -> None:
+    doomed.process.send_signal(signal.SIGSTOP)
+    tasks = await under_way(mourner, "a", "b", "c")
+    doomed.process.kill()
+    for end in await ends_of(tasks):
+        assert isinstance(end, EngineDeadError)
+    assert not mourner.output_queues
+
+
+# --- errors that the engine tells -------------------------------------------------------------
+
+
+async def test_contract_Q08_an_error_of_one_request_is_its_own(client: MQLLMEngineClient) -> None:
+    """The engine finds no adapter; to the others it says what it would have said."""
+    alone = await read(client, "alone", length=20)
+    tasks: list[asyncio.Task[Any]] = [*reading(client, "a", length=20)]
+    nowhere = LoRARequest("poisoned", 9, "/nowhere")
+    tasks.append(asyncio.create_task(answer(client, [1, 2], nowhere)))
+    tasks += reading(client, "c", length=20)
+    first, poisoned, last = await ends_of(tasks)
+    assert first == last == alone
+    assert isinstance(poisoned, EngineGenerateError)
+    assert "/nowhere" in str(poisoned)
     assert client.is_running
 
 
-async def test_contract_Q08_of_two_fatal_errors_the_first_is_kept(
-    client: MQLLMEngineClient, process: Process, fake: FakeCore, eventually: Eventually
+async def test_contract_Q08_Q14_of_two_fatal_errors_the_first_is_kept(
+    eventually: Eventually,
 ) -> None:
-    [task] = reading(client, "a")
-    await fake.added(1)
-    await fake.send(wire.ENGINE_CORE_DEAD)
-    await eventually(lambda: client.errored)
-    process.kill()
-    await asyncio.sleep(0.05)  # the second one is seen, and changes nothing
-    with pytest.raises(EngineDeadError, match="has ended") as waited:
-        await task
-    assert waited.value is client.dead_error
-    assert "died" not in str(client.dead_error)
-
-
-async def test_contract_Q08_an_answer_that_cannot_be_read_ends_what_may_wait_for_it(
-    client: MQLLMEngineClient, fake: FakeCore
-) -> None:
-    [task] = reading(client, "r")
-    await fake.added(1)
-    fake.answers["stats"] = SILENCE
-    [member] = client._cores.members
-    question = asyncio.create_task(member.refresh_stats())
-    await fake.added(1)
-    await fake.send(b"\xc1 is no message")
-    for waiting in (task, question):
-        with pytest.raises(EngineDeadError, match="cannot be read"):
-            await waiting
-    assert not client.output_queues
-
-
-async def test_contract_Q14_health_is_the_first_cause_itself(
-    client: MQLLMEngineClient, fake: FakeCore
-) -> None:
-    await client.check_health()
-    fake.answers["stats"] = RuntimeError("out of memory")
-    await client.take_pulse()
-    raised = []
-    for _ in range(2):
-        with pytest.raises(UtilityError) as caught:
+    """The model fails in the middle of a batch, and then the process ends."""
+    with running(POISON_TAKER) as core:
+        client = client_of(core)
+        await client.setup()
+        tasks = await under_way(client, "a", "b")
+        poisoned = asyncio.create_task(read(client, "poisoned", prompt=POISONED))
+        for end in await ends_of([*tasks, poisoned]):
+            assert isinstance(end, MQEngineDeadError)
+            assert "the model swallowed poison" in str(end)
+        first = client._errored_with
+        assert first is not None
+        await asyncio.to_thread(core.process.wait)
+        client._set_errored(RuntimeError("later"))
+        with pytest.raises(RuntimeError, match="swallowed poison") as caught:
             await client.check_health()
-        raised.append(caught.value)
-    assert raised[0] is raised[1] is client.dead_error.__cause__
+        assert caught.value is first is client.dead_error.__cause__
+        assert not client.output_queues
+        client.close()
 
 
-async def test_contract_Q18_running_is_what_is_not_errored(
-    client: MQLLMEngineClient, process: Process, eventually: Eventually
-) -> None:
-    assert (client.is_running, client.is_stopped, client.errored) == (True, False, False)
-    process.kill()
-    await eventually(lambda: client.errored)
-    assert (client.is_running, client.is_stopped, client.errored) == (False, True, True)
-    assert isinstance(client.dead_error, EngineDeadError)
-    assert "died" in str(client.dead_error)
+# --- the client's own end ---------------------------------------------------------------------
 
 
 async def test_contract_Q20_closing_leaves_no_task_and_no_descriptor(
-    tmp_path: Path, process: Process, fake: FakeCore, eventually: Eventually
+    served: CoreProcess, eventually: Eventually
 ) -> None:
-    warm = make_client(tmp_path, process)
+    warm = client_of(served)
     await warm.setup()
     warm.close()
     tasks = len(asyncio.all_tasks())
     await asyncio.sleep(0.05)
     before = psutil.Process().num_fds()
     for _ in range(20):
-        client = make_client(tmp_path, process)
+        client = client_of(served)
         await client.setup()
         client.close()
         client.close()
     await eventually(lambda: len(asyncio.all_tasks()) <= tasks)
     await eventually(lambda: psutil.Process().num_fds() <= before + 2)
-    assert process.poll() is None, "the engine lives on"
+    assert served.process.poll() is None, "the engine lives on"
+
+
+@pytest.mark.parametrize("setup", ["", "await client.setup()"], ids=["new", "set up"])
+def test_contract_Q20_a_program_that_forgets_to_close_ends(served: CoreProcess, setup: str) -> None:
+    script = f"""
+import asyncio, gc
+from engine_kit.mq import CONFIG
+from diptych_engine import MQLLMEngineClient
+
+async def main():
+    for _ in range(3):
+        client = MQLLMEngineClient({served.endpoint!r}, CONFIG, {served.process.pid})
+        {setup or "pass"}
+    del client
+    gc.collect()
+
+asyncio.run(main())
+"""
+    path = os.pathsep.join(sys.path)
+    ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
+    assert ended.returncode == 0
+    assert served.process.poll() is None, "the engine lives on"

@@ -136,7 +136,7 @@ def test_contract_L02_the_environment_decides_where_an_engine_lives_and_dies(
 
 
 def test_contract_L03_an_id_must_be_text(engine: LLMEngine) -> None:
-    with pytest.raises(TypeError, match="string, not int"):
+    with pytest.raises(TypeError, match="must be a string, got <class 'int'>"):
         engine.add_request(7, [1], params())  # type: ignore[arg-type]
     assert not engine.has_unfinished_requests()
 

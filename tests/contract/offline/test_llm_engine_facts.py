@@ -12,7 +12,7 @@ from engine_kit.llm_engine import CONFIG, params, run
 from engine_kit.stat_logger import RecordingLogger
 
 from diptych_engine import LLMEngine
-from diptych_engine.serving.llm_engine import LOG_INTERVAL
+from diptych_engine.serving.engine_reports import LOG_INTERVAL
 from diptych_protocol import (
     EngineConfig,
     UnsupportedFeatureError,
@@ -22,11 +22,12 @@ from diptych_protocol import (
 def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(LOG_INTERVAL, "5")
+    monkeypatch.setenv(LOG_INTERVAL, "999")
     now = [100.0]
     engine = LLMEngine(CONFIG, stat_loggers=[RecordingLogger], clock=lambda: now[0])
     logger = RecordingLogger.made[-1]
-    for seconds, expected in ((4.9, 0), (5.0, 1), (9.0, 1), (10.1, 2)):
+    monkeypatch.setenv(LOG_INTERVAL, "5")  # is read with each call
+    for seconds, expected in ((3.0, 0), (7.9, 0), (8.0, 1), (12.0, 1), (13.1, 2)):
         now[0] = 100.0 + seconds
         engine.do_log_stats_with_interval()
         assert logger.logged == expected

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_kit.core import VOCABULARY, core_request, generate, make_core, run
+from engine_kit.core import CLIENT, VOCABULARY, core_request, generate, make_core, run, step
+from engine_kit.pooling import runner_of
 
 from diptych_engine.control.core import EngineCore
 from diptych_frontend.model_files.model_source import resolve_model
@@ -54,6 +55,15 @@ def test_contract_C05_a_bias_touches_no_other_row(core: EngineCore) -> None:
         core_request("biased", PROMPT, max_tokens=6, logit_bias={17: 100.0}),
     )
     assert [t for o in both["plain"] for t in o.new_token_ids] == alone
+
+
+def test_contract_M04_an_output_tells_how_many_logits_are_no_numbers() -> None:
+    core = make_core()
+    core.add(core_request("broken", PROMPT, max_tokens=4), CLIENT)
+    assert [output.num_nans_in_logits for output in step(core)] == [0]
+    blocks = core.scheduler.requests["broken"].block_ids
+    runner_of(core).kv_cache[blocks] = float("nan")
+    assert [output.num_nans_in_logits for output in step(core)] == [VOCABULARY]
 
 
 # --- bad words ------------------------------------------------------------------------------------

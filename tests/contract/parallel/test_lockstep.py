@@ -111,7 +111,7 @@ async def test_contract_B13_a_pause_holds_for_all_cores_and_ends_for_all(engine:
         await at_rest(engine)
 
 
-async def test_cores_in_lockstep_keep_their_number(engine: AsyncLLM) -> None:
+async def test_contract_C23_cores_in_lockstep_keep_their_number(engine: AsyncLLM) -> None:
     with pytest.raises(InvalidRequestError, match="step together"):
         await engine.scale_elastic_ep(3)
 

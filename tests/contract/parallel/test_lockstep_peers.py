@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from waits import PATIENCE_S
 
 from diptych_engine.serving.llm_engine import LLMEngine
-from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
+from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError, SamplingParams
 
 IDLE_PROGRAM = """
 import sys
@@ -56,7 +57,25 @@ def test_contract_L05_an_idle_engine_runs_empty_steps_beside_a_busy_one(tmp_path
     engine.shutdown()
 
 
-def test_an_engine_in_lockstep_must_say_where_the_others_are() -> None:
+@pytest.mark.parametrize(
+    ("store", "elsewhere", "param"),
+    [("", False, "data_parallel_store"), ("/ranks", True, "multiprocess_mode")],
+)
+def test_an_engine_that_cannot_step_with_others_is_refused_before_its_model_is_looked_for(
+    store: str, elsewhere: bool, param: str
+) -> None:
+    nowhere = msgspec.structs.replace(config(store), model="/no/such/model.gguf")
     with pytest.raises(InvalidRequestError) as refusal:
-        LLMEngine(config(""))
-    assert refusal.value.param == "data_parallel_store"
+        LLMEngine(nowhere, multiprocess_mode=elsewhere)
+    assert refusal.value.param == param
+
+
+def test_contract_L05_an_engine_that_is_shut_down_leaves_the_others(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IDLE_PROGRAM, str(tmp_path / "ranks")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as left:
+        engine = LLMEngine(config(str(tmp_path / "ranks")))
+        engine.shutdown()
+        with pytest.raises(EngineDeadError, match="not joined"):
+            engine.has_unfinished_requests()
+        _, told = left.communicate(timeout=PATIENCE_S)
+    assert "the group in lock-step broke" in told

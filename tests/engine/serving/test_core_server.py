@@ -84,6 +84,28 @@ def test_contract_M05_a_message_names_its_core_and_the_requests_that_ended(tmp_p
     assert process.wait(PATIENCE_S) == 0
 
 
+def test_contract_M05_a_step_is_one_message_to_each_client(client: Client, endpoint: str) -> None:
+    other, control = Client(endpoint), Client(endpoint)
+    control.call("pause_generation", "keep", False)  # so that all of them begin together
+    names = {client: {"a", "b", "c"}, other: {"d", "e"}}
+    for owner, own in names.items():
+        for name in own:
+            owner.add(name, max_tokens=20)
+    deadline = Deadline("all requests have come")
+    while control.stats().num_waiting < 5:
+        deadline.check()
+    control.call("resume_generation")
+    for owner, own in names.items():
+        told: list[set[str]] = []
+        while len(told) < 20:
+            message = owner.receive()
+            told += [{output.request_id for output in message.outputs}] if message.outputs else []
+        assert told == [own] * 20
+        assert message.finished_requests == own
+    other.socket.close()
+    control.socket.close()
+
+
 def test_a_call_that_nobody_waits_for_has_no_answer(client: Client) -> None:
     for call_id, method in ((-1, "describe"), (-2, "no such method"), (7, "describe")):
         client.send(UTILITY, msgspec.msgpack.encode(UtilityCall(0, call_id, method, [])))

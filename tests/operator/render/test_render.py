@@ -119,6 +119,18 @@ def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     )
 
 
+def test_one_field_makes_all_pods_send_spans() -> None:
+    url = "http://otel:4318/v1/traces"
+    traced = service({"engine": {"otlpTracesEndpoint": url}})
+    files = {
+        name: msgspec.json.decode(text)["otlp_traces_endpoint"]
+        for config in by_kind(render(traced, SECRETS), "ConfigMap").values()
+        for name, text in config["data"].items()
+        if name != "serving.json"
+    }
+    assert files == {"engine.json": url, "router.json": url}
+
+
 @pytest.mark.parametrize(("said", "share"), [({}, 0.9), ({"gpuMemoryUtilization": 0.6}, 0.6)])
 def test_kv_cache_memory_may_be_left_to_the_engine(said: dict[str, Any], share: float) -> None:
     asked = service({"engine": {"kvCacheMemory": "auto", **said}})

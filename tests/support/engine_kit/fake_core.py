@@ -78,11 +78,13 @@ class FakeCore:
                 await asyncio.sleep(0.005)
 
     async def tell(self, *outputs: EngineCoreOutput) -> None:
-        """Send a step's outputs to the newest client."""
+        """Send a step's outputs to the client that sent the newest request."""
         await self.send(*wire.encoder.encode(EngineCoreOutputs(outputs=list(outputs))))
 
     async def send(self, *frames: Any) -> None:
-        await self._socket.send_multipart([self.heard[-1][0], *frames])
+        """To the client that sent the newest request, or else that spoke last."""
+        added = [who for who, kind, _ in self.heard if kind is EngineCoreRequestType.ADD]
+        await self._socket.send_multipart([(added or [self.heard[-1][0]])[-1], *frames])
 
     async def close(self) -> None:
         self._task.cancel()

@@ -1,0 +1,133 @@
+"""What a caller of V0 asks of an engine, and the same in this project's words."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeVar
+
+import msgspec
+
+import diptych_protocol
+from diptych_protocol import (
+    EngineConfig,
+    InvalidRequestError,
+    StructuredOutputsParams,
+    UnsupportedFeatureError,
+)
+
+Base = TypeVar("Base", bound=msgspec.Struct)
+BACKENDS: Final = (None, "auto", "guidance")
+"""What compiles grammars here is llguidance; `auto` takes what there is."""
+
+
+class Device(enum.Enum):
+    """Where V0 held blocks of KV: on the device that computes, or swapped out to the host."""
+
+    GPU = enum.auto()
+    CPU = enum.auto()
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """How grammars are compiled. There is one way, so there is nothing to set."""
+
+    backend: str = "guidance"
+    reasoning_backend: str = ""
+    """What finds reasoning, which may stand before a form; empty if nothing does."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        parser = config.reasoning_parser
+        return cls(reasoning_backend="" if parser == "none" else parser)
+
+
+@dataclass(frozen=True)
+class PromptAdapterRequest:
+    """Names a prompt adapter. No engine here has any; see `no_prompt_adapter`."""
+
+    prompt_adapter_name: str
+    prompt_adapter_id: int
+    prompt_adapter_local_path: str
+    prompt_adapter_num_virtual_tokens: int
+
+
+def no_prompt_adapter(request: object) -> None:
+    """Raise `UnsupportedFeatureError` unless the request is None."""
+    if request is not None:
+        raise UnsupportedFeatureError(
+            "prompt_adapter_request must be left alone: prompt adapters are not supported; "
+            "use lora_request"
+        )
+
+
+class GuidedDecodingParams(StructuredOutputsParams, omit_defaults=True):
+    """V0's name of `StructuredOutputsParams`, with the library that compiles the form."""
+
+    backend: str | None = None
+    """None, `auto` or `guidance`."""
+
+    def form(self) -> StructuredOutputsParams:
+        """The form under its name of today. Raises `InvalidRequestError` for another backend."""
+        if self.backend not in BACKENDS:
+            raise InvalidRequestError(
+                f"guided_decoding.backend {self.backend!r} is not here; leave it out, or use "
+                "`guidance`",
+                param="guided_decoding",
+            )
+        return _copied(self, StructuredOutputsParams)
+
+
+class SamplingParams(
+    diptych_protocol.SamplingParams, omit_defaults=True, forbid_unknown_fields=True
+):
+    """`SamplingParams` with what V0 had and V1 has not.
+
+    Clients of V1 take it too, but refuse `guided_decoding` unless it is None. V0's client takes
+    functions as `logits_processors`, and tells the engine their names.
+    """
+
+    guided_decoding: GuidedDecodingParams | None = None
+    """V0's name of `structured_outputs`."""
+
+
+def params_of_today(params: Any) -> Any:
+    """Sampling parameters without V0's fields; others are returned as they are. The caller's object
+    stays as it is.
+
+    Raises:
+        InvalidRequestError: `guided_decoding` is not what its field declares, or stands beside
+            `structured_outputs`.
+    """
+    if not isinstance(params, diptych_protocol.SamplingParams):
+        return params
+    plain = _copied(params, diptych_protocol.SamplingParams)
+    if isinstance(plain.logits_processors, list):
+        plain.logits_processors = [_name_of(each) for each in plain.logits_processors]
+    if not isinstance(params, SamplingParams):
+        return plain
+    guided = params.guided_decoding
+    if guided is None:
+        return plain
+    if not isinstance(guided, GuidedDecodingParams):
+        raise InvalidRequestError(
+            f"guided_decoding must be GuidedDecodingParams, not {type(guided).__name__}",
+            param="guided_decoding",
+        )
+    if plain.structured_outputs is not None:
+        raise InvalidRequestError(
+            "guided_decoding is the older name of structured_outputs: set one of them",
+            param="guided_decoding",
+        )
+    plain.structured_outputs = guided.form()
+    return plain
+
+
+def _name_of(processor: Any) -> Any:
+    """What a configuration calls a function, which is all that travels of it."""
+    module, name = getattr(processor, "__module__", ""), getattr(processor, "__qualname__", "")
+    return f"{module}:{name}" if module and name else processor
+
+
+def _copied(params: msgspec.Struct, base: type[Base]) -> Base:
+    return base(**{name: getattr(params, name) for name in base.__struct_fields__})

@@ -1,0 +1,24 @@
+"""Classes that run the model, and fail when they are asked to; see `EngineConfig.executor_class`.
+
+On the import path of the tests (pytest's `pythonpath`), and of the engines that they start.
+"""
+
+from __future__ import annotations
+
+from diptych_engine.execution.runner import ModelRunner
+from diptych_engine.scheduling.request import Pending, StepPlan
+
+POISON = 13
+"""A token that no model survives here."""
+
+
+class FailingExecutor(ModelRunner):
+    """Fails in the middle of an answer to a prompt that begins with `POISON`."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        for share in plan.scheduled:
+            request = share.request
+            begun = len(request.token_ids) > request.num_prompt_tokens
+            if begun and request.token_ids[0] == POISON:
+                raise RuntimeError("the model swallowed poison")
+        return super().launch(plan)
