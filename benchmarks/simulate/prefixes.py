@@ -31,6 +31,8 @@ class PrefixMemory:
     """Blocks that nobody holds, remembered prefixes included."""
     allocated: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
+    fresh: bool = False
+    """Something was remembered that nobody has been told of; whoever tells it unsets this."""
 
     def allocate(self, blocks: int) -> None:
         """Hold fresh blocks. Raises `RuntimeError` if there are not enough."""
@@ -52,6 +54,11 @@ class PrefixMemory:
             return 0, 0
         return left, left
 
+    def remembered(self) -> dict[int, int]:
+        """How many blocks of each prefix `find` finds."""
+        found = {prefix: self.find(prefix)[0] for prefix in list(self.groups)}
+        return {prefix: blocks for prefix, blocks in found.items() if blocks}
+
     def take(self, prefix: int) -> None:
         """Hold what `find` has found."""
         blocks, idle = self.find(prefix)
@@ -63,6 +70,7 @@ class PrefixMemory:
     def remember(self, prefix: int, blocks: int, shared: int) -> int:
         """A holder of `shared` blocks of a prefix has computed all of them; returns how many of its
         blocks belong to the group now. Who comes second keeps what it computed for itself."""
+        self.fresh = True
         group = self.groups.get(prefix)
         if group is None or (shared == 0 and self.find(prefix) == (0, 0)):
             self.groups[prefix] = Group(blocks)

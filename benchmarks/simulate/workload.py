@@ -10,6 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_router.policy import RequestView
+from diptych_router.prefixes.block_keys import BlockNaming
+from diptych_router.prefixes.hash_table import Keys
+
+PREFIX_BITS = 24
+"""A prefix has fewer blocks than a number of so many bits can count."""
+
+
+def prefix_keys(prefix: int, begin: int, end: int) -> Keys:
+    """The keys of some of the blocks of a common prefix."""
+    return np.arange(begin, end, dtype=np.uint64) + np.uint64((prefix + 1) << PREFIX_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +40,11 @@ class Request:
     @property
     def view(self) -> RequestView:
         """What a router's policy may know of it."""
-        return RequestView(self.prompt, self.prefix if self.prefix >= 0 else None)
+        return RequestView(self.prompt, keys=self._keys)
+
+    def _keys(self, naming: BlockNaming) -> Keys:
+        blocks = self.prefix_tokens // naming.block_size if self.prefix >= 0 else 0
+        return prefix_keys(self.prefix, 0, blocks)
 
 
 @dataclass(frozen=True, slots=True)
