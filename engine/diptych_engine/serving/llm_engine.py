@@ -29,9 +29,9 @@ from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     AnyControlCall,
     CompletionOutput,
+    DiptychError,
     EngineConfig,
     EngineCoreRequest,
-    EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
     PoolingParams,
@@ -59,6 +59,8 @@ class _Open:
     """A request that has not ended."""
 
     external_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
     collector: Collector[Any]
     facts: RequestFacts
 
@@ -220,7 +222,9 @@ class LLMEngine(EngineReports):
             len(request.prompt_token_ids or ()), deltas=kind is RequestOutputKind.DELTA
         )
         collector = Collector[Any]([part.request_id for part in parts])
-        opened = _Open(request.external_req_id or request_id, collector, facts)
+        token_ids = request.prompt_token_ids or []
+        external_id = request.external_req_id or request_id
+        opened = _Open(external_id, prompt_text, token_ids, collector, facts)
         try:
             for index, part in enumerate(parts):
                 self.output_processor.add(part, prompt_text, collector, parent, index)
@@ -278,8 +282,9 @@ class LLMEngine(EngineReports):
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Let the core take a step; what came of it, one output a request.
 
-        A request that failed in the engine has a last output with the finish reason "error" and
-        the message as its `stop_reason`. Raises `EngineDeadError` when the core has ended.
+        A request that failed in the engine, or that the core refused, has a last `RequestOutput`,
+        whose answers have the finish reason "error" and the message as their `stop_reason`; one
+        for a vector has it, too. Raises `EngineDeadError` when the core has ended.
         """
         if self.should_execute_dummy_batch:
             self.should_execute_dummy_batch = False
@@ -310,8 +315,8 @@ class LLMEngine(EngineReports):
     def _take(self, opened: _Open) -> RequestOutput | PoolingRequestOutput | None:
         try:
             output = opened.collector.take()
-        except EngineGenerateError as error:
-            output = _failed(opened.external_id, error)
+        except DiptychError as error:
+            output = _failed(opened, error)
         if output is None:
             return None
         if isinstance(output, RequestOutput) and self.log_stats:
@@ -373,6 +378,12 @@ def _close(core: SyncCore, tracer: RequestTracer | None, peers: LockstepPeers | 
         tracer.close()
 
 
-def _failed(request_id: str, error: EngineGenerateError) -> RequestOutput:
-    answer = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
-    return RequestOutput(request_id, None, [], [answer], finished=True)
+def _failed(opened: _Open, error: DiptychError) -> RequestOutput:
+    """What a failed or refused request ends with: each of its answers says why."""
+    answers = [
+        CompletionOutput(index, "", [], finish_reason="error", stop_reason=str(error))
+        for index in range(len(opened.collector.request_ids))
+    ]
+    return RequestOutput(
+        opened.external_id, opened.prompt, opened.prompt_token_ids, answers, finished=True
+    )

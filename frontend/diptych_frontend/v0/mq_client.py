@@ -179,8 +179,8 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
     async def run_heartbeat_loop(self, timeout: int) -> None:
         """Look again and again whether the engine's process lives, and ask it how it is.
 
-        timeout: milliseconds of silence until the next question. Silence is no proof of anything: a
-            step may take long.
+        timeout: milliseconds until the next question. That a question is not answered proves
+            nothing: a step may take long. A process that stands still loses its connections.
         """
         try:
             while not self._engine_process.died:
@@ -298,7 +298,9 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
 
     @property
     def errored(self) -> bool:
-        return super().errored and self._errored_with is not None
+        """Something went wrong for good; `close` alone is no error."""
+        _ = super().errored  # looks whether the engine has ended unseen
+        return self._errored_with is not None
 
     @property
     def dead_error(self) -> BaseException:
@@ -312,13 +314,19 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
             await self.check_live()
 
     def _set_errored(self, e: BaseException) -> None:
-        """Keep the first thing that went wrong, and end every open request."""
+        """Keep the first thing that went wrong, and end every open request. Each is in the log."""
+        logger.error("%r", e, exc_info=e)
         if self._errored_with is not None:
             return
         self._errored_with = e
         super()._die(ENGINE_DEAD_ERROR(e))
         self._ended.set()
         close_all(self._own_sockets)  # a core that ends waits until its clients have left
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        if self._errored_with is not None:
+            raise self.dead_error
 
     def _die(self, cause: EngineDeadError) -> None:
         error = MQEngineDeadError(str(cause))

@@ -16,8 +16,9 @@ class OutputQueue:
         self._collector = collector
 
     def put_nowait(self, item: Any) -> None:
-        """An exception ends the request's generator with it. An output comes in place of one that
-        was not read yet."""
+        """An exception ends the request. Its generator raises an `EngineGenerateError` that names
+        the exception, or the exception itself if it is a `DiptychError`. An output comes in place
+        of one that was not read yet."""
         if isinstance(item, BaseException):
             self._collector.fail(item)
         else:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import zmq.asyncio
+
 from diptych_frontend.v0.errors import MQClientClosedError
 from diptych_frontend.v0.rpc import (
     RPC_REQUEST_T,
+    VLLM_RPC_TIMEOUT,
     RPCStartupRequest,
     RPCStartupResponse,
     answer_in,
@@ -24,7 +27,7 @@ CLOSED = "this engine client was closed"
 class RpcCalls:
     """Mixed into a client of V0. Every call raises `MQClientClosedError` on a closed socket.
 
-    Time limits are those of the sockets, in milliseconds.
+    The time limit, in milliseconds, is the socket's own, or `VLLM_RPC_TIMEOUT` if it has none.
     """
 
     @staticmethod
@@ -32,7 +35,7 @@ class RpcCalls:
         request: RPCStartupRequest,
         expected_type: Any,
         error_message: str,
-        socket: QuestionSocket,
+        socket: zmq.asyncio.Socket,
     ) -> Any:
         """Ask the engine for something, and wait for it.
 
@@ -47,7 +50,7 @@ class RpcCalls:
         try:
             answer = await _answer(error_message, socket)
         except TimeoutError as exc:
-            raise TimeoutError(f"RPCServer didn't reply within {socket.timeout_ms} ms") from exc
+            raise TimeoutError(f"RPCServer didn't reply within {_timeout_ms(socket)} ms") from exc
         data = startup_response(answer.result)
         if not isinstance(data, expected_type):
             raise ValueError(error_message)
@@ -55,7 +58,7 @@ class RpcCalls:
 
     @staticmethod
     async def _send_one_way_rpc_request(
-        request: RPC_REQUEST_T, socket: QuestionSocket | RequestSocket
+        request: RPC_REQUEST_T, socket: zmq.asyncio.Socket | RequestSocket
     ) -> None:
         """Have the engine do something. That it cannot is in its log.
 
@@ -67,7 +70,7 @@ class RpcCalls:
         if frames:
             await socket.send_multipart(frames)
 
-    async def _await_ack(self, error_message: str, socket: QuestionSocket) -> None:
+    async def _await_ack(self, error_message: str, socket: zmq.asyncio.Socket) -> None:
         """Wait for the answer to what was asked on the socket.
 
         Raises `TimeoutError` if there is none in time, and what `_check_success` raises.
@@ -76,10 +79,10 @@ class RpcCalls:
         try:
             await _answer(error_message, socket)
         except TimeoutError as exc:
-            raise TimeoutError(f"MQLLMEngine didn't reply within {socket.timeout_ms}ms") from exc
+            raise TimeoutError(f"MQLLMEngine didn't reply within {_timeout_ms(socket)}ms") from exc
 
     @staticmethod
-    async def _check_success(error_message: str, socket: QuestionSocket) -> None:
+    async def _check_success(error_message: str, socket: zmq.asyncio.Socket) -> None:
         """Take the next message of the engine, which is well if that says nothing else.
 
         Raises:
@@ -90,7 +93,7 @@ class RpcCalls:
         _check_open(socket)
         await _read(socket, error_message)
 
-    async def _wait_for_server_rpc(self, socket: QuestionSocket) -> RPCStartupResponse:
+    async def _wait_for_server_rpc(self, socket: zmq.asyncio.Socket) -> RPCStartupResponse:
         """Greet the engine. Raises what `_send_get_data_rpc_request` raises."""
         response: RPCStartupResponse = await self._send_get_data_rpc_request(
             request=RPCStartupRequest.IS_SERVER_READY,
@@ -101,11 +104,11 @@ class RpcCalls:
         return response
 
 
-async def _answer(error_message: str, socket: QuestionSocket) -> UtilityOutput:
+async def _answer(error_message: str, socket: zmq.asyncio.Socket) -> UtilityOutput:
     """The next answer of the engine; what it tells everybody may come before it. Raises
     `TimeoutError`, and what `RpcCalls._check_success` raises."""
     try:
-        async with asyncio.timeout(socket.timeout_ms / 1000):
+        async with asyncio.timeout(_timeout_ms(socket) / 1000):
             while (answer := await _read(socket, error_message)) is None:
                 pass
     except asyncio.CancelledError:
@@ -115,7 +118,7 @@ async def _answer(error_message: str, socket: QuestionSocket) -> UtilityOutput:
     return answer
 
 
-async def _read(socket: QuestionSocket, error_message: str) -> UtilityOutput | None:
+async def _read(socket: zmq.asyncio.Socket, error_message: str) -> UtilityOutput | None:
     """The answer in the next message; None if that is news for every client. Raises as
     `RpcCalls._check_success` does."""
     frames = await socket.recv_multipart(copy=False)
@@ -129,6 +132,10 @@ async def _read(socket: QuestionSocket, error_message: str) -> UtilityOutput | N
     return answer if isinstance(answer, UtilityOutput) else None
 
 
-def _check_open(socket: QuestionSocket | RequestSocket) -> None:
+def _timeout_ms(socket: zmq.asyncio.Socket) -> int:
+    return socket.timeout_ms if isinstance(socket, QuestionSocket) else VLLM_RPC_TIMEOUT
+
+
+def _check_open(socket: zmq.asyncio.Socket | RequestSocket) -> None:
     if socket.closed:
         raise MQClientClosedError(CLOSED)

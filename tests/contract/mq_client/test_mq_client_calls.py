@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 from engine_kit.mq import LONG, Eventually, answer, read, reading, real_with, running, set_up
 from model_kit.questions import FACT
 
@@ -18,7 +19,7 @@ from diptych_engine.as_vllm import SamplingParams
 from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.v0.errors import MQClientClosedError
 from diptych_frontend.v0.params import DecodingConfig, Device
-from diptych_frontend.v0.rpc import RPCHeartbeatRequest, answer_in, frames_of
+from diptych_frontend.v0.rpc import RPCHeartbeatRequest, RPCStartupResponse, answer_in, frames_of
 from diptych_protocol import (
     EngineCoreRequestType,
     InvalidRequestError,
@@ -144,6 +145,18 @@ async def test_contract_Q13_an_acknowledgement_is_waited_for(
         socket.timeout_ms = 20
         with pytest.raises(TimeoutError, match="MQLLMEngine didn't reply within 20ms"):
             await client._await_ack("no", socket)  # nothing was asked
+
+
+async def test_contract_Q13_a_socket_of_the_callers_own_is_as_good(
+    client: MQLLMEngineClient,
+) -> None:
+    """It has no time limit of its own."""
+    socket = client.context.socket(zmq.DEALER)
+    socket.connect(client.data_ipc_path)
+    assert isinstance(await client._wait_for_server_rpc(socket), RPCStartupResponse)
+    await client._send_one_way_rpc_request(RPCHeartbeatRequest.HOW_ARE_YOU, socket)
+    await client._await_ack("no", socket)
+    socket.close(linger=0)
 
 
 async def test_contract_Q15_questions_are_answered_while_others_generate(

@@ -210,6 +210,32 @@ async def test_contract_Q08_Q14_of_two_fatal_errors_the_first_is_kept(
         client.close()
 
 
+async def test_contract_Q14_every_error_is_logged_with_its_traceback_and_the_first_is_kept(
+    served: CoreProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = client_of(served)
+    errors = [RuntimeError("first"), RuntimeError("second")]
+    for error in errors:
+        client._set_errored(error)
+    told = [r.exc_info for r in caplog.records if r.name == "diptych_frontend.v0.mq_client"]
+    assert [info[1] for info in told if info] == errors
+    assert client._errored_with is errors[0]
+    client.close()
+
+
+async def test_contract_Q14_an_error_that_the_owner_sets_counts(served: CoreProcess) -> None:
+    client = client_of(served)
+    assert not client.errored
+    client._errored_with = error = RuntimeError("set by the owner")
+    assert (client.errored, client.is_running, client.is_stopped) == (True, False, True)
+    with pytest.raises(RuntimeError) as caught:
+        await client.check_health()
+    assert caught.value is error
+    with pytest.raises(MQEngineDeadError, match="set by the owner"):
+        await read(client, "late")
+    client.close()
+
+
 # --- the client's own end ---------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""What an LLMEngine tells of itself, and what it leaves behind: rows L7, L8 and L13."""
+"""What an LLMEngine tells of itself and of refused requests, and what it leaves behind: rows L4,
+L7, L8 and L13."""
 
 from __future__ import annotations
 
@@ -15,8 +16,12 @@ from diptych_engine import LLMEngine
 from diptych_engine.serving.engine_reports import LOG_INTERVAL
 from diptych_protocol import (
     EngineConfig,
+    PoolingParams,
+    RequestOutput,
     UnsupportedFeatureError,
 )
+
+NARROW = EngineConfig(DUMMY, num_blocks=64, num_threads=1, max_num_seqs=1, max_num_waiting=2)
 
 
 def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
@@ -61,6 +66,34 @@ def test_contract_L04_each_step_is_recorded_with_its_tokens() -> None:
     assert len(gaps) == sum(made.num_generation_tokens for made in logger.iterations) - 2
     assert all(seconds > 0 for seconds in (*firsts, *gaps, ended.e2e_latency))
     assert len(logger.recorded) == len(logger.iterations), "a step's statistics come with it"
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in_process", "in_child"])
+def test_contract_L04_a_refused_request_ends_with_its_reason_and_others_go_on(apart: bool) -> None:
+    """The core takes as many as wait and run; `run` needs every other request to have its answer
+    and the engine to be done."""
+    engine = LLMEngine(NARROW, multiprocess_mode=apart)
+    for number in range(20):
+        engine.add_request(f"r{number}", [1, 2 + number], params(max_tokens=4))
+    engine.add_request("several", [1, 2], params(n=3))
+    engine.add_request("vector", [5, 6], PoolingParams(task="embed"))
+    outputs = run(engine)
+    assert len(outputs) == 22
+    ends = {name: told[-1] for name, told in outputs.items()}
+    refused = {n for n, end in ends.items() if end.outputs[0].finish_reason == "error"}
+    assert {"r19", "several", "vector"} <= refused
+    for name, end in ends.items():
+        for answer in end.outputs:
+            if name in refused:
+                assert "wait" in str(answer.stop_reason)
+            else:
+                assert len(answer.token_ids) == 4
+    assert len(ends["several"].outputs) == 3
+    assert isinstance(ends["vector"], RequestOutput), "a vector has no place for an error"
+    assert ends["vector"].prompt_token_ids == [5, 6]
+    engine.add_request("after", [1], params())
+    assert len(run(engine)["after"][-1].outputs[0].token_ids) == 8
     engine.shutdown()
 
 
