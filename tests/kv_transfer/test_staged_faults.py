@@ -103,6 +103,7 @@ class Decode:
         )  # fmt: skip
         driver: Any = self.connector._driver
         self.loads = driver._hinge.loads.loads
+        self._events: list[Any] = []
 
     def start(self, name: str, params: KVTransferParams) -> None:
         blocks = list(range(NUM_OURS))
@@ -110,8 +111,11 @@ class Decode:
         self.connector.start_load(name, params, blocks, blocks, TOKENS, None)
 
     def ended(self) -> LoadEnded:
-        select.select([self.connector.wake_fd], [], [], PATIENCE_S)
-        [event] = self.connector.poll_events()
+        """The next load that ends; several may have ended when somebody looks."""
+        if not self._events:
+            select.select([self.connector.wake_fd], [], [], PATIENCE_S)
+            self._events += self.connector.poll_events()
+        event = self._events.pop(0)
         assert isinstance(event, LoadEnded)
         return event
 
