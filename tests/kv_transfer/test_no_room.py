@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -51,14 +51,17 @@ class End:
 
     memory: Failing
     connector: KVConnector
+    events: list[LeaseEnded | LoadEnded] = field(default_factory=list)
+    """They have come, and nobody has asked for them yet."""
 
     def next_event(self) -> LeaseEnded | LoadEnded:
         deadline = Deadline("an event", PATIENCE_S)
-        while not (events := self.connector.poll_events()):
+        while not self.events:
             deadline.check()
-            select.select([self.connector.wake_fd], [], [], deadline.left_s)
-        [event] = events
-        return event
+            self.events += self.connector.poll_events()
+            if not self.events:
+                select.select([self.connector.wake_fd], [], [], deadline.left_s)
+        return self.events.pop(0)
 
 
 @pytest.fixture
