@@ -55,12 +55,12 @@ class Trace:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests together."""
+        """The prompt tokens of all requests together."""
         return sum(request.prompt for request in self.requests)
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests together."""
+        """The output tokens of all requests together."""
         return sum(request.output for request in self.requests)
 
     @property

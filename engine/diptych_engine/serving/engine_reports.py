@@ -15,6 +15,7 @@ from diptych_frontend.observability.stat_loggers import StatLoggerManager
 from diptych_protocol import (
     EngineCoreOutputs,
     EngineDescription,
+    InvalidRequestError,
     PauseMode,
     SchedulerStats,
     UnsupportedFeatureError,
@@ -26,6 +27,17 @@ if TYPE_CHECKING:
 LOG_INTERVAL = "DIPTYCH_LOG_STATS_INTERVAL"
 """Environment: seconds between two lines of statistics."""
 DEFAULT_LOG_INTERVAL_S = 10.0
+
+
+def log_interval_s() -> float:
+    """What the environment says now. Raises `InvalidRequestError` if it is not a number."""
+    text = os.environ.get(LOG_INTERVAL)
+    try:
+        return DEFAULT_LOG_INTERVAL_S if text is None else float(text)
+    except ValueError as exc:
+        raise InvalidRequestError(
+            f"{LOG_INTERVAL} is a number of seconds, not {text!r}", param=LOG_INTERVAL
+        ) from exc
 
 
 class EngineReports(EngineControls):
@@ -60,7 +72,7 @@ class EngineReports(EngineControls):
         now = self._clock()
         if self._last_log_time is None:
             self._last_log_time = now
-        if now - self._last_log_time >= float(os.environ.get(LOG_INTERVAL, DEFAULT_LOG_INTERVAL_S)):
+        if now - self._last_log_time >= log_interval_s():
             self.do_log_stats()
             self._last_log_time = now
 

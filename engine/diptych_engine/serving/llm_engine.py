@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from diptych_engine.serving.engine_metrics import EngineMetrics, RequestFacts
-from diptych_engine.serving.engine_reports import EngineReports
+from diptych_engine.serving.engine_reports import EngineReports, log_interval_s
 from diptych_engine.serving.sync_core import (
     SyncCore,
     lockstep_peers_of,
@@ -109,6 +109,7 @@ class LLMEngine(EngineReports):
             reasoning_parser=vllm_config.reasoning_parser,
         )
         self.log_stats = log_stats
+        log_interval_s()  # so that a wrong one is an error here, not in a step
         self.engine_core = make_core(config_of_core, multiprocess_mode)
         self._tracer = start_tracer(vllm_config)
         peers = self._lockstep_peers

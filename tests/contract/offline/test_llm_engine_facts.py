@@ -16,12 +16,21 @@ from diptych_engine import LLMEngine
 from diptych_engine.serving.engine_reports import LOG_INTERVAL
 from diptych_protocol import (
     EngineConfig,
+    InvalidRequestError,
     PoolingParams,
     RequestOutput,
     UnsupportedFeatureError,
 )
 
 NARROW = EngineConfig(DUMMY, num_blocks=64, num_threads=1, max_num_seqs=1, max_num_waiting=2)
+
+
+def test_contract_L08_an_interval_that_is_no_number_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(LOG_INTERVAL, "often")
+    with pytest.raises(InvalidRequestError, match=f"{LOG_INTERVAL} is a number of seconds"):
+        LLMEngine(CONFIG)
 
 
 def test_contract_L08_statistics_are_logged_when_the_interval_has_passed(
