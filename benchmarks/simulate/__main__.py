@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--prefix-tokens", type=int, default=0)
     run.add_argument("--routers", type=int, default=1)
     run.add_argument("--policy", choices=sorted(POLICIES), default="least_loaded")
+    run.add_argument("--disaggregate", choices=("auto", "always", "never"), default="auto")
     run.add_argument("--ttft-ms", type=float, default=1000.0, help="what every request is to get")
     run.add_argument("--tpot-ms", type=float, default=50.0, help="likewise, a token on average")
     run.add_argument("--seed", type=int, default=0)
@@ -117,7 +119,10 @@ def _loads(args: argparse.Namespace, trace: Trace | None) -> dict[float, list[Re
 
 def _run(args: argparse.Namespace) -> None:
     costs = Calibration.read(args.costs) if args.costs else calibration.on_paper()
-    plan = costs.plan(args.prefill, args.decode, args.routers, POLICIES[args.policy])
+    plan = replace(
+        costs.plan(args.prefill, args.decode, args.routers, POLICIES[args.policy]),
+        disaggregate=args.disaggregate,
+    )
     objectives = Objectives(args.ttft_ms / 1e3, args.tpot_ms / 1e3)
     trace = _trace(args)
     results: dict[float, Summary] = {}

@@ -16,14 +16,19 @@ from typing import Any
 from benchmarks.simulate.engine import Sequence as Row
 from benchmarks.simulate.metrics import Log
 from benchmarks.simulate.plan import Job, Plan, Pod
-from benchmarks.simulate.routing import Accounts
+from benchmarks.simulate.reports import prefix_news, statistics
+from benchmarks.simulate.routing import Router
 from benchmarks.simulate.workload import Request
 
-from diptych_router.policy import Role, choose
+from diptych_router.policy import Role
+
+REPORT_S = 0.25
+"""Seconds between two reports of a pod that has work, as of an engine."""
 
 
 class Simulation:
-    """One run. Everything follows from the plan and the requests; nothing is drawn here."""
+    """One run. Everything follows from the plan and the requests: what is drawn, is
+    drawn from seeds."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -36,10 +41,9 @@ class Simulation:
             for role, pool in roles.items()
             for number in range(pool.pods)
         }
-        keys: dict[Role, list[str]] = {
-            role: [pod.key for pod in self.pods.values() if pod.role == role] for role in roles
-        }
-        self.routers = [Accounts.of(keys, seed) for seed in range(plan.routers)]
+        self.routers = [
+            Router(plan, list(self.pods.values()), seed) for seed in range(plan.routers)
+        ]
         self._turns = count()
         self._order = count()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -83,7 +87,7 @@ class Simulation:
 
     def _begin(self, job: Job) -> None:
         """Start an attempt with what is known so far; without any engine left, wait for ever."""
-        decision = choose(self.plan.policy, job.request.view, self.routers[job.router].fleet)
+        decision = self.routers[job.router].choose(job.request, self.now)
         job.attempts += 1
         if decision is None:
             return
@@ -97,6 +101,7 @@ class Simulation:
         row.chain = request.chain
         job.sequence, job.coming = row, None
         self._charge(job, known, job.at, job.taker)
+        self._plan(job, job.taker)
         self._at(self.now + self.plan.overheads.request_s, self._add, job, row)
 
     def _charge(self, job: Job, tokens: int, *pods: Pod | None) -> None:
@@ -107,6 +112,15 @@ class Simulation:
         job.charges = [(pod.key, tokens) for pod in pods if pod is not None]
         for key, charged in job.charges:
             accounts.charge(key, charged)
+
+    def _plan(self, job: Job, taker: Pod | None) -> None:
+        """This engine, and no other, is planned to take over."""
+        rows = self.routers[job.router].rows
+        if job.planned is not None:
+            rows[job.planned].plan(-1)
+        job.planned = None if taker is None else taker.key
+        if job.planned is not None:
+            rows[job.planned].plan(1)
 
     def _add(self, job: Job, row: Row) -> None:
         """A request reaches its engine, and the announcement the one after it."""
@@ -125,7 +139,7 @@ class Simulation:
         """P has answered: the request goes to D, where the KV is already or is ordered."""
         accounts, lender, taker = self.routers[job.router], job.at, job.taker
         if taker is None or not accounts.usable(taker.key):
-            successor = accounts.successor()
+            successor = accounts.successor(self.now)
             taker, job.coming = (self.pods[successor] if successor else None), None
         job.generated += 1
         job.lender, job.lent = lender, lent
@@ -133,11 +147,14 @@ class Simulation:
         if taker is None:
             return  # no decode engine is left
         self._charge(job, job.request.prompt + job.generated, taker)
+        self._plan(job, None)
+        job.lent_at = self.now
         relay = self.plan.overheads.hand_off_s / 2
         row, job.coming = job.coming, None
         if row is not None and taker.engine.claim(row):
             job.sequence = row
-            share = min(lent.prompt, self.plan.prefill.limits.max_num_batched_tokens)
+            lacking = max(0, lent.prompt - row.computed)
+            share = min(lacking, self.plan.prefill.limits.max_num_batched_tokens)
             self._at(self.now + relay, self._move, job, row, share)
             return
         left = job.request.output - job.generated
@@ -156,7 +173,7 @@ class Simulation:
             return
         seconds = self.plan.overheads.kv_token_s
         done = max(self.now, lender.link_free, taker.link_free) + tokens * seconds
-        before = max(0, job.lent.prompt - tokens) if row.early else 0
+        before = max(0, job.lent.prompt - row.computed - tokens) if row.early else 0
         lender.link_free = taker.link_free = done + before * seconds
         self._at(done + self.plan.overheads.hand_off_s / 2, self._loaded, job, row)
 
@@ -166,6 +183,9 @@ class Simulation:
         if job.sequence is not row or taker is None or not taker.alive:
             return
         self._free_lent(job)
+        taker.loads += 1
+        taker.received_tokens += row.remote - row.computed
+        taker.receiving_s += self.now - job.lent_at
         taker.engine.received(row)
         self._wake(taker)
 
@@ -231,11 +251,26 @@ class Simulation:
                 self._hand_over(job, row)
             else:
                 self._finish(job)
+        self._report(pod)
         self._wake(pod)
         if self.plan.one_machine and not pod.busy:
             self._share_cores()
 
+    def _report(self, pod: Pod) -> None:
+        """A pod tells routers how it is, now and then, and when it has nothing more to do."""
+        if not self.plan.policy.compares_duties:
+            return  # policies that count only what the router itself has placed read no reports
+        idle = not pod.engine.running and not pod.engine.waiting
+        due = idle or self.now >= pod.report_at
+        news = prefix_news(pod) if due or pod.engine.prefixes.fresh else None
+        stats = statistics(pod) if due else None
+        if due:
+            pod.report_at = self.now + REPORT_S
+        for router in self.routers:
+            router.hear(pod, stats, news, self.now)
+
     def _finish(self, job: Job) -> None:
+        self.routers[job.router].saw_end(job.request.output)
         job.ended_at = job.last_at = self.now
         self._charge(job, 0)
         del self._open[job]
@@ -278,6 +313,7 @@ class Simulation:
         if job.lender is not None and job.lender.alive:
             self._free_lent(job)
         job.lender = job.lent = None
+        self._plan(job, None)
         self._begin(job)
 
 

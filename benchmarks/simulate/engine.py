@@ -99,6 +99,9 @@ class EngineModel:
     preemptions: int = 0
     cached_tokens: int = 0
     """Number of prompt tokens that need not be computed, because the prefix cache had them."""
+    computed_tokens: int = 0
+    """Number of prompt tokens that steps have computed."""
+    generated_tokens: int = 0
     reserved: int = 0
     """Blocks of requests that are only announced."""
     announced: dict[Sequence, None] = field(default_factory=dict)
@@ -160,6 +163,16 @@ class EngineModel:
         self.reserved -= sequence.early
         sequence.early = 0
         self.release(sequence)
+
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are neither computed nor remembered, nor come from elsewhere."""
+        size, total = self.limits.block_size, 0
+        for sequence in self.waiting:
+            if not sequence.remote:
+                hit = 0 if sequence.blocks else self._hit(sequence)[0]
+                total += sequence.known - max(sequence.computed, hit * size)
+        partial = self._partial()
+        return total + (partial.known - partial.computed if partial else 0)
 
     def tokens_of(self, sequence: Sequence) -> int:
         """How many tokens it has generated here."""
@@ -277,6 +290,7 @@ class EngineModel:
     def end(self) -> StepEnd:
         """The step is over."""
         steady = self.rows - len(self._newcomers)
+        self.generated_tokens += self.rows
         self.step += 1
         self.context += self.rows
         finished = []
@@ -288,10 +302,12 @@ class EngineModel:
         sampled, self._newcomers = self._newcomers, []
         for sequence, share in self._chunks:
             sequence.computed += share
+            self.computed_tokens += share
             self._remember(sequence)
             if sequence.computed < sequence.known:
                 continue
             sequence.generated += 1
+            self.generated_tokens += 1
             sampled.append(sequence)
             if sequence.generated >= sequence.to_generate:
                 finished.append(sequence)

@@ -8,6 +8,7 @@ from benchmarks.simulate.costs import StepCost
 from benchmarks.simulate.engine import EngineModel, Limits, Sequence
 from benchmarks.simulate.workload import Request
 
+from diptych_protocol.config import Disaggregate
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Policy, Role
 
@@ -50,6 +51,7 @@ class Plan:
     routers: int = 1
     """Number of routers; each knows only of the load that it has sent itself."""
     policy: Policy = POLICY
+    disaggregate: Disaggregate = "auto"
     detection_s: float = 6.0
     """Seconds until a router takes a silent engine for lost."""
 
@@ -85,6 +87,16 @@ class Pod:
     began: float = 0.0
     """When the step began."""
     busy_s: float = 0.0
+    report_at: float = 0.0
+    """When its next report is due."""
+    told: dict[int, int] = field(default_factory=dict)
+    """Prefix -> how many of its blocks routers take it to remember."""
+    news: int = 0
+    """Number of the last message about that."""
+    loads: int = 0
+    """KV transfers received, their tokens, and the seconds that requests waited for them."""
+    received_tokens: int = 0
+    receiving_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.engine = EngineModel(self.pool.limits)
@@ -109,6 +121,10 @@ class Job:
     lent: Sequence | None = None
     """What the lender keeps until the taker has read it."""
     charges: list[tuple[str, int]] = field(default_factory=list)
+    planned: str | None = None
+    """The engine that is planned to take over."""
+    lent_at: float = 0.0
+    """When P had answered."""
     attempts: int = 0
     first_at: float = -1.0
     last_at: float = -1.0

@@ -1,61 +1,74 @@
-"""What a router knows of the engines: its accounts."""
+"""A router: the product's own tables and decisions, told by pods what engines tell."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
-from diptych_router.policies.least_loaded import POLICY
-from diptych_router.policy import EngineView, Role, Snapshot, successor
+from benchmarks.simulate.plan import Plan, Pod
+from benchmarks.simulate.workload import Request
+
+from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_router.fleet_table import FleetTable
+from diptych_router.policy import Decision
+from diptych_router.pools import EXPECTED_S
+from diptych_router.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
 
 FINGERPRINT = "same"
 
 
-@dataclass(slots=True)
-class Accounts:
-    """What one router has open at each engine, as `RequestTable` counts it: the tokens that are
-    known, while an engine has the request or is planned to take it over."""
+class Router:
+    """One router's knowledge, as `Pools` and `RequestTable` keep it."""
 
-    views: dict[Role, list[EngineView]]
-    _places: dict[str, tuple[Role, int]] = field(init=False)
+    def __init__(self, plan: Plan, pods: Sequence[Pod], seed: int) -> None:
+        """seed: decides between engines of the same cost."""
+        self.fleet = FleetTable(plan.policy, Random(seed).randrange, plan.disaggregate)
+        self.rows = {pod.key: self.fleet.add(pod.role, pod.key) for pod in pods}
+        for pod in pods:
+            row = self.rows[pod.key]
+            row["usable"], row["block_size"] = True, pod.pool.limits.block_size
+            self.fleet.is_up(row, FINGERPRINT)
+            self.fleet.take_prefixes(pod.key, PrefixChanges(0, whole=True), 0)
+        self._usual_output = FIRST_GUESS_TOKENS
+        self._age_at = 0.0
 
-    def __post_init__(self) -> None:
-        self._places = {
-            view.key: (role, place)
-            for role, views in self.views.items()
-            for place, view in enumerate(views)
-        }
+    def choose(self, request: Request, now: float) -> Decision | None:
+        if now >= self._age_at:
+            self._age_at = now + EXPECTED_S
+            self.fleet.known.age()
+        view = replace(request.view, output_tokens=self._usual_output)
+        decision = self.fleet.choose(view, now)
+        if decision is not None:
+            self.fleet.placed(view, decision)
+        return decision
 
-    @classmethod
-    def of(cls, keys: dict[Role, list[str]], seed: int) -> Accounts:
-        """Every router knows the engines in an order of its own, and takes the first of equals."""
-        views: dict[Role, list[EngineView]] = {}
-        for role, names in keys.items():
-            order = Random(seed).sample(names, len(names))
-            views[role] = [EngineView(name, FINGERPRINT, 0) for name in order]
-        return cls(views)
+    def saw_end(self, output: int) -> None:
+        """An answer has ended, after so many tokens."""
+        self._usual_output += (output - self._usual_output) * NEWEST_PART
 
     def charge(self, key: str, tokens: int) -> None:
         """More tokens are open at an engine, or fewer."""
-        role, place = self._places[key]
-        view = self.views[role][place]
-        self.views[role][place] = EngineView(key, FINGERPRINT, view.load + tokens, view.usable)
+        self.rows[key]["open_tokens"] += tokens
 
     def lose(self, key: str) -> None:
         """This engine gets nothing more."""
-        role, place = self._places[key]
-        self.views[role][place] = EngineView(key, FINGERPRINT, 0, usable=False)
+        self.rows[key]["usable"] = False
 
     def usable(self, key: str) -> bool:
-        role, place = self._places[key]
-        return self.views[role][place].usable
+        return bool(self.rows[key]["usable"])
 
-    @property
-    def fleet(self) -> Snapshot:
-        """Both pools, as this router sees them now."""
-        return Snapshot(self.views["prefill"], self.views["decode"])
+    def hear(
+        self, pod: Pod, stats: SchedulerStats | None, news: PrefixChanges | None, now: float
+    ) -> None:
+        """A pod's report, and what it began and ceased to remember."""
+        if stats is not None:
+            self.rows[pod.key].report(stats, now)
+        if news is not None:
+            self.fleet.take_prefixes(pod.key, news, pod.pool.limits.num_blocks)
 
-    def successor(self) -> str | None:
+    def successor(self, now: float) -> str | None:
         """Who takes over when the planned decode engine is lost."""
-        view = successor(POLICY, self.views["decode"], FINGERPRINT)
-        return view.key if view is not None else None
+        table = self.fleet.tables["decode"]
+        usable = [row.key for row in table.rows if row["usable"]]
+        return self.fleet.successor(FINGERPRINT, usable, now)

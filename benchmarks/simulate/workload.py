@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,17 @@ from benchmarks.traces.recorded import Trace
 from numpy.typing import NDArray
 
 from diptych_router.policy import RequestView
+from diptych_router.prefixes.block_keys import BlockNaming
+from diptych_router.prefixes.hash_table import Keys
+
+PREFIX_BITS = 24
+"""A part of a prompt has fewer blocks than a number of so many bits can count."""
+NO_KEYS = np.empty(0, np.uint64)
+
+
+def prefix_keys(prefix: int, begin: int, end: int) -> Keys:
+    """The keys of some of the blocks of a common prefix."""
+    return np.arange(begin, end, dtype=np.uint64) + np.uint64((prefix + 1) << PREFIX_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +41,14 @@ class Request:
     @property
     def view(self) -> RequestView:
         """What a router's policy may know of it."""
-        return RequestView(self.prompt, self.chain[0].key if self.chain else None)
+        return RequestView(self.prompt, keys=self._keys)
+
+    def _keys(self, naming: BlockNaming) -> Keys:
+        """The keys of the full blocks that other prompts may begin with as well."""
+        ends = [0, *(part.end // naming.block_size for part in self.chain)]
+        parts = zip(self.chain, itertools.pairwise(ends), strict=True)
+        keys = [prefix_keys(part.key, 0, end - begin) for part, (begin, end) in parts]
+        return np.concatenate(keys) if keys else NO_KEYS
 
 
 def of_trace(trace: Trace) -> list[Request]:

@@ -296,7 +296,8 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
-RoutingPolicy = Literal["least_loaded", "prefix_aware"]
+RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
+Disaggregate = Literal["auto", "always", "never"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -322,11 +323,21 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     policy: Annotated[
         RoutingPolicy,
         Meta(
-            description="What decides which engines get a request. least_loaded: the tokens of "
-            "work that they have. prefix_aware: these, and those of its prompt that they lack, for "
-            "which engines tell the router what they remember."
+            description="What decides which engines get a request. prefix_aware: the seconds that "
+            "it would cost there, by what each engine remembers of its prompt, has to do, and is "
+            "able to. least_loaded: the tokens that this router has open there. round_robin: whose "
+            "turn it is."
         ),
     ] = "least_loaded"
+    disaggregate: Annotated[
+        Disaggregate,
+        Meta(
+            description="Whether a prefill engine computes the prompt. always: if there is one. "
+            "never: the decode engine does. auto: the decode engine does where that costs less, as "
+            "for a prompt of which it remembers most; the policies least_loaded and round_robin "
+            "cannot tell, and take it for always."
+        ),
+    ] = "always"
     hold_seconds: Annotated[
         float,
         Meta(

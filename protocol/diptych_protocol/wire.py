@@ -277,6 +277,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Images that a prompt needed and that were encoded before."""
     encoder_cache_tokens: int = 0
     """Image tokens whose features are kept."""
+    seconds_stepping: float = 0.0
+    """Sum over steps of the time from a step's start until its results were there."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

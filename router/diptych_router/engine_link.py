@@ -30,6 +30,7 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_protocol.wire import FOLLOW_PREFIXES
+from diptych_router.engine_table import EngineRow
 from diptych_router.policy import Role
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ ReadKeys = Callable[[], list[CurveKeys]]
 """The keys that an engine may have, the likeliest first; read anew for every connection."""
 
 
+def key_of(role: Role, endpoint: str) -> str:
+    """The key under which the router keeps an engine; an address plays only one role."""
+    return f"{role} {endpoint}"
+
+
 class EngineLink:
     """One engine of a pool. `description` is None while nobody answers there."""
 
@@ -62,6 +68,7 @@ class EngineLink:
         role: Role,
         endpoint: str,
         read_keys: ReadKeys | None,
+        row: EngineRow,
         *,
         on_news: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
@@ -74,8 +81,7 @@ class EngineLink:
         """
         self.role: Role = role
         self.endpoint = endpoint
-        self.key = f"{role} {endpoint}"
-        """The key under which the router keeps it; an address plays only one role."""
+        self.key = key_of(role, endpoint)
         self.description: EngineDescription | None = None
         self.fingerprint = ""
         self.epoch = ""
@@ -86,8 +92,8 @@ class EngineLink:
         self.stats = SchedulerStats()
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
-        self.open_tokens = 0
-        """Tokens of work that this router has open or planned here."""
+        self.row = row
+        """Its numbers in the table of its pool."""
         self.silent = False
         """It has made no step for so long that it may hang."""
         self._on_news = on_news
@@ -117,6 +123,19 @@ class EngineLink:
         return self.description is not None
 
     @property
+    def open_tokens(self) -> int:
+        """Tokens of work that this router has open or planned here."""
+        return int(self.row["open_tokens"])
+
+    @open_tokens.setter
+    def open_tokens(self, tokens: int) -> None:
+        self.row["open_tokens"] = tokens
+
+    def plan(self, more: int) -> None:
+        """Requests are planned to be taken over here; negative: so many less."""
+        self.row.plan(more)
+
+    @property
     def open_to_work(self) -> bool:
         """It is up, and neither discovery nor the engine itself says that it is not to be used."""
         return self.listed and self.up and not self.withdrawn
@@ -128,6 +147,7 @@ class EngineLink:
 
     def _judge(self) -> None:
         was_silent, self.silent = self.silent, self._pulse.doubtful_s(time.monotonic()) > SILENT_S
+        self.row["silent"] = self.silent
         if self.silent != was_silent:
             what = f"made no step for {SILENT_S:g} s" if self.silent else "makes steps again"
             log.warning("%s engine %s %s", self.role, self.name, what)
@@ -241,6 +261,9 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
+            self.row["block_size"] = description.block_size
+            self.row.restarted()
+            self.row.report(stats, time.monotonic())
             self.times_up += 1
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
             self._tell_news()
@@ -250,6 +273,7 @@ class EngineLink:
         """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask, and
         take its pulse by that."""
         self._pulse, self.silent = Pulse(), False
+        self.row["silent"] = False
         while not await self._lost_within(STATS_INTERVAL_S):
             self._pulse.asked(time.monotonic())
             try:
@@ -284,6 +308,7 @@ class EngineLink:
         if self.silent:
             self._judge()
         former, self.stats = self.stats, stats
+        self.row.report(stats, time.monotonic())
         stats.draining |= former.draining
         drains = stats.draining and not former.draining
         if self.up and (drains or stats.paused != former.paused):
@@ -308,6 +333,7 @@ class EngineLink:
             return
         log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
         self.description = None
+        self.row["usable"] = False
         self._gone.set()
         for own in self._own.values():
             if not own.ended.done():

@@ -15,6 +15,9 @@ class Engine(Protocol):
     open_tokens: int
     """Tokens of work that this router has open or planned there."""
 
+    def plan(self, more: int) -> None:
+        """Requests are planned to be taken over there; negative: so many less."""
+
     @property
     def key(self) -> str: ...
     @property
@@ -42,7 +45,7 @@ class Fleet(Protocol):
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """The engines for a new attempt, but none of `full`; None: there are none now."""
 
-    def expect(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
 
     def successor(self, fingerprint: str) -> Engine | None:

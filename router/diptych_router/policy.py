@@ -1,35 +1,33 @@
-"""Which engines serve a request: filter, score, pick. Pure.
+"""Which engines serve a request: filter, cost, pick. Pure.
 
-`choose` drops the engines that cannot take the request, has a `Policy` score the others, and picks
-the pair with the lowest sum among those that fit together.
+A `Policy` says what each engine would cost a request. `choose` leaves out the engines that cannot
+take it, and picks the cheapest pair that fits together, or one decode engine that does everything.
+Equal costs are decided at draw, so that several routers do not all take the same engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
 
+import numpy as np
+
+from diptych_protocol.config import Disaggregate
+from diptych_router.engine_table import EngineTable, Flags, Floats, distinct
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.hash_table import Keys
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """What a policy may know of an engine."""
-
-    key: str
-    fingerprint: str
-    """Engines exchange KV only if these are equal."""
-    load: int
-    """Tokens of work that this router has open there."""
-    usable: bool = True
-    """It may get new requests."""
-    cached: int = 0
-    """Tokens of the request's prompt, from the first one on, whose KV it has."""
+Duty = Literal["prefill", "decode", "both"]
+"""What an engine would do for a request: compute its prompt for another, go on after that, or
+everything."""
+Terms = Mapping[str, Floats]
+"""What each engine would cost, by the name of the reason; the cost is the sum of all terms."""
+Draw = Callable[[int], int]
+"""A number from 0 to below another one, at random."""
+TOO_MUCH: Final = np.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,8 @@ class RequestView:
     """What a policy may know of a request."""
 
     prompt_tokens: int = 0
-    prefix: int | None = None
-    """The number of the prefix that its prompt shares with others; None: not known."""
+    output_tokens: float = 0.0
+    """How many tokens it is expected to generate."""
     prefill_only: bool = False
     """It ends with its prefill."""
     keys: Callable[[BlockNaming], Keys] | None = None
@@ -48,25 +46,38 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Both pools at one moment."""
+class Engines:
+    """One pool as a policy sees it for one request. All arrays are [engines]."""
 
-    prefill: Sequence[EngineView]
-    decode: Sequence[EngineView]
+    table: EngineTable
+    usable: Flags
+    """Who can take it."""
+    cached: Floats
+    """Tokens of its prompt, from the first one on, whose KV each has."""
+    now: float = 0.0
+
+    def column(self, name: str) -> Floats:
+        """See `engine_table.FIELDS`."""
+        return self.table.column(name)
+
+    def key(self, at: int) -> str:
+        return self.table.rows[at].key
 
 
 class Policy(Protocol):
-    """How well engines suit a request."""
+    """What engines cost a request."""
 
     @property
     def reason(self) -> str:
         """What distinguishes the chosen engines, in words, for logs."""
 
-    def scores(
-        self, request: RequestView, role: Role, engines: Sequence[EngineView]
-    ) -> Sequence[float]:
-        """One number for each engine of a pool, in their order: the lowest is the best. A pair has
-        the sum of its two. Engines that cannot be chosen are among them."""
+    @property
+    def compares_duties(self) -> bool:
+        """The cost of one engine that does everything can be compared with that of a pair."""
+
+    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+        """What each engine of a pool would cost for this duty. A pair costs the sum of its two.
+        Engines that cannot be chosen are among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,101 +90,157 @@ class Decision:
     prefill: str | None
     decode: str
     reason: str
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """What the choice costs, by the name of the reason."""
+    to_compute: float = 0.0
+    """Tokens of the prompt that the engine that computes it does not have."""
 
 
-Scored = tuple[float, EngineView]
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One engine of a pool, and its cost."""
+
+    at: int
+    cost: float
+
+
+class _Priced:
+    """A pool with the costs of one duty."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        request: RequestView,
+        duty: Duty,
+        engines: Engines,
+        draw: Draw,
+    ) -> None:
+        self.engines, self._draw = engines, draw
+        self._terms = policy.costs(request, duty, engines)
+        self._total = np.where(engines.usable, sum(self._terms.values()), TOO_MUCH)
+
+    def best(self, among: Flags | None = None) -> _Choice | None:
+        """The cheapest engine of all or of some; one of them at draw, if several are."""
+        total = self._total if among is None else np.where(among, self._total, TOO_MUCH)
+        cost = float(total.min(initial=TOO_MUCH))
+        if cost == TOO_MUCH:
+            return None
+        equal = (total == cost).nonzero()[0]
+        at = self._draw(len(equal)) if len(equal) > 1 else 0
+        return _Choice(int(equal[at]), cost)
+
+    def terms(self, at: int) -> dict[str, float]:
+        return {name: float(values[at]) for name, values in self._terms.items()}
 
 
 def choose(
-    policy: Policy, request: RequestView, fleet: Snapshot, full: Collection[str] = ()
+    policy: Policy,
+    request: RequestView,
+    prefill: Engines,
+    decode: Engines,
+    draw: Draw,
+    disaggregate: Disaggregate = "auto",
 ) -> Decision | None:
     """The engines for a new attempt; None: there are none now.
 
-    full: keys of engines that have no room. Where prefill has none, decode engines do not compute
-        the prompt in its stead: that would make all streams slow.
+    disaggregate: whether a pair is chosen if there is one. auto: if it costs less than the decode
+        engine alone, as far as the policy can tell; always; never.
     """
-    prefill = _scored(policy, request, "prefill", fleet.prefill, full)
-    decode = _scored(policy, request, "decode", fleet.decode, full)
     if request.prefill_only:
-        decision = _pick_one(policy, prefill, decode)
-    else:
-        decision = _pick_pair(policy, prefill, decode)
-    prefill_is_full = any(view.key in full for view in fleet.prefill)
-    if decision is not None and decision.prefill is None and prefill_is_full:
-        return None
-    return decision
+        return _pick_one(policy, request, prefill, decode, draw)
+    pair = None
+    if disaggregate != "never":
+        pair = _pick_pair(policy, request, prefill, decode, draw)
+        if pair is not None and (disaggregate == "always" or not policy.compares_duties):
+            return pair
+    why = "cheaper than a hand-off" if pair is not None else _why_alone(prefill, disaggregate)
+    alone = _alone(policy, request, decode, draw, why)
+    if pair is None or alone is None:
+        return pair or alone
+    return pair if sum(pair.terms.values()) <= sum(alone.terms.values()) else alone
 
 
-def successor(policy: Policy, decode: Sequence[EngineView], fingerprint: str) -> EngineView | None:
+def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
     """The decode engine that should take over KV of this fingerprint; None: no usable one fits."""
-    fitting = _best_of_each(_scored(policy, RequestView(), "decode", decode)).get(fingerprint)
-    return None if fitting is None else fitting[1]
-
-
-def _scored(
-    policy: Policy,
-    request: RequestView,
-    role: Role,
-    engines: Sequence[EngineView],
-    full: Collection[str] = (),
-) -> list[Scored]:
-    """The engines that may take the request, with their scores."""
-    scores = policy.scores(request, role, engines)
-    return [
-        (score, engine)
-        for score, engine in zip(scores, engines, strict=True)
-        if engine.usable and engine.key not in full
-    ]
+    priced = _Priced(policy, RequestView(), "decode", decode, draw)
+    chosen = priced.best(decode.column("fingerprint") == fingerprint)
+    return None if chosen is None else decode.key(chosen.at)
 
 
 def _pick_pair(
-    policy: Policy, prefill: Sequence[Scored], decode: Sequence[Scored]
+    policy: Policy,
+    request: RequestView,
+    prefill: Engines,
+    decode: Engines,
+    draw: Draw,
 ) -> Decision | None:
-    """The pair with the lowest sum of scores, among the engines that fit together.
+    """The cheapest pair among the engines that fit together.
 
     Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
     proportion to what it can carry; one without a partner gets none of them while any pair exists.
-    Without any pair, the best decode engine computes the prompt itself.
     """
-    best_prefill, best_decode = _best_of_each(prefill), _best_of_each(decode)
-    if not best_decode:
+    if not (prefill.usable.any() and decode.usable.any()):
         return None
-    pairs = [
-        (best_prefill[fingerprint], second)
-        for fingerprint, second in best_decode.items()
-        if fingerprint in best_prefill
-    ]
-    if not pairs:
-        _, alone = min(best_decode.values(), key=_score)
-        reason = "no usable prefill engine" if not best_prefill else "no prefill engine fits"
-        return Decision(None, alone.key, f"{reason}: prompt computed by the decode engine")
-    (_, first), (_, second) = min(pairs, key=lambda pair: _score(pair[0]) + _score(pair[1]))
-    return Decision(first.key, second.key, f"{policy.reason} pair")
+    first = _Priced(policy, request, "prefill", prefill, draw)
+    second = _Priced(policy, request, "decode", decode, draw)
+    ours, theirs = prefill.column("fingerprint"), decode.column("fingerprint")
+    best: tuple[float, int, int] | None = None
+    for fingerprint in distinct(theirs[decode.usable]):
+        one, two = first.best(ours == fingerprint), second.best(theirs == fingerprint)
+        if one is None or two is None:
+            continue
+        if best is None or one.cost + two.cost < best[0]:
+            best = one.cost + two.cost, one.at, two.at
+    if best is None:
+        return None
+    _, p, d = best
+    return Decision(
+        prefill.key(p),
+        decode.key(d),
+        f"{policy.reason} pair",
+        first.terms(p) | second.terms(d),
+        max(1.0, request.prompt_tokens - float(prefill.cached[p])),
+    )
+
+
+def _alone(
+    policy: Policy, request: RequestView, decode: Engines, draw: Draw, why: str
+) -> Decision | None:
+    """The best decode engine computes the prompt itself."""
+    priced = _Priced(policy, request, "both", decode, draw)
+    chosen = priced.best()
+    if chosen is None:
+        return None
+    to_compute = max(1.0, request.prompt_tokens - float(decode.cached[chosen.at]))
+    reason = f"{why}: prompt computed by the decode engine"
+    return Decision(None, decode.key(chosen.at), reason, priced.terms(chosen.at), to_compute)
+
+
+def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
+    if disaggregate == "never":
+        return "never disaggregated"
+    return "no prefill engine fits" if prefill.usable.any() else "no usable prefill engine"
 
 
 def _pick_one(
-    policy: Policy, prefill: Sequence[Scored], decode: Sequence[Scored]
+    policy: Policy,
+    request: RequestView,
+    prefill: Engines,
+    decode: Engines,
+    draw: Draw,
 ) -> Decision | None:
     """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of
     the decode pool."""
-    if prefill:
-        key = min(prefill, key=_score)[1].key
-        return Decision(key, key, f"{policy.reason} prefill engine")
-    if decode:
-        key = min(decode, key=_score)[1].key
-        return Decision(None, key, "no usable prefill engine: prompt computed by a decode engine")
+    for engines, of_prefill in ((prefill, True), (decode, False)):
+        priced = _Priced(policy, request, "prefill", engines, draw)
+        chosen = priced.best()
+        if chosen is None:
+            continue
+        key = engines.key(chosen.at)
+        reason = "no usable prefill engine: prompt computed by a decode engine"
+        if of_prefill:
+            reason = f"{policy.reason} prefill engine"
+        to_compute = max(1.0, request.prompt_tokens - float(engines.cached[chosen.at]))
+        terms = priced.terms(chosen.at)
+        return Decision(key if of_prefill else None, key, reason, terms, to_compute)
     return None
-
-
-def _best_of_each(engines: Sequence[Scored]) -> Mapping[str, Scored]:
-    """By fingerprint, in the order of the first engine of each; the first of equals."""
-    best: dict[str, Scored] = {}
-    for scored in engines:
-        known = best.setdefault(scored[1].fingerprint, scored)
-        if scored[0] < known[0]:
-            best[scored[1].fingerprint] = scored
-    return best
-
-
-def _score(scored: Scored) -> float:
-    return scored[0]

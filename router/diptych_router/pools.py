@@ -6,8 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import zmq
@@ -27,19 +28,10 @@ from diptych_router.canary import Candidate, Trial, TrialBook
 from diptych_router.canary_run import run_canary
 from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
-from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys
-from diptych_router.engine_prefixes import EnginePrefixes
+from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
+from diptych_router.fleet_table import ANY_REQUEST, FleetTable
 from diptych_router.policies import POLICIES
-from diptych_router.policy import (
-    ROLES,
-    Decision,
-    EngineView,
-    RequestView,
-    Role,
-    Snapshot,
-    choose,
-    successor,
-)
+from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.serving import Serving, ServingFile
 
 log = logging.getLogger(__name__)
@@ -49,7 +41,8 @@ RESOLVE_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
 NOTIFY_TIMEOUT_S = 5.0
 MAX_CANARY_REPORTS = 64
-ANY_REQUEST = RequestView()
+EXPECTED_S = 10.0
+"""How long, at least, a prompt that was sent counts as remembered, before its engine says so."""
 
 
 class Pools:
@@ -81,8 +74,11 @@ class Pools:
         self._on_change = on_change
         self._on_outputs = on_outputs
         self._on_lost = on_lost
-        self._policy = POLICIES[config.policy]
-        self._prefixes = EnginePrefixes() if config.policy == "prefix_aware" else None
+        self.fleet = FleetTable(POLICIES[config.policy], Random().randrange, config.disaggregate)
+        self._follows_prefixes = config.policy == "prefix_aware"
+        self._followed: dict[str, int] = {}
+        """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
+        self._age_at = 0.0
         self._trials = TrialBook()
         self._unresolved: set[Role] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,38 +139,27 @@ class Pools:
     def choose(
         self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
     ) -> Decision | None:
-        """As `policy.choose`, for the engines that are usable now; those that may hang are last."""
-        lively = [link for link in self.links.values() if not link.silent]
-        decision = self._choose(request, full, lively)
-        if decision is None and len(lively) < len(self.links):
-            return self._choose(request, full, self.links.values())
-        return decision
+        """As `FleetTable.choose`, for the engines that are usable now."""
+        now = time.monotonic()
+        decision = self.fleet.choose(request, now, full)
+        if decision is None or self._holds(decision):
+            return decision
+        self._refresh_rows()
+        return self.fleet.choose(request, now, full)
 
-    def _choose(
-        self, request: RequestView, full: Collection[str], links: Iterable[EngineLink]
-    ) -> Decision | None:
-        up = [link for link in links if link.up]
-        cached = {} if self._prefixes is None else self._prefixes.cached(request, up)
-        prefill, decode = (
-            [
-                _view(link, self.usable(link), cached.get(link.key, 0))
-                for link in up
-                if link.role == role
-            ]
-            for role in ROLES
-        )
-        return choose(self._policy, request, Snapshot(prefill, decode), full)
+    def _holds(self, decision: Decision) -> bool:
+        """Its engines are still usable. Whether they are is looked at when there is news."""
+        return all(self.may_begin_at(key) for key in (decision.prefill, decision.decode) if key)
 
-    def expect(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
-        if self._prefixes is not None:
-            keys = {decision.prefill, decision.decode}
-            self._prefixes.expect(request, [self.links[key] for key in keys if key in self.links])
+        self.fleet.placed(request, decision)
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
         """An engine tells what it remembers."""
-        if self._prefixes is not None:
-            self._prefixes.take(link, changes)
+        most = link.description.num_blocks if link.description is not None else 0
+        if not self.fleet.take_prefixes(link.key, changes, most):
+            link.follow_prefixes()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
         """A decode engine that may take over KV of this fingerprint.
@@ -182,11 +167,12 @@ class Pools:
         A revision that gets no new requests still keeps its streams, so its engines may inherit.
         """
         fit = [
-            _view(link, link.open_to_work and self._trusted(link) and not link.silent)
+            link.key
             for link in self.of("decode")
+            if link.open_to_work and self._trusted(link) and not link.silent
         ]
-        chosen = successor(self._policy, fit, fingerprint)
-        return self.links[chosen.key] if chosen is not None else None
+        chosen = self.fleet.successor(fingerprint, fit, time.monotonic())
+        return self.links[chosen] if chosen is not None else None
 
     def supported_tasks(self) -> tuple[str, ...]:
         """What every engine that is up can do.
@@ -270,8 +256,10 @@ class Pools:
             elif role not in self._unresolved:
                 self._unresolved.add(role)
                 log.warning("the %s pool's names cannot be resolved; it stays as it is", role)
-        if self._prefixes is not None:
-            self._prefixes.age(time.monotonic())
+        now = time.monotonic()
+        if now >= self._age_at:
+            self._age_at = now + EXPECTED_S
+            self.fleet.known.age()
         self._changed()
 
     async def _resolve(self, role: Role) -> set[str] | None:
@@ -285,17 +273,20 @@ class Pools:
         """Open lines to new addresses; drop those that are neither listed nor alive."""
         known = {link.endpoint: key for key, link in self.links.items() if link.role == role}
         for endpoint in endpoints - known.keys():
+            row = self.fleet.add(role, key_of(role, endpoint))
             try:
                 link = EngineLink(
                     role,
                     endpoint,
                     self._read_keys,
+                    row,
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
                 )
             except (InvalidRequestError, zmq.ZMQError) as exc:
                 log.warning("cannot connect to %s: %s", endpoint, exc)
+                self.fleet.remove(row.key)
                 continue
             self.links[link.key] = link
         for endpoint, key in known.items():
@@ -304,21 +295,35 @@ class Pools:
             if not link.listed and not link.up:
                 link.close()
                 del self.links[key]
-                if self._prefixes is not None:
-                    self._prefixes.forget(key)
+                self.fleet.remove(key)
+                self._followed.pop(key, None)
         self._trials.keep({link.epoch for link in self.links.values()})
 
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""
         if self._config.verify != "off":
             self._begin_trials()
-        if self._prefixes is not None:
-            self._prefixes.follow(link for link in self.links.values() if link.up)
-        decision = self.choose()
+        self._greet()
+        self._refresh_rows()
+        now = time.monotonic()
+        decision = self.fleet.choose(ANY_REQUEST, now, disaggregate="always")
         self.had_pair = self.had_pair or (decision is not None and decision.prefill is not None)
         if decision is not None:
-            self._usable_at = time.monotonic()
+            self._usable_at = now
         self._on_change()
+
+    def _greet(self) -> None:
+        """Take in who answers anew, and have it tell what it remembers."""
+        for link in self.links.values():
+            if link.description is not None and self._followed.get(link.key) != link.times_up:
+                self._followed[link.key] = link.times_up
+                self.fleet.is_up(link.row, link.fingerprint)
+                if self._follows_prefixes:
+                    link.follow_prefixes()
+
+    def _refresh_rows(self) -> None:
+        for link in self.links.values():
+            link.row["usable"] = self.usable(link)
 
     # --- verification -------------------------------------------------------------------------
 
@@ -388,7 +393,3 @@ class Pools:
                     )
                 except CALL_ERRORS as exc:
                     log.warning("request %s: lease not released: %s", request_id, exc)
-
-
-def _view(link: EngineLink, usable: bool, cached: int = 0) -> EngineView:
-    return EngineView(link.key, link.fingerprint, link.open_tokens, usable, cached)

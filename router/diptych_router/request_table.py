@@ -62,6 +62,11 @@ from diptych_router.tenant_places import TenantPlaces
 
 log = logging.getLogger(__name__)
 
+FIRST_GUESS_TOKENS: float = 128.0
+"""The length of an answer, before any has ended."""
+NEWEST_PART = 0.02
+"""How much the newest answer counts in the average of their lengths."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
@@ -96,7 +101,11 @@ class RequestTable:
         """By the id under which an engine has it now."""
         self._charges: dict[str, list[tuple[Engine, int]]] = {}
         """What each request adds to the open tokens of engines."""
+        self._plans: dict[str, Engine | None] = {}
+        """The engine that is to take each request over, if it is at another one."""
         self._turns: list[_Turn] = []
+        self._usual_output = FIRST_GUESS_TOKENS
+        """How many tokens answers have, on average; the newest count most."""
         self._siblings = Siblings()
 
     def is_placed(self, core_id: str) -> bool:
@@ -111,6 +120,7 @@ class RequestTable:
         """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
         routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
         routed.account = self.tenants.open(request.tenant)
+        routed.usual_output = self._usual_output
         if leader and self._siblings.wait(routed, self.requests.get(leader)):
             return ()
         return self._begin(routed, now)
@@ -289,7 +299,7 @@ class RequestTable:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
-        self._fleet.expect(routed.view, decision)
+        self._fleet.placed(routed.view, decision)
         facts = {
             "prefill": prefill.name,
             "decode": decode.name,
@@ -342,6 +352,7 @@ class RequestTable:
             # Who hands off has read what it took over; whoever says otherwise loses it.
             return [] if unread is None else [Release(routed.core_id, unread)]
         if output.finished:
+            self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
             return [*offered, *self._forget(routed)]
         return offered
 
@@ -419,6 +430,9 @@ class RequestTable:
         cost = routed.prompt_tokens + len(routed.generated)
         charges = [(account, cost) for account in (engine, plans) if account is not None]
         self._charges[routed.request_id] = charges
+        self._plans[routed.request_id] = plans
+        if plans is not None:
+            plans.plan(1)
         self._places.take(routed.account)
         for account, tokens in charges:
             account.open_tokens += tokens
@@ -429,6 +443,9 @@ class RequestTable:
             for account, tokens in charges:
                 account.open_tokens -= tokens
             self._places.give_back(routed.account)
+            planned = self._plans.pop(routed.request_id)
+            if planned is not None:
+                planned.plan(-1)
         self._placed.pop(routed.core_id, None)
         routed.engine = ""
 

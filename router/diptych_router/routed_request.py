@@ -101,6 +101,8 @@ class RoutedRequest:
     """The account of its tenant."""
     crowded: bool = False
     """It waits because its tenant has many requests at the engines, and others want them, too."""
+    usual_output: float = 0.0
+    """Tokens that an answer has on average."""
     _hashed: dict[BlockNaming, Keys] = field(default_factory=dict)
     """The keys of its blocks, as they were last asked for."""
     hold_until: float | None = None
@@ -134,7 +136,8 @@ class RoutedRequest:
         """What a policy may know of it."""
         adapter = self.original.lora_request
         return RequestView(
-            self.prompt_tokens,
+            self.prompt_tokens + len(self.generated),
+            0.0 if self.prefill_only else min(self.usual_output, self.tokens_left),
             prefill_only=self.prefill_only,
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,

@@ -6,6 +6,7 @@ import pytest
 
 from diptych_protocol import EngineCoreOutputs, EngineDescription, SchedulerStats
 from diptych_router.engine_link import EngineLink
+from diptych_router.engine_table import EngineTable, FleetRates
 
 DESCRIPTION = EngineDescription(
     engine_id="d", epoch="e", model="m", max_model_len=64, vocab_size=8, block_size=16,
@@ -27,7 +28,7 @@ async def test_an_engine_that_drains_is_never_taken_for_one_that_does_not(
         raise ValueError("a mistake of whoever listens")
 
     link = EngineLink(
-        "decode", "tcp://127.0.0.1:1", None,
+        "decode", "tcp://127.0.0.1:1", None, EngineTable(FleetRates()).add("decode"),
         on_news=hear, on_outputs=lambda *_: None, on_lost=lambda *_: None,
     )  # fmt: skip
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_pools import EngineView, choose, successor
 
 from diptych_protocol import (
     EngineCoreOutput,
@@ -36,8 +37,7 @@ from diptych_router.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.policies.least_loaded import POLICY
-from diptych_router.policy import Decision, EngineView, RequestView, Snapshot, choose, successor
+from diptych_router.policy import Decision, RequestView
 from diptych_router.request_table import RequestTable
 
 PROMPT = 10
@@ -52,9 +52,13 @@ class ToyEngine:
     up: bool = True
     withdrawn: bool = False
     open_tokens: int = 0
+    planned: int = 0
     open: dict[str, EngineCoreRequest] = field(default_factory=dict)
     announced: dict[str, EngineCoreRequest] = field(default_factory=dict)
     """What it was told to expect."""
+
+    def plan(self, more: int) -> None:
+        self.planned += more
 
     @property
     def lends(self) -> KVTransferParams | None:
@@ -86,14 +90,14 @@ class ToyFleet:
         ]
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
-        return choose(POLICY, request, Snapshot(self.views("p"), self.views("d")), full)
+        return choose(request, self.views("p"), self.views("d"), full)
 
-    def expect(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
     def successor(self, fingerprint: str) -> ToyEngine | None:
-        view = successor(POLICY, self.views("d"), fingerprint)
-        return self.engines[view.key] if view is not None else None
+        key = successor(self.views("d"), fingerprint)
+        return self.engines[key] if key is not None else None
 
     def num_decoding(self) -> int:
         return sum(view.usable for view in self.views("d"))
@@ -233,7 +237,7 @@ class World:
         )  # fmt: skip
         assert not any(e.announced for e in self.fleet.engines.values())
         assert set(self.ended) == set(self.delivered)
-        assert all(e.open_tokens == 0 for e in self.fleet.engines.values())
+        assert all(e.open_tokens == e.planned == 0 for e in self.fleet.engines.values())
         for tokens in self.delivered.values():
             assert tokens == list(range(len(tokens)))
         for lease in self.offered:

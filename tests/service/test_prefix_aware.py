@@ -48,7 +48,9 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     [(p0, at0), (p1, at1), (decode, at_d)] = started
     keys = read_keys(keys_dir)
     addresses = (f"{at0},{at1}", at_d)
-    router = make_router(smollm2, *addresses, lambda: [keys], policy="prefix_aware")
+    router = make_router(
+        smollm2, *addresses, lambda: [keys], policy="prefix_aware", disaggregate="always"
+    )
     router.start()
     try:
         await healthy(router)
@@ -60,9 +62,7 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
 
 
 def remembered_blocks(router: PoolClient) -> int:
-    prefixes = router.pools._prefixes
-    assert prefixes is not None
-    return prefixes._known.num_blocks
+    return router.pools.fleet.known.num_blocks
 
 
 async def prefill_of(service: Service, prompt: PromptType) -> str:
@@ -103,7 +103,13 @@ async def test_another_salt_is_another_prompt(service: Service) -> None:
 async def test_a_router_that_comes_later_is_told_everything(
     service: Service, smollm2: str, eventually: Any
 ) -> None:
-    later = make_router(smollm2, *service.addresses, lambda: [service.keys], policy="prefix_aware")
+    later = make_router(
+        smollm2,
+        *service.addresses,
+        lambda: [service.keys],
+        policy="prefix_aware",
+        disaggregate="always",
+    )
     later.start()
     try:
         await healthy(later)

@@ -56,3 +56,4 @@ def check_router_at_rest(router: SimRouter) -> None:
     assert not any(left), f"P1: {router.name} keeps {left}"
     for link in router.links.by_name.values():
         assert link.open_tokens == 0, f"P1: {router.name} has {link.open_tokens} tokens open"
+        assert link.planned == 0, f"P1: {router.name} plans {link.planned} requests"

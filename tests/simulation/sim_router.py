@@ -12,6 +12,7 @@ from sim_engine import SimEngine
 from sim_network import Network
 from sim_session import Abort, Add, Call, FromEngine, Posture, Session, ToEngine
 from sim_tally import ROUTER_FAILURES, named
+from toy_pools import EngineView, choose, successor
 
 from diptych_protocol import (
     DiptychError,
@@ -21,16 +22,7 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_router import actions
-from diptych_router.policies.least_loaded import POLICY
-from diptych_router.policy import (
-    Decision,
-    EngineView,
-    RequestView,
-    Role,
-    Snapshot,
-    choose,
-    successor,
-)
+from diptych_router.policy import Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
 
 RECONNECT_S = 0.2
@@ -59,6 +51,10 @@ class Link:
     fingerprint: str = ""
     posture: Posture = field(default_factory=lambda: Posture(False, False))
     open_tokens: int = 0
+    planned: int = 0
+
+    def plan(self, more: int) -> None:
+        self.planned += more
 
     @property
     def key(self) -> str:
@@ -115,14 +111,14 @@ class Links:
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
-        return choose(POLICY, request, Snapshot(prefill, decode), full)
+        return choose(request, prefill, decode, full)
 
-    def expect(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
     def successor(self, fingerprint: str) -> Link | None:
-        chosen = successor(POLICY, [_view(link) for link in self.of("decode")], fingerprint)
-        return self.by_name[chosen.key] if chosen is not None else None
+        chosen = successor([_view(link) for link in self.of("decode")], fingerprint)
+        return self.by_name[chosen] if chosen is not None else None
 
     def num_decoding(self) -> int:
         return sum(link.usable for link in self.of("decode"))

@@ -132,7 +132,8 @@ def make_router(
     """As `make_pools`, with the settings of a RouterConfig."""
     source = resolve_model(model)
     renderer = TextRenderer(source)
-    config = RouterConfig(model=model, served_name="smollm2", **settings)  # type: ignore[arg-type]
+    steered = {"policy": "least_loaded", **settings}  # by `open_tokens`, which tests may change
+    config = RouterConfig(model=model, served_name="smollm2", **steered)  # type: ignore[arg-type]
     inputs = InputProcessor(
         renderer,
         max_model_len=source.config.max_position_embeddings,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 import msgspec
@@ -110,6 +111,8 @@ class EngineCore:
         self.dummy_steps = 0
         """See `SchedulerStats`; this and the next are counted by whoever drives the core."""
         self.malformed_messages = 0
+        self._step_began = 0.0
+        self._seconds_stepping = 0.0
         self.residency = Residency()
         self.weights = WeightUpdate()
         self.deferred = Deferred()
@@ -277,6 +280,7 @@ class EngineCore:
 
     def start_step(self) -> tuple[StepPlan, Pending]:
         """Have the model run a step, and the one after it, if that can be known already."""
+        self._step_began = perf_counter()
         plan, pending = self._ahead or self._launch_next()
         self._ahead = None
         self._launched = pending
@@ -309,7 +313,9 @@ class EngineCore:
         """Wait for a step's results and turn them into outputs. Requests aborted since it started
         get none."""
         outputs = self._outputs
-        for made in self.scheduler.update(plan, pending()):
+        results = pending()
+        self._seconds_stepping += perf_counter() - self._step_began
+        for made in self.scheduler.update(plan, results):
             request = made.request
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason, made.output)
@@ -378,6 +384,7 @@ class EngineCore:
         snapshot.sleep_level = self.residency.level
         snapshot.dummy_steps = self.dummy_steps
         snapshot.malformed_messages = self.malformed_messages
+        snapshot.seconds_stepping = self._seconds_stepping
         return snapshot
 
     def drain(self) -> DrainReport:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
+from diptych_protocol.config import Disaggregate
 
 Quantity = Annotated[
     Annotated[int, Meta(ge=0)]
@@ -266,13 +267,23 @@ class Router(SpecPart, frozen=True):
     ] = ""
     replicas: Annotated[int, Meta(ge=1, le=100, description="Router pods.")] = 1
     policy: Annotated[
-        Literal["leastLoaded", "prefixAware"],
+        Literal["prefixAware", "leastLoaded", "roundRobin"],
         Meta(
-            description="What decides which engines get a request. leastLoaded: the tokens of work "
-            "that they have. prefixAware: these, and those of its prompt that they lack, for which "
-            "engines tell the routers what they remember."
+            description="What decides which engines get a request. prefixAware: the seconds that "
+            "it would cost there, by what each engine remembers of its prompt, has to do, and is "
+            "able to. leastLoaded: the tokens that the router has open there. roundRobin: whose "
+            "turn it is."
         ),
     ] = "leastLoaded"
+    disaggregate: Annotated[
+        Disaggregate,
+        Meta(
+            description="Whether a prefill pod computes the prompt. always: if there is one. "
+            "never: the decode pod does. auto: the decode pod does where that costs less, as for "
+            "a prompt of which it remembers most; the policies leastLoaded and roundRobin cannot "
+            "tell, and take it for always."
+        ),
+    ] = "always"
     hold_seconds: Annotated[
         int,
         Meta(

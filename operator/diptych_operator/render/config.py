@@ -38,8 +38,9 @@ _VERIFY: dict[str, Literal["required", "warn", "off"]] = {
     "Off": "off",
 }
 _POLICIES: dict[str, RoutingPolicy] = {
-    "leastLoaded": "least_loaded",
     "prefixAware": "prefix_aware",
+    "leastLoaded": "least_loaded",
+    "roundRobin": "round_robin",
 }
 
 
@@ -76,6 +77,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         served_name=service.served_name,
         verify=_VERIFY[service.spec.transfer.verify],
         policy=_POLICIES[service.spec.router.policy],
+        disaggregate=service.spec.router.disaggregate,
         hold_seconds=service.spec.router.hold_seconds,
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,

@@ -1,7 +1,7 @@
-"""The policies, one file each: how well every engine suits a request.
+"""The policies, one file each: what every engine costs a request.
 
-A file here that defines `POLICY` is a policy: nothing else lists them. The router uses
-`least_loaded`; `python -m benchmarks.simulate run --policy NAME` simulates a fleet with any.
+A file here that defines `POLICY` is a policy: nothing else lists them. `spec.router.policy` names
+the router's; `python -m benchmarks.simulate run --policy NAME` simulates a fleet with any.
 """
 
 from __future__ import annotations

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-from diptych_router.policy import EngineView, RequestView, Role
+from diptych_router.policy import Duty, Engines, RequestView, Terms
 
 
 class LeastLoaded:
-    """An engine's score is the tokens that the router has open there."""
+    """An engine costs the tokens that this router has open there."""
 
     reason = "least loaded"
+    compares_duties = False
 
-    def scores(
-        self, request: RequestView, role: Role, engines: Sequence[EngineView]
-    ) -> Sequence[float]:
-        """See `Policy.scores`."""
-        return [engine.load for engine in engines]
+    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+        """See `Policy.costs`."""
+        return {"open_tokens": engines.column("open_tokens")}
 
 
 POLICY: Final = LeastLoaded()

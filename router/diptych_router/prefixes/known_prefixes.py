@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 from diptych_router.prefixes.hash_table import Keys
@@ -52,6 +53,11 @@ class KnownPrefixes:
         return self._index.held.num_blocks
 
     @property
+    def num_known(self) -> int:
+        """As `num_blocks`, with the blocks of prompts that were sent, some of them twice."""
+        return self._index.num_known
+
+    @property
     def num_bytes(self) -> int:
         """What the index takes for them."""
         return self._index.held.num_bytes
@@ -90,6 +96,16 @@ class KnownPrefixes:
             self._index.held.forget_engine(follower.place)
         follower.number, follower.num_blocks, follower.adapters = None, 0, {}
 
+    def place(self, engine: str) -> int:
+        """The engine's place in what `lengths` returns, until it is forgotten."""
+        return self._follower(engine).place
+
+    def restarted(self, engine: str) -> None:
+        """Another process answers, which remembers nothing as yet."""
+        follower = self._follower(engine)
+        self._index.forget_engine(follower.place)
+        follower.number, follower.num_blocks, follower.adapters = None, 0, {}
+
     def forget(self, engine: str) -> None:
         """An engine is gone, and what it remembered with it."""
         follower = self._followers.pop(engine, None)
@@ -112,12 +128,16 @@ class KnownPrefixes:
 
     def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
         """How many blocks of a prompt each of these engines has, from the first one on."""
-        lengths = self._index.match(keys, len(self._followers) + len(self._free_places))
+        lengths = self.lengths(keys)
         found = {}
         for engine in engines:
             follower = self._followers.get(engine)
             found[engine] = 0 if follower is None else int(lengths[follower.place])
         return found
+
+    def lengths(self, keys: Keys) -> NDArray[np.int32]:
+        """[places] How many blocks of a prompt the engine at each place has."""
+        return self._index.match(keys, len(self._followers) + len(self._free_places))
 
     def _follower(self, engine: str) -> _Follower:
         follower = self._followers.get(engine)

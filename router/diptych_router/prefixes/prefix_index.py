@@ -98,6 +98,11 @@ class PrefixIndex:
     def is_full(self) -> bool:
         return self.held.num_blocks >= self._max_blocks
 
+    @property
+    def num_known(self) -> int:
+        """Blocks that are held or expected; those that are both count as two."""
+        return sum(layer.num_blocks for layer in (self.held, *self._expected))
+
     def expect(self, engine: int, hashes: Keys) -> None:
         """A prompt with these blocks was sent to an engine."""
         if self._expected[0].num_blocks < MAX_EXPECTED_BLOCKS:

@@ -104,7 +104,8 @@ class FakeCore:
                 case EngineCoreRequestType.UTILITY:
                     call = wire.utility_decoder.decode(payload)
                     self.heard.append((client, kind, call))
-                    await self._answer(client, call.call_id, self.answers[call.method])
+                    if call.call_id >= 0:
+                        await self._answer(client, call.call_id, self.answers[call.method])
 
     async def _answer(self, client: bytes, call_id: int, answer: Any) -> None:
         if answer is SILENCE or call_id < 0:

@@ -22,6 +22,7 @@ from engine_kit.core import CLIENT, core_request, make_core
 from model_kit.checkpoints import SIZES, random_tensors, save_model
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from toy_pools import EngineView, choose, successor
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_frontend.text.collector import Collector
@@ -50,17 +51,7 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
-from diptych_router.policies.least_loaded import POLICY
-from diptych_router.policy import (
-    ROLES,
-    Decision,
-    EngineView,
-    RequestView,
-    Role,
-    Snapshot,
-    choose,
-    successor,
-)
+from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
 
 BLOCK = 4
@@ -209,6 +200,7 @@ class Seat:
     open_tokens: int = 0
     withdrawn: bool = False
     up: bool = True
+    planned: int = 0
     announces: bool = True
     """What it is to lend is announced."""
 
@@ -239,6 +231,9 @@ class Seat:
             proof=about.kv_transfer_proof,
         )
 
+    def plan(self, more: int) -> None:
+        self.planned += more
+
     @property
     def view(self) -> EngineView:
         return EngineView(self.key, self.fingerprint, self.open_tokens, not self.withdrawn)
@@ -263,14 +258,14 @@ class LocalFleet:
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([seat.view for seat in self.of(role)] for role in ROLES)
-        return choose(POLICY, request, Snapshot(prefill, decode), full)
+        return choose(request, prefill, decode, full)
 
-    def expect(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
     def successor(self, fingerprint: str) -> Seat | None:
-        chosen = successor(POLICY, [seat.view for seat in self.of("decode")], fingerprint)
-        return None if chosen is None else self.seats[chosen.key]
+        chosen = successor([seat.view for seat in self.of("decode")], fingerprint)
+        return None if chosen is None else self.seats[chosen]
 
     def num_decoding(self) -> int:
         return sum(not seat.withdrawn for seat in self.of("decode"))

@@ -1,0 +1,21 @@
+"""One engine after the other."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_router.policy import Duty, Engines, RequestView, Terms
+
+
+class RoundRobin:
+    """An engine costs the requests that this router has given to it so far."""
+
+    reason = "next"
+    compares_duties = False
+
+    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+        """See `Policy.costs`."""
+        return {"given": engines.column("given")}
+
+
+POLICY: Final = RoundRobin()

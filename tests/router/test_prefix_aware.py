@@ -1,0 +1,197 @@
+"""Where a request costs the fewest seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_pools import EngineView, fleet_of
+
+from diptych_protocol.config import Disaggregate
+from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_router.engine_table import EngineRow
+from diptych_router.fleet_table import FleetTable
+from diptych_router.policies.prefix_aware import POLICY
+from diptych_router.policy import RequestView
+from diptych_router.prefixes.block_keys import BlockNaming
+from diptych_router.prefixes.hash_table import Keys
+
+SIZE = 16
+TERMS = {"wait_s", "compute_s", "delay_s", "transfer_s", "steps_s", "streams_s", "room_s"}
+
+
+def chain(start: int, blocks: int) -> Keys:
+    return np.arange(start + 1, start + 1 + blocks, dtype=np.uint64)
+
+
+def request(blocks: int, start: int = 0, output: float = 100.0) -> RequestView:
+    """A prompt of so many full blocks, and one token."""
+
+    def keys(_: BlockNaming) -> Keys:
+        return chain(start, blocks)
+
+    return RequestView(blocks * SIZE + 1, output, keys=keys)
+
+
+def idle(blocks: int = 10_000, free: int | None = None, **changes: Any) -> SchedulerStats:
+    return SchedulerStats(
+        blocks_total=blocks, blocks_free=blocks if free is None else free, **changes
+    )
+
+
+class Fleet:
+    """Pools of engines `p0`, `p1`… and `d0`, `d1`… that have reported once."""
+
+    def __init__(
+        self, prefill: int, decode: int, disaggregate: Disaggregate = "always", seed: int = 0
+    ) -> None:
+        first, second = (
+            [EngineView(f"{letter}{number}", "f") for number in range(count)]
+            for letter, count in (("p", prefill), ("d", decode))
+        )
+        draw = Random(seed).randrange
+        self.table: FleetTable = fleet_of(first, second, POLICY, draw, disaggregate)
+        self.rows: dict[str, EngineRow] = {
+            row.key: row for table in self.table.tables.values() for row in table.rows
+        }
+        for row in self.rows.values():
+            row["block_size"] = SIZE
+            row.report(idle(), 0.0)
+            self.table.take_prefixes(row.key, PrefixChanges(0, whole=True), 10_000)
+
+    def remembers(self, key: str, keys: Keys) -> None:
+        self.table.take_prefixes(key, PrefixChanges(1, keys.tobytes()), 10_000)
+
+    def go(self, view: RequestView, now: float = 0.0) -> tuple[str | None, str]:
+        """Choose, and place it there."""
+        decision = self.table.choose(view, now)
+        assert decision is not None
+        self.table.placed(view, decision)
+        if decision.prefill is not None:
+            self.rows[decision.decode].plan(1)
+        return decision.prefill, decision.decode
+
+
+def test_every_term_is_named_and_none_is_negative() -> None:
+    fleet = Fleet(3, 3)
+    decision = fleet.table.choose(request(20), 0.0)
+    assert decision is not None
+    assert set(decision.terms) == TERMS
+    assert min(decision.terms.values()) >= 0
+    assert decision.to_compute == 20 * SIZE + 1
+
+
+def test_a_prompt_goes_where_it_is_remembered() -> None:
+    fleet = Fleet(5, 5)
+    fleet.remembers("p3", chain(0, 50))
+    fleet.remembers("d1", chain(0, 50))
+    assert fleet.go(request(50)) == ("p3", "d1")
+    assert fleet.go(request(50))[0] == "p3"
+
+
+def test_unless_too_much_waits_there() -> None:
+    fleet = Fleet(2, 1)
+    fleet.remembers("p1", chain(0, 50))
+    fleet.rows["p1"].report(idle(queued_prompt_tokens=50 * SIZE), 0.0)
+    assert fleet.go(request(50))[0] == "p1"
+    fleet.rows["p1"].report(idle(queued_prompt_tokens=500 * SIZE), 0.0)
+    assert fleet.go(request(50))[0] == "p0"
+
+
+def test_a_queue_that_was_reported_long_ago_has_been_computed_since() -> None:
+    fleet = Fleet(2, 1)
+    fleet.remembers("p1", chain(0, 50))
+    fleet.rows["p1"].report(idle(queued_prompt_tokens=500 * SIZE), 0.0)
+    assert fleet.go(request(50), now=0.0)[0] == "p0"
+    assert fleet.go(request(50), now=60.0)[0] == "p1"
+
+
+def test_a_burst_with_a_new_beginning_stays_together() -> None:
+    """Before any engine says that it remembers it."""
+    fleet = Fleet(8, 8)
+    homes = Counter(fleet.go(request(200, start=7))[0] for _ in range(4))
+    assert len(homes) == 1
+
+
+def test_equals_are_chosen_at_random_and_not_alike_by_two_routers() -> None:
+    first, second = (Fleet(20, 20, seed=seed).go(request(10)) for seed in (1, 2))
+    assert first != second
+    fleet = Fleet(10, 10)
+    drawn = {fleet.go(request(10, start=1000 * number))[0] for number in range(10)}
+    assert len(drawn) == 10
+
+
+def test_reports_that_stay_the_same_do_not_gather_requests_at_one_engine() -> None:
+    """Four routers know that one engine is idle; between two reports each places ten there."""
+    given: Counter[str] = Counter()
+    for seed in range(4):
+        fleet = Fleet(10, 1, seed=seed)
+        for number in range(1, 10):
+            fleet.rows[f"p{number}"].report(idle(queued_prompt_tokens=2000), 0.0)
+        for number in range(10):
+            given[str(fleet.go(request(60, start=10_000 * (number + 1)))[0])] += 1
+    assert max(given.values()) <= 16
+    assert len(given) == 10
+
+
+@pytest.mark.parametrize("slow", ["p0", "d0"])
+def test_a_slow_engine_is_learned_to_be_slow(slow: str) -> None:
+    fleet = Fleet(2, 2)
+    fleet.table.tables["decode"].fleet_rates.placed(1e9)  # there is no other router
+    for key, row in fleet.rows.items():
+        part = 10.0 if key == slow else 1.0
+        for count in range(1, 20):
+            row.report(
+                idle(
+                    steps=10 * count, prompt_tokens_computed=10_000 * count,
+                    tokens_generated=100 * count, seconds_stepping=0.3 * part * count,
+                ),
+                float(count),
+            )  # fmt: skip
+    chosen = Counter(
+        key for at in range(20) for key in fleet.go(request(60, start=10_000 * at), now=20.0)
+    )
+    assert chosen[slow] < 5
+
+
+def test_a_decode_engine_without_room_is_left_out_while_others_have_some() -> None:
+    fleet = Fleet(1, 2)
+    fleet.rows["d0"].report(idle(free=5, num_running=3), 0.0)
+    fleet.rows["d1"].report(idle(num_running=6), 0.0)
+    assert fleet.go(request(100))[1] == "d1"
+
+
+sizes = st.integers(1, 6)
+
+
+@given(sizes, sizes, st.lists(st.integers(0, 5000), min_size=12, max_size=12), st.randoms())
+def test_the_choice_is_the_cheapest_pair(
+    prefill: int, decode: int, waiting: list[int], random: Random
+) -> None:
+    fleet = Fleet(prefill, decode)
+    for row, tokens in zip(fleet.rows.values(), waiting, strict=False):
+        row.report(idle(queued_prompt_tokens=tokens, num_running=tokens % 7), 0.0)
+        fleet.remembers(row.key, chain(0, random.randrange(30)))
+    view = request(30)
+    decision = fleet.table.choose(view, 0.0)
+    assert decision is not None
+    assert decision.prefill is not None
+    costs: dict[str, float] = {}
+    for row in fleet.rows.values():
+        row["usable"] = False
+    for key, row in fleet.rows.items():  # each pair alone
+        row["usable"] = True
+        for other, partner in fleet.rows.items():
+            if key[0] == "p" and other[0] == "d":
+                partner["usable"] = True
+                alone = fleet.table.choose(view, 0.0)
+                assert alone is not None
+                costs[f"{key} {other}"] = sum(alone.terms.values())
+                partner["usable"] = False
+        row["usable"] = False
+    assert costs[f"{decision.prefill} {decision.decode}"] == pytest.approx(min(costs.values()))
