@@ -77,6 +77,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         verify=_VERIFY[service.spec.transfer.verify],
         policy=_POLICIES[service.spec.router.policy],
         hold_seconds=service.spec.router.hold_seconds,
+        processes=service.spec.router.processes,
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,
