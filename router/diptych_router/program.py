@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from diptych_router.router_tracer import RouterTracer
 
 log = logging.getLogger(__name__)
+
+COLLECT_AFTER = 20_000
+"""More objects made than freed before the garbage collector looks at the young ones. Each open
+request has some hundred."""
 
 MakeMetrics = Callable[[PoolClient], ServerMetrics]
 
@@ -64,6 +69,7 @@ async def started(
     app = build_app(client, metrics=metrics, api_keys=keys)
     leaving = Leaving(app, client, args.linger_seconds)
     client.start()
+    _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
     try:
         yield Program(client, metrics, app, leaving, certificate)
@@ -72,6 +78,13 @@ async def started(
         client.shutdown()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def _collect_rarely() -> None:
+    """Requests leave no cycles, so the collector would mostly look in vain, at what is here for
+    good above all: tokenizer, templates, modules."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
 
 
 def drain_timeout_s(config: RouterConfig, args: argparse.Namespace) -> float:

@@ -94,7 +94,7 @@ def router(
     )
     parent = psutil.Popen(command(tmp_path, config, *arguments))
     router = Router(parent, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}")
-    everybody = [parent]
+    everybody: list[psutil.Process] = [parent]
     try:
         wait_until(lambda: len(router.listeners()) == 2, "two processes listen")
         everybody += parent.children()

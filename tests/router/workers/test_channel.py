@@ -57,7 +57,7 @@ async def test_both_ends_ask_and_are_answered_whatever_the_order() -> None:
             there.ask(b"abc", PATIENCE_S), there.ask(b"", PATIENCE_S),
             there.ask(bytes(1 << 20), PATIENCE_S),
         )  # fmt: skip
-    assert answers == [b"FIRST", b"LAST", b"cba", b"", bytes(1 << 20)]
+    assert list(answers) == [b"FIRST", b"LAST", b"cba", b"", bytes(1 << 20)]
 
 
 async def test_who_cannot_answer_says_why() -> None:
