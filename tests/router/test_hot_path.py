@@ -37,7 +37,7 @@ CEILINGS = {False: 1175, True: 1255}
 """Whether the answer is streamed -> calls of Python and built-in functions for a request."""
 
 
-TOKENS, STEP_MS, TOKEN_CEILING = 40, 5, 158
+TOKENS, STEP_MS, TOKEN_CEILING = 40, 5, 170
 """Of the longer of two streams, whose engine makes steps; calls for a token, with the event loop's
 part."""
 
