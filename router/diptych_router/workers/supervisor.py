@@ -37,10 +37,10 @@ from diptych_router.workers.sums import Families, added_up, families_of, what_st
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S: Final = 1.0
-"""A process that is too busy for that is known by its last report."""
+"""Who is asked for metrics or state waits so long for a process, and then takes its last report."""
 LOOK_S: Final = 5.0
-"""So often every process is asked for a report: what it counted after its last one is lost if it is
-killed."""
+"""Every process is asked for a report at this interval, and may take as long. What it counted after
+its last one is lost if it is killed."""
 SILENT_S: Final = 30.0
 """A process that gives no report for so long is killed, and started again."""
 START_S: Final = 180.0
@@ -109,12 +109,12 @@ class Worker:
         self._channel = await Channel.over(end, answer_to)
         await self._channel.run()
 
-    async def ask(self) -> None:
+    async def ask(self, timeout_s: float) -> None:
         """Bring `report` up to date, if the process serves, and answers in time."""
         if self._channel is None or not self.listening:
             return
         with contextlib.suppress(ChannelError, TimeoutError):
-            self.report = report_of(await self._channel.ask(b"", ANSWER_TIMEOUT_S))
+            self.report = report_of(await self._channel.ask(b"", timeout_s))
             self.answered_at = time.monotonic()
 
     def begins_to_serve(self) -> None:
@@ -221,7 +221,7 @@ class Workers:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self._reports()
+            await self._reports(LOOK_S)
             for index, worker in self._now.items():
                 if worker.hangs and worker.process.returncode is None:
                     log.error("process %d gives no report: it is killed", index)
@@ -270,9 +270,9 @@ class Workers:
         encode_text, content_type = choose_encoder(accept)
         return Exposition(encode_text(registry), content_type)
 
-    async def _reports(self) -> list[WorkerReport]:
+    async def _reports(self, timeout_s: float = ANSWER_TIMEOUT_S) -> list[WorkerReport]:
         """Each process's newest."""
-        await asyncio.gather(*(worker.ask() for worker in self._now.values()))
+        await asyncio.gather(*(worker.ask(timeout_s) for worker in self._now.values()))
         return [worker.report for worker in self._now.values() if worker.report is not None]
 
 
