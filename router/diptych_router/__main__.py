@@ -13,10 +13,10 @@ from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
-from diptych_router.admin import admin_app
-from diptych_router.arguments import parse_arguments
 from diptych_router.pool_client import PoolClient
-from diptych_router.program import drain_timeout_s, started
+from diptych_router.process.admin import admin_app
+from diptych_router.process.arguments import parse_arguments
+from diptych_router.process.program import drain_timeout_s, started
 from diptych_router.report import router_report
 from diptych_router.workers.supervisor import supervise
 

@@ -38,8 +38,8 @@ CEILINGS = {False: 1175, True: 1255}
 
 
 TOKENS, STEP_MS, TOKEN_CEILING = 40, 5, 170
-"""Of the longer of two streams, whose engine makes steps; calls for a token, with the event loop's
-part."""
+"""Tokens of the longer of two streams, the steps of its engine, and the most calls for a token, with
+the event loop's part."""
 
 
 @pytest_asyncio.fixture

@@ -71,7 +71,7 @@ def command(folder: Path, config: RouterConfig, *arguments: object) -> list[str]
 
 @pytest.fixture(scope="module")
 def addresses(smollm2: str, keys_dir: Path) -> Iterator[tuple[str, str]]:
-    """Of a prefill and a decode engine, so slow that a stream lasts."""
+    """The addresses of a prefill and a decode engine, so slow that a stream lasts."""
     names = "prefill-0", "decode-0"
     configs = [engine_config(name, smollm2, weight_packing=EXACT) for name in names]
     with cores(keys_dir, *configs) as (prefill, decode):

@@ -29,7 +29,7 @@ class Collector(Generic[Output]):
         self._pending: Output | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
-        """Of the consumer, while it waits: cheaper than an `asyncio.Event`, once for each token."""
+        """What the consumer waits for, if it does. An `asyncio.Event` costs more, at each token."""
 
     def put(self, output: Output, *, delta: bool = False) -> None:
         """Hand over an output, which then belongs to the collector. Ignored after `fail`."""

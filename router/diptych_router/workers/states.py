@@ -66,7 +66,7 @@ def _engine(views: Sequence[EngineReport], *, seen_by_all: bool) -> EngineReport
 
 
 def _newest(canaries: Iterable[CanaryReport]) -> list[CanaryReport]:
-    """Of each pair, newest last."""
+    """The newest canary of each pair, newest last."""
     by_pair: dict[tuple[str, str], CanaryReport] = {}
     for canary in sorted(canaries, key=lambda canary: canary.unix_time):
         pair = canary.prefill, canary.decode

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from diptych_router.workers.messages import Family, Sample
 
 _LEAST: Final = ("process_start_time_seconds", "process_max_fds")
-"""Of these, the smallest value is the router's. Everything else adds up."""
+"""The smallest value of these is the router's. Everything else adds up."""
 _COUNTING: Final = ("counter", "histogram")
 
 Key = tuple[str, tuple[tuple[str, str], ...]]

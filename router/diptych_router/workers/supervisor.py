@@ -19,8 +19,8 @@ from diptych_frontend.observability.metrics import PREFIX, EngineStatsCollector
 from diptych_frontend.openai.server import Site, listen, reserve_port, serve_sites
 from diptych_protocol import RouterConfig, SchedulerStats
 from diptych_protocol.admin import RouterReport
-from diptych_router.admin import admin_app
-from diptych_router.program import drain_timeout_s
+from diptych_router.process.admin import admin_app
+from diptych_router.process.program import drain_timeout_s
 from diptych_router.workers.channel import AnswerTo, Channel, ChannelError
 from diptych_router.workers.messages import (
     Exposition,
@@ -257,7 +257,7 @@ class Workers:
     # --- what they say together ---------------------------------------------------------------
 
     async def state(self) -> RouterReport:
-        """Of those that serve."""
+        """What the processes that serve say together."""
         return state_of_all([report.state for report in await self._reports()])
 
     async def exposition(self, accept: str) -> Exposition:

@@ -22,9 +22,9 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import EngineOverloadedError, RouterConfig
-from diptych_router.arguments import parse_arguments
 from diptych_router.pool_client import PoolClient
-from diptych_router.program import Program, drain_timeout_s, started
+from diptych_router.process.arguments import parse_arguments
+from diptych_router.process.program import Program, drain_timeout_s, started
 from diptych_router.report import router_report
 from diptych_router.workers.channel import Channel, ChannelError
 from diptych_router.workers.messages import (
