@@ -79,6 +79,11 @@ class Decision:
     prefill: str | None
     decode: str
     reason: str
+    fetch: str | None = None
+    """The engine from which the one that computes the prompt is to fetch what it lacks of the
+    prefix, where that is faster than to compute it; None: it computes all that it lacks."""
+    fetch_tokens: int = 0
+    """How many tokens, from the first one on, that engine is thought to have."""
 
 
 Scored = tuple[float, EngineView]
