@@ -127,6 +127,8 @@ class HingeThread:
         totals.seconds_receiving = loads.seconds_waited
         totals.hand_off_counts = list(loads.waited)
         totals.stale_reads_refused = leases.stale_reads_refused
+        totals.prefix_fetches_now = loads.prefixes_in_flight
+        totals.prefix_seconds = loads.prefix_seconds
         totals.prefixes_lent = leases.prefixes_lent
         totals.prefixes_refused = leases.prefixes_refused
         totals.transport = self._transport.name

@@ -186,7 +186,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     They close: promised = granted + withdrawn + `leases_promised_now`, granted = released + revoked
     + expired + `leases_held`, started = completed + failed + in flight, and early loads begun =
     adopted + dropped + `early_loads_now`.
-    Loads of prefixes are among the loads.
+    Fetches of prefixes are no loads here: fetches = completed + failed + `prefix_fetches_now`.
     """
 
     leases_held: int = 0
@@ -239,12 +239,15 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     staging_bytes: int = 0
     """Room that staging areas take now."""
     prefix_fetches: int = 0
-    """Loads begun for prefixes that another engine was thought to remember."""
+    """Prefixes that were to be fetched from an engine that was thought to remember them."""
     prefix_fetches_completed: int = 0
     prefix_fetches_failed: int = 0
     """Those that brought nothing: their requests compute the prefix."""
+    prefix_fetches_now: int = 0
     prefix_tokens_fetched: int = 0
     """Tokens that completed fetches brought, and that were not here."""
+    prefix_seconds: float = 0.0
+    """Sum over completed fetches of the time that the request waited."""
     prefixes_lent: int = 0
     """Leases of prefixes that other engines asked for."""
     prefixes_refused: int = 0

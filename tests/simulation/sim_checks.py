@@ -50,7 +50,8 @@ def check_engine_at_rest(engine: SimEngine) -> None:
     fetches = engine.core.hand_offs.fetches
     assert fetches.begun == fetches.completed + fetches.failed, f"P6: {name}: {fetches}"
     told = reports["load ok"] + reports["load failed"]
-    assert loads.started == told, f"P6: {loads.started} loads of {name}, the ends of {told} told"
+    started = loads.started + loads.prefixes_started
+    assert started == told, f"P6: {started} loads of {name}, the ends of {told} told"
 
 
 def check_router_at_rest(router: SimRouter) -> None:

@@ -211,7 +211,8 @@ class SimDriver:
             if not event.ok:
                 self._network.note(f"load failed: {named(event.reason, LOAD_FAILURES)}")
             ended = self.reports["load ok"] + self.reports["load failed"]
-            assert ended <= self.hinge.loads.started, "P6: a load ended twice"
+            loads = self.hinge.loads
+            assert ended <= loads.started + loads.prefixes_started, "P6: a load ended twice"
             if event.ok:
                 prefix = self._prefix_leases.get(event.request_id, "") if event.num_tokens else ""
                 self.validate(event.request_id, prefix)

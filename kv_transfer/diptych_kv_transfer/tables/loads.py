@@ -83,8 +83,12 @@ class LoadTable:
     rejects: list[LeaseRef] = field(default_factory=list)
     """Leases to reject as soon as their engine has said Hello."""
     started: int = 0
+    """Loads of hand-offs; those of prefixes, which may fail without harm, are counted apart."""
     completed: int = 0
     failed: int = 0
+    prefixes_started: int = 0
+    prefix_seconds: float = 0.0
+    """How long requests waited for those of their prefixes that came."""
     rejected: int = 0
     """Number of leases for which Reject was sent."""
     waited: list[int] = field(default_factory=lambda: [0] * (len(HAND_OFF_BOUNDS_S) + 1))
@@ -128,7 +132,8 @@ class LoadTable:
         load.digest, load.tag, load.num_tokens = digest, tag, num_tokens
         load.wanted, load.num_blocks = wanted, len(wanted)
         self.loads[request_id] = load
-        self.started += 1
+        self.started += prefix is None
+        self.prefixes_started += prefix is not None
         return [*self.reach(lease.address), *self._open(load, now)]
 
     def adopt(self, request_id: str, now: float) -> list[Action]:
@@ -276,8 +281,15 @@ class LoadTable:
 
     @property
     def in_flight(self) -> int:
-        """The number of loads that have started and not ended. Safe to call from another thread."""
-        return sum(load.state in UNDER_WAY for load in list(self.loads.values()))
+        """The number of hand-offs whose loads have started and not ended. Safe to call from another
+        thread."""
+        loads = list(self.loads.values())
+        return sum(load.state in UNDER_WAY and load.prefix is None for load in loads)
+
+    @property
+    def prefixes_in_flight(self) -> int:
+        """The same of prefixes."""
+        return sum(load.prefix is not None for load in list(self.loads.values()))
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -420,13 +432,15 @@ class LoadTable:
             del self.loads[load.request_id]
         if held:
             return []
-        self.completed += ok
-        self.failed += not ok
+        self.completed += ok and load.prefix is None
+        self.failed += not ok and load.prefix is None
         others = self._open_staged() if load.staged else []
         if not ok:
             return [LoadEnded(load.request_id, False, load.problem), *others]
         seconds = now - load.waiting_since
-        if not load.early:
+        if load.prefix is not None:
+            self.prefix_seconds += seconds
+        elif not load.early:
             self._count_wait(seconds)
         num_tokens = 0 if load.prefix is None else load.num_tokens
         ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds, num_tokens)

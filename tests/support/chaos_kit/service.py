@@ -248,7 +248,7 @@ async def unrest(engine: Engine) -> list[str]:
         "held blocks": stats.blocks_total - stats.blocks_free,
         "leases": hinge.leases_held,
         "leased blocks": hinge.blocks_held,
-        "loads": hinge.loads_in_flight,
+        "loads": hinge.loads_in_flight + hinge.prefix_fetches_now,
         "leases without an end": hinge.leases_granted - ended,
     }
     return [f"{engine.name}: {count} {what}" for what, count in amounts.items() if count]
