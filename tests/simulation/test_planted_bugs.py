@@ -25,7 +25,7 @@ from diptych_kv_transfer.tables.leases import NEVER, Lease, LeaseTable
 from diptych_kv_transfer.tables.load import Load, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import FromOwner, Opened
-from diptych_protocol import EngineCoreRequest, SamplingParams
+from diptych_protocol import EngineCoreRequest, KVTransferParams, SamplingParams
 from diptych_router.request_table import RequestTable, _Turn
 from diptych_router.routed_request import RoutedRequest, Setback
 
@@ -179,8 +179,10 @@ def router_that_hears_engines_twice(patch: pytest.MonkeyPatch) -> None:
 def router_that_forgets_what_was_delivered(patch: pytest.MonkeyPatch) -> None:
     honest = RoutedRequest._with
 
-    def with_params(self: RoutedRequest, params: SamplingParams | None) -> EngineCoreRequest:
-        return msgspec.structs.replace(honest(self, params), generated_token_ids=None)
+    def with_params(
+        self: RoutedRequest, params: SamplingParams | None, *source: KVTransferParams | None
+    ) -> EngineCoreRequest:
+        return msgspec.structs.replace(honest(self, params, *source), generated_token_ids=None)
 
     patch.setattr(RoutedRequest, "_with", with_params)
 
