@@ -1,17 +1,24 @@
 """Milliseconds to fetch a prefix from an engine that remembers it, beside those to compute it.
 
-Two engine cores in processes of their own, with the demo model; the driver plays the router.
+`python -m benchmarks.handoff.prefixes` writes benchmarks/results/prefixes.{json,md}. There are two
+engine cores in processes of their own, with the demo model; the driver plays the router.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
+import json
+import logging
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+
+from benchmarks.machine import RESULTS, machine
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
@@ -142,3 +149,47 @@ async def run(repetitions: int) -> list[dict[str, Any]]:
     finally:
         holder.shutdown()
         taker.shutdown()
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The whole page."""
+    lines = [
+        "# Prefixes", "",
+        f"`python -m benchmarks.handoff.prefixes` on {results['machine']}; load {results['load']} "
+        f"before, {results['load_after']} after. Milliseconds until the first token of a prompt of "
+        f"so many tokens and {OWN_TOKENS} more, seen by a driver in the router's place; medians of "
+        f"{results['repetitions']}. Fetched / computed is the median of quotients of neighbours in "
+        "time (lowest to highest). Each engine has one thread.", "",
+        "| prefix | holder | fetched | computed | remembered | fetched / computed |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for row in results["prefixes"]:
+        lines.append(
+            f"| {row['tokens']} | {row['holder']} | {row['fetched_ms']:.0f} | "
+            f"{row['computed_ms']:.0f} | {row['remembered_ms']:.0f} | **{row['ratio']:.3f}** "
+            f"({row['ratio_low']:.3f}-{row['ratio_high']:.3f}) |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=5)
+    args = parser.parse_args()
+    logging.disable()
+    load = f"{os.getloadavg()[0]:.1f}"
+    results = {
+        "machine": machine(),
+        "load": load,
+        "repetitions": args.repetitions,
+        "prefixes": asyncio.run(run(args.repetitions)),
+        "load_after": f"{os.getloadavg()[0]:.1f}",
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "prefixes.json").write_text(json.dumps(results, indent=2) + "\n")
+    (RESULTS / "prefixes.md").write_text(markdown(results))
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -274,12 +274,8 @@ def test_a_prefix_that_was_never_asked_for_is_given_up_without_a_word() -> None:
 
 
 def test_less_room_is_needed_when_less_comes() -> None:
-    sizes: dict[str, int | str] = {
-        "num_layers": 1,
-        "kv_heads": 1,
-        "head_dim": 4,
-        "dtype": "float32",
-    }
+    sizes: dict[str, int | str] = {"num_layers": 1, "kv_heads": 1, "head_dim": 4}
+    sizes["dtype"] = "float32"
     here = Hello("taker", "t1", sizes, geometry={"block_size": 16, "tensor_parallel_size": 1})
     there = Hello("holder", "h1", sizes, geometry={"block_size": 32, "tensor_parallel_size": 1})
     table = LoadTable(here, 60.0)
