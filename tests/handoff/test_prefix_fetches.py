@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from engine_kit.core import CLIENT, tokens
 from engine_kit.handoff import (
@@ -20,7 +21,13 @@ from engine_kit.handoff import (
 )
 from waits import Deadline
 
-from diptych_protocol import EngineCoreRequest, FinishReason, KVTransferParams
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    KVTransferParams,
+    PoolingParams,
+)
 from diptych_protocol.block_hashes import extend_block_hashes
 
 PROMPT = prompt_of(3, 38)
@@ -342,3 +349,29 @@ def names_of(engine: Engine, prompt: list[int]) -> list[bytes]:
     names: list[bytes] = []
     extend_block_hashes(names, prompt, BLOCK, None)
     return names
+
+
+def test_a_prompt_that_is_pooled_fetches_too(pool: list[Engine]) -> None:
+    """A request that is nothing but a prefill."""
+    holder, taker, _, alone = pool
+
+    def pooled(name: str, source: KVTransferParams | None = None) -> EngineCoreRequest:
+        return msgspec.structs.replace(
+            request(name, PROMPT),
+            sampling_params=None,
+            pooling_params=PoolingParams("embed"),
+            prefix_source=source,
+        )
+
+    def vector(outputs: list[EngineCoreOutput]) -> list[float]:
+        pooling = outputs[-1].pooling_output
+        assert pooling is not None, outputs[-1].error
+        values: list[float] = np.frombuffer(pooling.data, np.float32).tolist()
+        return values
+
+    expected = vector(drive(alone, pooled("alone")))
+    answer(holder)
+    done = Change(taker)
+    made = vector(drive(taker, pooled("q", source_of(holder, len(PROMPT))), holder))
+    assert made == pytest.approx(expected, abs=1e-5)
+    assert (done.computed, done.fetches) == (len(PROMPT) - NUM_CACHED, (1, 1, 0, NUM_CACHED))
