@@ -31,6 +31,7 @@ def check_engine_at_rest(engine: SimEngine) -> None:
         "promises": engine.core.hand_offs._promises, "leases": hinge.leases.leases,
         "early opens": hinge.leases._early, "loads": hinge.loads.loads,
         "rejects": hinge.loads.rejects, "asked for": hinge.leases._asks,
+        "unanswered": range(hinge.leases._asks._num_unanswered),
         "blocks in prefixes": scheduler.leased._in_prefixes,
         "fetches": engine.core.hand_offs.fetches._under_way,
         "remotes that never answered": [r for r in hinge.loads.remotes.values() if not r.hello],

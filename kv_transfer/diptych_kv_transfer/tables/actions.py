@@ -115,7 +115,7 @@ class LoadEnded:
     num_blocks: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
-    """Of a prefix: how many tokens, from the first one on, have KV now."""
+    """If a prefix was fetched: how many tokens, from the first one on, have KV now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from diptych_kv_transfer.tables.actions import Peer, PrefixAsked
 from diptych_kv_transfer.tables.messages import Open
 
-MAX_ASKS = 256
-"""Limit on the questions that wait for the engine, which answers them between two steps."""
+MAX_ASKS = 64
+"""Limit on the questions that the engine has not answered, which it does between two steps. Those
+that were taken back count, too: the engine is told of them all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class PrefixAsks:
     """The questions that the engine has not answered, by the ids of their leases. Pure."""
 
     _asks: dict[str, Ask] = field(default_factory=dict)
+    _num_unanswered: int = 0
 
     def __len__(self) -> int:
         return len(self._asks)
@@ -46,7 +48,7 @@ class PrefixAsks:
             return "more blocks are asked for than the prefix has"
         if any(first + count > len(message.names) for first, count in message.runs):
             return "blocks behind the end of the prefix are asked for"
-        return "" if len(self._asks) < MAX_ASKS else "too many prefixes are asked for"
+        return "" if self._num_unanswered < MAX_ASKS else "too many prefixes are asked for"
 
     def repeats(self, peer: Peer, message: Open) -> bool:
         """Whether the message is a repetition of one that waits."""
@@ -55,11 +57,13 @@ class PrefixAsks:
 
     def put(self, peer: Peer, message: Open) -> PrefixAsked:
         """Remember a question. Returns what the engine is to be asked."""
+        self._num_unanswered += 1
         ask = self._asks[message.lease_id] = Ask(peer, message)
         return ask.to_engine()
 
     def pop(self, lease_id: str) -> Ask | None:
         """The engine has answered; None: nobody wants to know any more."""
+        self._num_unanswered -= 1
         return self._asks.pop(lease_id, None)
 
     def give_up(self, peer: Peer, lease_id: str) -> bool:

@@ -116,9 +116,15 @@ def test_senseless_questions_are_refused_unasked(message: Open, why: str) -> Non
 def test_only_so_many_questions_wait_for_the_engine() -> None:
     table = LeaseTable(LEASE_SECONDS)
     asks = [Open(f"{number}", "", TAG, [(0, 1)], names=NAMES) for number in range(MAX_ASKS + 1)]
-    answers = [table.receive(STRANGER, ask, 0.0) for ask in asks]
+    answers = []
+    for ask in asks:
+        answers.append(table.receive(STRANGER, ask, 0.0))
+        table.receive(STRANGER, Reject(ask.lease_id), 0.0)  # the engine is told all the same
     assert all(isinstance(answer[0], PrefixAsked) for answer in answers[:-1])
     assert "too many" in refusal(answers[-1], STRANGER)
+    table.lend_prefix("0", [], b"", 0.0)
+    again = Open("again", "", TAG, [(0, 1)], names=NAMES)
+    assert table.receive(STRANGER, again, 0.0) == [PrefixAsked("again", NAMES, 0)]
 
 
 @pytest.mark.parametrize(
