@@ -47,4 +47,7 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         loads_failed=transfer.loads_failed,
         leases_expired=transfer.leases_expired,
         stale_reads_refused=transfer.stale_reads_refused,
+        prefix_fetches=transfer.prefix_fetches,
+        prefix_fetches_failed=transfer.prefix_fetches_failed,
+        prefix_tokens_fetched=transfer.prefix_tokens_fetched,
     )

@@ -38,8 +38,8 @@ CEILINGS = {False: 1350, True: 1430}
 
 
 TOKENS, STEP_MS, TOKEN_CEILING = 40, 5, 170
-"""Tokens of the longer of two streams, the steps of its engine, and the most calls for a token, with
-the event loop's part."""
+"""Tokens of the longer of two streams, the steps of its engine, and the most calls for a token,
+with the event loop's part."""
 
 
 @pytest_asyncio.fixture
