@@ -43,6 +43,9 @@ block to a router, and cost it a better choice."""
 FOLLOW_PREFIXES = "follow_prefixes"
 """The call after which a core tells its caller what it remembers, and each change of that. It has
 no answer but these messages."""
+FOLLOW_HEARTBEAT = "follow_heartbeat"
+"""The call after which a core's loop tells its caller every half second that it turns, with its
+statistics. It has no answer but these messages."""
 MAX_TENANT_LENGTH = 256
 """Characters of the name of an API key."""
 
@@ -360,6 +363,15 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     computed depend on both."""
 
 
+class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The loop of a core says that it turns, to those who called `FOLLOW_HEARTBEAT`."""
+
+    within_s: float
+    """The core promises its next heartbeat within so many seconds."""
+    in_call: bool = False
+    """A control call begins that may take long: requests that come now wait for its end."""
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One message per client and step."""
 
@@ -379,6 +391,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     last_words: str | None = None
     """Why the core ends; the sentinel follows."""
     prefix_changes: PrefixChanges | None = None
+    heartbeat: Heartbeat | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

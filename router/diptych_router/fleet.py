@@ -40,7 +40,7 @@ class Fleet(Protocol):
 
     def get(self, key: str) -> Engine | None: ...
     def may_begin_at(self, key: str) -> bool:
-        """This engine may get new requests."""
+        """This engine may get new requests, and does not hang."""
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """The engines for a new attempt, but none of `full`; None: there are none now."""

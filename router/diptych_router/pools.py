@@ -58,6 +58,7 @@ class Pools:
         on_change: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
+        on_hang: Callable[[EngineLink], None],
     ) -> None:
         """`on_change`: it may be that more, fewer or other engines are usable."""
         self.links: dict[str, EngineLink] = {}
@@ -74,6 +75,7 @@ class Pools:
         self._on_change = on_change
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._on_hang = on_hang
         self.fleet = FleetTable(POLICIES[config.policy], Random().randrange, config.disaggregate)
         self._follows_prefixes = config.policy == "prefix_aware"
         self._followed: dict[str, int] = {}
@@ -133,8 +135,8 @@ class Pools:
         return self.links.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        """This engine may get new requests."""
-        return key in self.links and self.usable(self.links[key])
+        """This engine may get new requests, and does not hang."""
+        return self._may_get_work(key) and not self.links[key].silent
 
     def choose(
         self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
@@ -149,7 +151,11 @@ class Pools:
 
     def _holds(self, decision: Decision) -> bool:
         """Its engines are still usable. Whether they are is looked at when there is news."""
-        return all(self.may_begin_at(key) for key in (decision.prefill, decision.decode) if key)
+        prefill, decode = decision.prefill, decision.decode
+        return (not prefill or self._may_get_work(prefill)) and self._may_get_work(decode)
+
+    def _may_get_work(self, key: str) -> bool:
+        return key in self.links and self.usable(self.links[key])
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
@@ -283,6 +289,7 @@ class Pools:
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
+                    on_hang=self._on_hang,
                 )
             except (InvalidRequestError, zmq.ZMQError) as exc:
                 log.warning("cannot connect to %s: %s", endpoint, exc)

@@ -204,6 +204,25 @@ class RequestTable:
             actions += self._retry(routed, setback, why, now)
         return self._and_followers(actions, now)
 
+    def engine_hangs(self, engine: str, now: float) -> Sequence[Action]:
+        """An engine says nothing, though its line stands: what is there begins again elsewhere, as
+        far as others can take it. The rest waits until it speaks or is lost."""
+        link = self._fleet.get(engine)
+        name = link.name if link is not None else engine
+        actions: list[Action] = []
+        for routed in [r for r in self._placed.values() if r.engine == engine]:
+            decision = self._fleet.choose(routed.view, routed.full)
+            if decision is None or not self._is_lively(decision):
+                continue
+            actions.append(Abort(engine, [routed.core_id]))
+            actions += self._retry(routed, Setback.LOSS, f"engine {name} hangs", now)
+        return self._and_followers(actions, now)
+
+    def _is_lively(self, decision: Decision) -> bool:
+        """None of its engines hangs."""
+        keys = (decision.prefill, decision.decode)
+        return all(self._fleet.may_begin_at(key) for key in keys if key)
+
     def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """An engine was asked to hand a placement off, and could not: begin again elsewhere."""
         routed = self._placed.get(core_id)

@@ -51,6 +51,7 @@ class ToyEngine:
     fingerprint: str = "f"
     up: bool = True
     withdrawn: bool = False
+    silent: bool = False
     open_tokens: int = 0
     planned: int = 0
     open: dict[str, EngineCoreRequest] = field(default_factory=dict)
@@ -80,11 +81,12 @@ class ToyFleet:
         return self.engines.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        return self.engines[key].up and not self.engines[key].withdrawn
+        engine = self.engines[key]
+        return engine.up and not engine.withdrawn and not engine.silent
 
     def views(self, role: str) -> list[EngineView]:
         return [
-            EngineView(e.key, e.fingerprint, e.open_tokens, self.may_begin_at(e.key))
+            EngineView(e.key, e.fingerprint, e.open_tokens, e.up and not e.withdrawn, e.silent)
             for e in self.engines.values()
             if e.key.startswith(role) and e.up
         ]
@@ -96,7 +98,7 @@ class ToyFleet:
         pass
 
     def successor(self, fingerprint: str) -> ToyEngine | None:
-        key = successor(self.views("d"), fingerprint)
+        key = successor([v for v in self.views("d") if not v.silent], fingerprint)
         return self.engines[key] if key is not None else None
 
     def num_decoding(self) -> int:
@@ -147,6 +149,11 @@ class World:
         link = self.fleet.engines[engine]
         link.up, link.open, link.announced = False, {}, {}
         self.carry_out(self.table.engine_lost(engine, "lost", self.now))
+
+    def hang(self, engine: str) -> None:
+        """Its heartbeats are overdue for long."""
+        self.fleet.engines[engine].silent = True
+        self.carry_out(self.table.engine_hangs(engine, self.now))
 
     def change(self, engine: str, **facts: bool) -> None:
         for name, value in facts.items():
@@ -511,6 +518,45 @@ def test_sending_may_find_out_first_that_an_engine_is_gone() -> None:
     world.check_end()
 
 
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_what_hangs_begins_again_elsewhere_and_its_engine_is_told(where: str) -> None:
+    world = World("p1", "p2", "d1", "d2")
+    world.submit("r")
+    engine = "p1"
+    if where == "decode":
+        prefilled(world)
+        world.say("d1", world.answer("r/2"))
+        engine = "d1"
+    [(_, core_id)] = world.placements()
+    world.hang(engine)
+    assert Abort(engine, [core_id]) in world.log
+    assert [key for key, _ in world.placements()] == ["p2" if where == "prefill" else "p1"]
+    world.say(engine, world.answer(core_id))  # it goes on before it hears that
+    assert world.delivered["r"] == ([] if where == "prefill" else [0, 1])
+    again = "p2" if where == "prefill" else "p1"
+    world.say(again, world.answer(world.placements()[0][1], FinishReason.LENGTH, lease="L2"))
+    assert [key for key, _ in world.placements()] == ["d1" if where == "prefill" else "d2"]
+    world.leave("r")
+    world.check_end()
+
+
+def test_what_hangs_stays_where_it_is_while_nobody_else_can_take_it() -> None:
+    world = World("p", "d1", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.hang("d1")
+    assert world.placements() == [("p", "r/3")]
+    world.say("p", world.answer("r/3", FinishReason.LENGTH, lease="L2"))
+    assert world.placements() == [("d2", "r/4")]
+    world.hang("d2")
+    assert world.placements() == [("d2", "r/4")]
+    world.change("d1", silent=False)
+    world.hang("d2")
+    assert [key for key, _ in world.placements()] == ["p"]
+    world.leave("r")
+    world.check_end()
+
+
 def test_another_answer_to_a_prompt_begins_when_the_first_decodes_and_takes_its_way() -> None:
     world = World("p", "p2", "d", "d2")
     world.submit("a")
@@ -691,7 +737,7 @@ def play(seed: int, tenants: list[str]) -> None:
             routed.core_id for routed in world.table.requests.values() if routed.engine
         }
     for engine in world.fleet.engines:
-        world.change(engine, up=True, withdrawn=False)
+        world.change(engine, up=True, withdrawn=False, silent=False)
     for step in range(200):
         if not world.placements():
             break
@@ -703,7 +749,7 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
     """One event."""
     engine = random.choice(list(world.fleet.engines))
     link = world.fleet.engines[engine]
-    match random.randrange(12):
+    match random.randrange(14):
         case 0 | 1 if step < 40:
             ahead = random.choice([None, *world.delivered])
             world.submit(f"r{step}", ahead, tenant, max_tokens=random.choice([1, 2, 5]))
@@ -724,6 +770,10 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
         case 8 if link.up:
             world.say(engine, EngineCoreOutput(f"r{random.randrange(40)}/0", [999],
                                                kv_transfer_params=None))  # fmt: skip
+        case 9 if link.up:
+            world.hang(engine)
+        case 10:
+            link.silent = False
         case _:
             progress(world, random, f"L{step}", faults=True)
 

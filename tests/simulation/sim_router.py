@@ -52,6 +52,7 @@ class Link:
     posture: Posture = field(default_factory=lambda: Posture(False, False))
     open_tokens: int = 0
     planned: int = 0
+    silent: bool = False
 
     def plan(self, more: int) -> None:
         self.planned += more
@@ -107,7 +108,8 @@ class Links:
         return self.by_name.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        return key in self.by_name and self.by_name[key].usable
+        link = self.by_name.get(key)
+        return link is not None and link.usable and not link.silent
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
@@ -117,7 +119,8 @@ class Links:
         pass
 
     def successor(self, fingerprint: str) -> Link | None:
-        chosen = successor([_view(link) for link in self.of("decode")], fingerprint)
+        views = [_view(link) for link in self.of("decode") if not link.silent]
+        chosen = successor(views, fingerprint)
         return self.by_name[chosen] if chosen is not None else None
 
     def num_decoding(self) -> int:
@@ -276,6 +279,18 @@ class SimRouter:
         self._lost(session, "cut")
         return True
 
+    def suspect(self, name: str) -> None:
+        """Heartbeats of an engine are overdue: if it is still silent, others do its work."""
+        link = self.links.by_name[name]
+        session = link.session
+        if not self.alive or session is None:
+            return
+        link.silent = not session.engine.heard_by(self.name)
+        if link.silent:
+            self._note("router suspects an engine")
+            self._carry_out(self.table.engine_hangs(name, self._clock.now))
+            self._clock.after(RECONNECT_S, self.suspect, name)
+
     def check(self, name: str) -> None:
         """Some time ago an engine fell silent: if it still is, it is lost."""
         session = self.links.by_name[name].session
@@ -288,7 +303,7 @@ class SimRouter:
         if not self.alive or link.session is not session:
             return
         self._note("router lost an engine")
-        link.session = None
+        link.session, link.silent = None, False
         self._carry_out(self.table.engine_lost(link.name, why, self._clock.now))
         self._clock.after(RECONNECT_S, self._connect, link)
 
@@ -308,4 +323,4 @@ class SimRouter:
 
 
 def _view(link: Link) -> EngineView:
-    return EngineView(link.name, link.fingerprint, link.open_tokens, link.usable)
+    return EngineView(link.name, link.fingerprint, link.open_tokens, link.usable, link.silent)

@@ -44,6 +44,11 @@ class AdapterTable:
         """Some request may have an adapter."""
         return len(self._known) > 0
 
+    def lacks(self, shares: Iterable[ScheduledRequest]) -> bool:
+        """Some adapter of a step is not loaded yet."""
+        wanted = (share.request.adapter for share in shares)
+        return any(x is not None and x.lora_int_id not in self._loaded for x in wanted)
+
     def resolve(self, request: LoRARequest | None) -> Adapter | None:
         """The adapter that a request names, its files checked but not necessarily loaded.
 
