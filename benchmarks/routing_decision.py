@@ -35,7 +35,7 @@ def fleet(engines: int, policy: str) -> FleetTable:
         row = table.add(roles[number % 2], f"engine-{number}")
         row["usable"], row["block_size"] = True, BLOCK_SIZE
         table.is_up(row, "same")
-        row.report(statistics(random), 0.0)
+        row.report(statistics(random), 0, 0.0)
         held = [prefix(random.randrange(PREFIXES), BLOCKS).tobytes() for _ in range(2)]
         table.take_prefixes(row.key, PrefixChanges(0, b"".join(held), whole=True), 2 * BLOCKS)
     return table
@@ -73,9 +73,9 @@ def main() -> None:
         decision = table.choose(view, turn * 1e-3)
         chosen = time.thread_time()
         if decision is not None:
-            table.placed(view, decision)
+            table.placed(view, decision, turn * 1e-3)
         placed = time.thread_time()
-        random.choice(rows).report(statistics(random), turn * 1e-3)
+        random.choice(rows).report(statistics(random), turn, turn * 1e-3)
         deciding.append((chosen - begin, placed - chosen))
         reporting.append(time.thread_time() - placed)
     choice, placing = (np.median([pair[at] for pair in deciding]) * 1e6 for at in (0, 1))

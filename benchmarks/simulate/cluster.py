@@ -37,7 +37,7 @@ class Simulation:
         self.log = Log()
         roles: dict[Role, Any] = {"prefill": plan.prefill, "decode": plan.decode}
         self.pods = {
-            f"{role}-{number}": Pod(f"{role}-{number}", role, pool)
+            f"{role}-{number}": Pod(f"{role}-{number}", role, pool, [0] * plan.routers)
             for role, pool in roles.items()
             for number in range(pool.pods)
         }
@@ -100,8 +100,11 @@ class Simulation:
         row = Row(known, first, lends=bool(job.taker) and left > 1, owner=job)
         row.chain = request.chain
         job.sequence, job.coming = row, None
+        job.source = self.pods[decision.fetch] if decision.fetch else None
+        row.remote = min(decision.fetch_tokens, known - 1) if job.source else 0
         self._charge(job, known, job.at, job.taker)
         self._plan(job, job.taker)
+        self.routers[job.router].sent(job.at.key, self.now)
         self._at(self.now + self.plan.overheads.request_s, self._add, job, row)
 
     def _charge(self, job: Job, tokens: int, *pods: Pod | None) -> None:
@@ -132,6 +135,7 @@ class Simulation:
             coming.chain = row.chain
             if job.taker.alive and job.taker.engine.reserve(coming):
                 job.coming = coming
+        job.at.received[job.router] += 1
         job.at.engine.add(row)
         self._wake(job.at)
 
@@ -148,11 +152,13 @@ class Simulation:
             return  # no decode engine is left
         self._charge(job, job.request.prompt + job.generated, taker)
         self._plan(job, None)
+        self.routers[job.router].sent(taker.key, self.now)
         job.lent_at = self.now
         relay = self.plan.overheads.hand_off_s / 2
         row, job.coming = job.coming, None
         if row is not None and taker.engine.claim(row):
             job.sequence = row
+            taker.received[job.router] += 1
             lacking = max(0, lent.prompt - row.computed)
             share = min(lacking, self.plan.prefill.limits.max_num_batched_tokens)
             self._at(self.now + relay, self._move, job, row, share)
@@ -177,15 +183,38 @@ class Simulation:
         lender.link_free = taker.link_free = done + before * seconds
         self._at(done + self.plan.overheads.hand_off_s / 2, self._loaded, job, row)
 
+    def _fetch(self, job: Job, row: Row) -> None:
+        """Before it computes a prompt, an engine gets what another one has of it."""
+        source, taker, job.source = job.source, job.at, None
+        if source is None or taker is None:
+            return
+        size = source.pool.limits.block_size
+        has = source.engine.prefixes.find(row.chain, row.remote // size)[0] * size
+        row.remote = max(has if source.alive else 0, row.computed)
+        tokens = row.remote - row.computed
+        done = max(self.now, source.link_free, taker.link_free)
+        done += tokens * self.plan.overheads.kv_token_s
+        source.link_free = taker.link_free = done
+        self._at(done + self.plan.overheads.hand_off_s, self._fetched, job, row, self.now, tokens)
+
+    def _fetched(self, job: Job, row: Row, asked_at: float, tokens: int) -> None:
+        """What another engine had of the prompt is here; the rest is computed."""
+        taker = job.at
+        if job.sequence is not row or taker is None or not taker.alive:
+            return
+        taker.saw_load(tokens, self.now - asked_at)
+        taker.engine.cached_tokens += row.remote
+        row.cached = row.remote
+        taker.engine.received(row)
+        self._wake(taker)
+
     def _loaded(self, job: Job, row: Row) -> None:
         """D has the KV, and P need not keep it."""
         taker = job.at
         if job.sequence is not row or taker is None or not taker.alive:
             return
         self._free_lent(job)
-        taker.loads += 1
-        taker.received_tokens += row.remote - row.computed
-        taker.receiving_s += self.now - job.lent_at
+        taker.saw_load(row.remote - row.computed, self.now - job.lent_at)
         taker.engine.received(row)
         self._wake(taker)
 
@@ -209,7 +238,11 @@ class Simulation:
         if engine.loads:
             loads, engine.loads = engine.loads, []
             for row in loads:
-                self._move(_job_of(row), row, row.remote - row.computed)
+                job = _job_of(row)
+                if job.source is not None:
+                    self._fetch(job, row)
+                else:
+                    self._move(job, row, row.remote - row.computed)
         if shape is None:
             return
         pod.busy, pod.pace = True, 1.0
@@ -262,12 +295,14 @@ class Simulation:
             return  # policies that count only what the router itself has placed read no reports
         idle = not pod.engine.running and not pod.engine.waiting
         due = idle or self.now >= pod.report_at
-        news = prefix_news(pod) if due or pod.engine.prefixes.fresh else None
+        news = prefix_news(pod) if pod.engine.prefixes.changed else None
         stats = statistics(pod) if due else None
         if due:
             pod.report_at = self.now + REPORT_S
-        for router in self.routers:
-            router.hear(pod, stats, news, self.now)
+        if stats is None and news is None:
+            return
+        for router, received in zip(self.routers, pod.received, strict=True):
+            router.hear(pod, stats, received, news, self.now)
 
     def _finish(self, job: Job) -> None:
         self.routers[job.router].saw_end(job.request.output)

@@ -69,6 +69,8 @@ class Pod:
     key: str
     role: Role
     pool: Pool
+    received: list[int]
+    """Requests that have come from each router."""
     engine: EngineModel = field(init=False)
     alive: bool = True
     busy: bool = False
@@ -101,6 +103,12 @@ class Pod:
     def __post_init__(self) -> None:
         self.engine = EngineModel(self.pool.limits)
 
+    def saw_load(self, tokens: int, seconds: float) -> None:
+        """KV of so many tokens has come, for which a request waited so long."""
+        self.loads += 1
+        self.received_tokens += tokens
+        self.receiving_s += seconds
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -115,6 +123,8 @@ class Job:
     taker: Pod | None = None
     """Who takes over after prefill."""
     sequence: Sequence | None = None
+    source: Pod | None = None
+    """From which engine a prefix is to be fetched."""
     coming: Sequence | None = None
     """What the taker has reserved blocks for."""
     lender: Pod | None = None

@@ -51,15 +51,11 @@ class PrefixMemory:
     """Free blocks in the order of their reuse: numbers of blocks by the keys of groups that nobody
     holds, and by numbers below 0 for blocks that remember nothing that others ask for."""
     _names: Iterator[int] = field(default_factory=lambda: count(-1, -1))
-    fresh: bool = False
-    """Something was remembered that nobody has been told of; whoever tells it unsets this."""
+    changed: set[int] = field(default_factory=set)
+    """The parts of which more or less is remembered than was told; whoever tells it clears this."""
 
     def __post_init__(self) -> None:
         self._queue[next(self._names)] = self.free
-
-    def remembered(self) -> dict[int, int]:
-        """How many blocks of each part are here."""
-        return {key: group.blocks for key, group in self.groups.items()}
 
     def allocate(self, blocks: int) -> None:
         """Hold fresh blocks, which forget what they remembered. Raises `RuntimeError` if there are
@@ -74,6 +70,8 @@ class PrefixMemory:
             if left:
                 self._queue[key] = left
                 self._queue.move_to_end(key, last=False)
+            if key >= 0:
+                self.changed.add(key)
             if key >= 0 and left:
                 self.groups[key].blocks = left
             elif key >= 0:
@@ -99,7 +97,7 @@ class PrefixMemory:
     def remember(self, key: int, blocks: int, mine: int) -> int:
         """Somebody who holds `mine` blocks of a part has computed all of them; returns how many of
         its blocks belong to the part now. Who comes second keeps what it computed for itself."""
-        self.fresh = True
+        self.changed.add(key)
         group = self.groups.get(key)
         if group is None:
             self.groups[key] = Group(blocks)

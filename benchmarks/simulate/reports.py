@@ -31,18 +31,19 @@ def statistics(pod: Pod) -> SchedulerStats:
 
 def prefix_news(pod: Pod) -> PrefixChanges | None:
     """What it remembers otherwise than when this was last asked."""
-    pod.engine.prefixes.fresh = False
-    remembered = pod.engine.prefixes.remembered()
+    memory = pod.engine.prefixes
     added: list[bytes] = []
     removed: list[bytes] = []
-    for prefix in remembered.keys() | pod.told.keys():
-        before, now = pod.told.get(prefix, 0), remembered.get(prefix, 0)
-        (added if now > before else removed).append(
-            prefix_keys(prefix, min(before, now), max(before, now)).tobytes()
-        )
-    changed = remembered != pod.told
-    pod.told = remembered
-    if not changed:
+    for key in memory.changed:
+        before = pod.told.pop(key, 0)
+        now = memory.groups[key].blocks if key in memory.groups else 0
+        if now:
+            pod.told[key] = now
+        if now != before:
+            keys = prefix_keys(key, min(before, now), max(before, now)).tobytes()
+            (added if now > before else removed).append(keys)
+    memory.changed.clear()
+    if not added and not removed:
         return None
     pod.news += 1
     return PrefixChanges(pod.news, b"".join(added), b"".join(removed))

@@ -28,6 +28,7 @@ class Router:
         for pod in pods:
             row = self.rows[pod.key]
             row["usable"], row["block_size"] = True, pod.pool.limits.block_size
+            row["lends"] = True
             self.fleet.is_up(row, FINGERPRINT)
             self.fleet.take_prefixes(pod.key, PrefixChanges(0, whole=True), 0)
         self._usual_output = FIRST_GUESS_TOKENS
@@ -40,7 +41,7 @@ class Router:
         view = replace(request.view, output_tokens=self._usual_output)
         decision = self.fleet.choose(view, now)
         if decision is not None:
-            self.fleet.placed(view, decision)
+            self.fleet.placed(view, decision, now)
         return decision
 
     def saw_end(self, output: int) -> None:
@@ -58,12 +59,21 @@ class Router:
     def usable(self, key: str) -> bool:
         return bool(self.rows[key]["usable"])
 
+    def sent(self, key: str, now: float) -> None:
+        """A request went to an engine."""
+        self.rows[key].sent(now)
+
     def hear(
-        self, pod: Pod, stats: SchedulerStats | None, news: PrefixChanges | None, now: float
+        self,
+        pod: Pod,
+        stats: SchedulerStats | None,
+        received: int,
+        news: PrefixChanges | None,
+        now: float,
     ) -> None:
         """A pod's report, and what it began and ceased to remember."""
         if stats is not None:
-            self.rows[pod.key].report(stats, now)
+            self.rows[pod.key].report(stats, received, now)
         if news is not None:
             self.fleet.take_prefixes(pod.key, news, pod.pool.limits.num_blocks)
 

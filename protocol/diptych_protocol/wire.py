@@ -391,6 +391,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     last_words: str | None = None
     """Why the core ends; the sentinel follows."""
     prefix_changes: PrefixChanges | None = None
+    requests_received: int = 0
+    """Beside statistics: how many requests of this client had come when they were made."""
     heartbeat: Heartbeat | None = None
 
     def __post_init__(self) -> None:

@@ -188,8 +188,14 @@ class EngineLink:
 
     async def refresh_stats(self, timeout_s: float = STATS_TIMEOUT_S) -> SchedulerStats:
         """Ask for its statistics of this moment. Raises what `CoreClient.call` raises."""
-        self._take_stats(await self.client.fetch_stats(timeout_s))
+        num_sent = self.row.num_sent  # they come before the question
+        self._take_stats(await self.client.fetch_stats(timeout_s), num_sent)
         return self.stats
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Send a request. Raises `NotConnectedError`."""
+        self.client.add(request)
+        self.row.sent(time.monotonic())
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests there. If the engine is gone, they have ended with it."""
@@ -218,7 +224,7 @@ class EngineLink:
         """
         own = self._own[request.request_id] = _OwnRequest()
         try:
-            self.client.add(request)
+            self.add(request)
             return await own.ended
         except asyncio.CancelledError:
             self.abort([request.request_id])
@@ -276,7 +282,8 @@ class EngineLink:
             self.description = description
             self.row["block_size"] = description.block_size
             self.row.restarted()
-            self.row.report(stats, time.monotonic())
+            self.row["lends"] = self.lends is not None
+            self.row.report(stats, 0, time.monotonic())
             self.times_up += 1
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
             self._tell_news()
@@ -321,7 +328,7 @@ class EngineLink:
 
     def _handle_outputs(self, message: EngineCoreOutputs) -> None:
         if message.scheduler_stats is not None:
-            self._take_stats(message.scheduler_stats)
+            self._take_stats(message.scheduler_stats, message.requests_received)
         if message.heartbeat is not None:
             self._take_heartbeat(message.heartbeat)
             return
@@ -338,13 +345,13 @@ class EngineLink:
         if self.silent or was_in_call or heartbeat.in_call:
             self._judge(now)
 
-    def _take_stats(self, stats: SchedulerStats) -> None:
+    def _take_stats(self, stats: SchedulerStats, num_received: int) -> None:
         # An answer may be older than what the engine said unasked. None ceases to drain.
         self._pulse.heard(stats)
         if self.silent:
             self._judge(time.monotonic())
         former, self.stats = self.stats, stats
-        self.row.report(stats, time.monotonic())
+        self.row.report(stats, num_received, time.monotonic())
         stats.draining |= former.draining
         drains = stats.draining and not former.draining
         if self.up and (drains or stats.paused != former.paused):

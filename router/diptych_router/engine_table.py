@@ -6,7 +6,9 @@ is gathered when a request comes. Pure: time is passed in.
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections import deque
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +25,20 @@ engine of which nothing is known."""
 TRIP_PRIOR: Final = (5e-3, 5e-6)
 """Seconds that a request waits for a hand-off, and for each token of its KV."""
 FLEET_PRIOR_S: Final = 1e-4
-OWN_PRIOR_S: Final = 0.05
+OWN_PRIOR_S: Final = 2.0
 """What is known beforehand of the fleet, and of one engine from the others, counts as much as so
 many seconds of work."""
-SHARE_FADING: Final = 0.999
-"""How much of what counts for `FleetRates.share` is left after the next report."""
-LEAST_SHARE: Final = 1 / 64
+WINDOW_S: Final = 10.0
+"""What was computed so long ago counts 1/e of what is computed now, for `prompt_load`."""
+MOST_LOAD: Final = 0.9
+"""A pool that computes prompts for a larger part of its time has as much to do as it can."""
+MOST_UNHEARD: Final = 256
+UNHEARD_S: Final = 5.0
+"""Requests that an engine was given and that no report of it has counted yet; and for how long."""
 FIELDS: Final = (
-    "usable", "silent", "fingerprint", "block_size", "place", "open_tokens", "given", "planned",
-    "queued", "placed_tokens", "rows", "placed_rows", "free_tokens", "all_tokens", "reported_at",
-    "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s",
+    "usable", "silent", "lends", "fingerprint", "block_size", "place", "open_tokens", "given",
+    "free_at", "rows", "coming", "free_tokens", "all_tokens",
+    "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
 )  # fmt: skip
 
 
@@ -50,25 +56,7 @@ class FleetRates:
     def __init__(self) -> None:
         self.steps = LearnedRates(STEP_PRIOR, FLEET_PRIOR_S)
         self.trips = LearnedRates(TRIP_PRIOR, FLEET_PRIOR_S)
-        self._placed = self._computed = 0.0
         self._step_prior, self._trip_prior = np.array(STEP_PRIOR), np.array(TRIP_PRIOR)
-
-    @property
-    def share(self) -> float:
-        """The part of all work that this router places. Other routers place the rest meanwhile, and
-        only the next report tells how much."""
-        if self._computed <= 0:
-            return 1.0
-        return min(max(self._placed / self._computed, LEAST_SHARE), 1.0)
-
-    def placed(self, tokens: float) -> None:
-        """This router gave somebody so many tokens to compute."""
-        self._placed += tokens
-
-    def computed(self, tokens: float) -> None:
-        """Somebody has computed so many."""
-        self._placed *= SHARE_FADING
-        self._computed = self._computed * SHARE_FADING + max(tokens, 0.0)
 
     def saw_steps(self, amounts: tuple[float, ...], seconds: float) -> None:
         self.steps.saw(amounts, seconds, self._step_prior)
@@ -84,6 +72,8 @@ class EngineTable:
         self.fleet_rates = rates
         self.rows: list[EngineRow] = []
         self.columns: Floats = np.zeros((len(FIELDS), 0))
+        self._prompt_s = 0.0
+        self._prompt_s_at = 0.0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,7 +90,7 @@ class EngineTable:
         self.rows.append(row)
         self.columns = np.hstack((self.columns, np.zeros((len(FIELDS), 1))))
         row["given"], row["block_size"] = most, 1.0
-        row.learn()
+        self.share_rates()
         return row
 
     def remove(self, row: EngineRow) -> None:
@@ -110,23 +100,39 @@ class EngineTable:
         for at, other in enumerate(self.rows):
             other.at = at
 
-    def waiting_tokens(self, now: float) -> Floats:
-        """[engines] Prompt tokens that wait at each: what it reported, less what it can have
-        computed since, and what was placed there since: others place as this router does."""
-        age = np.maximum(now - self.column("reported_at"), 0.0)
-        left = self.column("queued") - age / self.column("prompt_token_s")
-        placed = self.column("placed_tokens") / self.fleet_rates.share
-        waiting: Floats = np.maximum(left, 0.0) + placed
-        return waiting
+    def share_rates(self) -> None:
+        """Engines that have told nothing have the rates of the others."""
+        fleet = self.fleet_rates
+        for told, places, learned in (
+            ("told_steps", _STEP_RATES, fleet.steps),
+            ("told_trips", _TRIP_RATES, fleet.trips),
+        ):
+            silent = (self.column(told) == 0).nonzero()[0]
+            if len(silent):
+                self.columns[np.ix_(places, silent)] = learned.rates[:, np.newaxis]
 
-    def decoding(self) -> Floats:
-        """[engines] Requests that decode at each, or will soon."""
-        return self.column("rows") + self.on_the_way()
+    def prompt_load(self, now: float) -> float:
+        """The part of their time, 0 to `MOST_LOAD`, in which these engines compute prompts."""
+        if not self.rows:
+            return 0.0
+        seconds = self._prompt_s * math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
+        return min(seconds / (WINDOW_S * len(self.rows)), MOST_LOAD)
 
-    def on_the_way(self) -> Floats:
-        """[engines] Requests that will decode there, and that its last report does not have."""
-        own = self.column("planned") + self.column("placed_rows")
-        return own / self.fleet_rates.share
+    def computed(self, seconds: float, now: float) -> None:
+        """An engine has computed prompts for so long."""
+        self._prompt_s *= math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
+        self._prompt_s += seconds
+        self._prompt_s_at = max(now, self._prompt_s_at)
+
+
+class _Unheard(NamedTuple):
+    """A request given to an engine."""
+
+    number: int
+    """Which one it is of those sent there."""
+    seconds: float
+    """How long its prompt takes there."""
+    at: float
 
 
 class EngineRow:
@@ -139,6 +145,11 @@ class EngineRow:
         self._steps = LearnedRates(STEP_PRIOR, OWN_PRIOR_S)
         self._trips = LearnedRates(TRIP_PRIOR, OWN_PRIOR_S)
         self._last: SchedulerStats | None = None
+        self.num_sent = 0
+        """Requests sent over this connection."""
+        self._unheard: deque[_Unheard] = deque(maxlen=MOST_UNHEARD)
+        """Requests given to it that no report has counted yet."""
+        self._planned = 0
 
     def __getitem__(self, name: str) -> float:
         return float(self._table.columns[_PLACE_OF[name], self.at])
@@ -147,42 +158,62 @@ class EngineRow:
         self._table.columns[_PLACE_OF[name], self.at] = value
 
     def plan(self, more: int) -> None:
-        """Requests that will decode there are planned, or, if negative, arrive: they count until
-        the next report has them."""
-        self["planned"] += more
-        if more < 0:
-            self["placed_rows"] -= more
+        """Requests that will decode there are planned; negative: so many less."""
+        self._planned += more
+        self["coming"] = self._planned + len(self._unheard)
 
-    def place(self, tokens: float) -> None:
-        """A request goes there, with so many tokens of its prompt to compute."""
-        self["placed_tokens"] += tokens
-        self._table.fleet_rates.placed(tokens)
+    def place(self, tokens: float, now: float) -> None:
+        """A request goes there next, with so many tokens of its prompt to compute."""
+        columns, at = self._table.columns, self.at
+        seconds = tokens * float(columns[_PROMPT_TOKEN, at])
+        self._unheard.append(_Unheard(self.num_sent + 1, seconds, now))
+        columns[_FREE_AT, at] = max(float(columns[_FREE_AT, at]), now) + seconds
+        columns[_COMING, at] = self._planned + len(self._unheard)
+
+    def sent(self, now: float) -> None:
+        """A request went there: the one that was placed last, or one with nothing to compute."""
+        self.num_sent += 1
+        if not self._unheard or self._unheard[-1].number != self.num_sent:
+            self._unheard.append(_Unheard(self.num_sent, 0.0, now))
+            self.plan(0)
 
     def restarted(self) -> None:
         """Another process answers there, whose totals begin anew."""
         self._last = None
+        self.num_sent = 0
+        self._unheard.clear()
 
-    def report(self, stats: SchedulerStats, now: float) -> None:
-        """The engine says how it is, as of `now`."""
-        size = float(self._table.columns[_BLOCK_SIZE, self.at])
+    def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
+        """The engine says how it is, as of `now`, with so many of the requests sent to it."""
+        while self._unheard and (
+            self._unheard[0].number <= num_received or self._unheard[0].at < now - UNHEARD_S
+        ):
+            self._unheard.popleft()
+        columns = self._table.columns
+        size = float(columns[_BLOCK_SIZE, self.at])
+        queued_s = stats.queued_prompt_tokens * float(columns[_PROMPT_TOKEN, self.at])
+        unheard_s = sum(request.seconds for request in self._unheard)
         rows = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
         free, total = stats.blocks_free * size, stats.blocks_total * size
-        told = (stats.queued_prompt_tokens, rows, 0.0, 0.0, free, total, now)
-        self._table.columns[_REPORTED, self.at] = told
+        coming = self._planned + len(self._unheard)
+        columns[_REPORTED, self.at] = now + queued_s + unheard_s, rows, coming, free, total
         last, self._last = self._last, stats
         if last is not None:
-            self._learn_from(last, stats, size)
+            self._learn_from(last, stats, size, now)
 
-    def _learn_from(self, last: SchedulerStats, stats: SchedulerStats, size: float) -> None:
+    def _learn_from(
+        self, last: SchedulerStats, stats: SchedulerStats, size: float, now: float
+    ) -> None:
         fleet = self._table.fleet_rates
         steps = (
             stats.steps - last.steps,
             stats.prompt_tokens_computed - last.prompt_tokens_computed,
             stats.tokens_generated - last.tokens_generated,
         )
-        fleet.computed(steps[1])
         seconds = stats.seconds_stepping - last.seconds_stepping
         if steps[0] > 0 and seconds > 0:
+            prompt_s = steps[1] * float(self._table.columns[_PROMPT_TOKEN, self.at])
+            self._table.computed(min(max(prompt_s, 0.0), seconds), now)
             fleet.saw_steps(steps, seconds)
             self._steps.saw(steps, seconds, fleet.steps.rates)
         before, after = last.kv_transfer, stats.kv_transfer
@@ -194,25 +225,23 @@ class EngineRow:
                 fleet.saw_trips(trips, seconds)
                 self._trips.saw(trips, seconds, fleet.trips.rates)
         if stats.steps != last.steps:
-            self.learn()
+            self._take_over("told_steps", _STEP_RATES, self._steps)
+            self._take_over("told_trips", _TRIP_RATES, self._trips)
+            self._table.share_rates()
 
-    def learn(self) -> None:
-        """Take over what was learned; of an engine that has told nothing, what others have."""
-        fleet = self._table.fleet_rates
-        own_steps = self._steps if self._steps.told else fleet.steps
-        own_trips = self._trips if self._trips.told else fleet.trips
-        self._table.columns[_STEP_RATES, self.at] = own_steps.rates
-        self._table.columns[_TRIP_RATES, self.at] = own_trips.rates
+    def _take_over(self, told: str, places: list[int], learned: LearnedRates) -> None:
+        if learned.told:
+            self[told] = 1.0
+            self._table.columns[places, self.at] = learned.rates
 
 
 _PLACE_OF: Final = {name: place for place, name in enumerate(FIELDS)}
 _BLOCK_SIZE: Final = _PLACE_OF["block_size"]
+_PROMPT_TOKEN: Final = _PLACE_OF["prompt_token_s"]
+_FREE_AT: Final = _PLACE_OF["free_at"]
+_COMING: Final = _PLACE_OF["coming"]
 _REPORTED: Final = [
-    _PLACE_OF[name]
-    for name in (
-        "queued", "rows", "placed_tokens", "placed_rows", "free_tokens", "all_tokens",
-        "reported_at",
-    )
-]  # fmt: skip
+    _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "all_tokens")
+]
 _STEP_RATES: Final = [_PLACE_OF[name] for name in ("step_s", "prompt_token_s", "row_s")]
 _TRIP_RATES: Final = [_PLACE_OF[name] for name in ("trip_s", "trip_token_s")]

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diptych_protocol.config import Disaggregate
 from diptych_protocol.wire import PrefixChanges
@@ -25,10 +25,11 @@ from diptych_router.policy import (
 )
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import KnownPrefixes
+from diptych_router.prefixes.prefix_index import Lengths
 
 ANY_REQUEST = RequestView()
-Lengths = dict[float, NDArray[np.int32]]
-"""Block size -> `KnownPrefixes.lengths` of a request."""
+Tokens = dict[Role, Floats]
+"""Role -> [engines] tokens of a prompt."""
 
 
 class FleetTable:
@@ -89,24 +90,37 @@ class FleetTable:
         full_at = [self._rows[key] for key in full if key in self._rows]
         if how == "auto" and any(role == "prefill" for role, _ in full_at):
             how = "always"
-        lengths: Lengths = {}
+        cached, held = self._cached(request)
+        elsewhere = self._elsewhere(cached, held)
         for lively in (True, False):
             prefill, decode = (
-                self._engines(role, request, now, lively, lengths) for role in self.tables
+                Engines(table, _usable(table, lively), cached[role], elsewhere[role], now)
+                for role, table in self.tables.items()
             )
             for role, row in full_at:
                 (prefill if role == "prefill" else decode).usable[row.at] = False
             decision = choose(self._policy, request, prefill, decode, self._draw, how)
             if decision is not None:
                 break
-        if (
-            decision is not None
-            and decision.prefill is None
-            and how != "never"
-            and any(role == "prefill" for role, _ in full_at)
-        ):
+        if decision is None:
             return None
+        full_prefill = any(role == "prefill" for role, _ in full_at)
+        if decision.prefill is None and how != "never" and full_prefill:
+            return None
+        if decision.fetch_tokens:
+            return replace(decision, fetch=self._holder(decision, held))
         return decision
+
+    def _holder(self, decision: Decision, held: Tokens) -> str | None:
+        """Who has the tokens that are to be fetched."""
+        fingerprint = self._rows[decision.prefill or decision.decode][1]["fingerprint"]
+        holders = [
+            table.rows[at].key
+            for role, table in self.tables.items()
+            for at in (held[role] == decision.fetch_tokens).nonzero()[0].tolist()
+            if table.rows[at]["fingerprint"] == fingerprint and table.rows[at]["lends"]
+        ]
+        return holders[self._draw(len(holders))] if holders else None
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
         """The decode engine, of some usable ones, that should take over KV of this fingerprint."""
@@ -115,10 +129,11 @@ class FleetTable:
         for key in usable:
             fit[self._rows[key][1].at] = True
         number = self._fingerprints.get(fingerprint, -1.0)
-        engines = Engines(table, fit, np.zeros(len(table)), now)
+        nothing = np.zeros(len(table))
+        engines = Engines(table, fit, nothing, nothing, now)
         return successor(self._policy, engines, number, self._draw)
 
-    def placed(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision, now: float) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
         computes = decision.prefill or decision.decode
         for key in {decision.prefill, decision.decode} - {None}:
@@ -128,7 +143,7 @@ class FleetTable:
             _, row = known
             row["given"] += 1
             if key == computes:
-                row.place(decision.to_compute)
+                row.place(decision.to_compute, now)
             naming = self._naming(request, row)
             if request.keys is None or naming is None:
                 continue
@@ -138,31 +153,26 @@ class FleetTable:
 
     # --- what engines have of a prompt --------------------------------------------------------
 
-    def _engines(
-        self, role: Role, request: RequestView, now: float, lively: bool, lengths: Lengths
-    ) -> Engines:
-        table = self.tables[role]
-        usable: Flags = table.column("usable") > 0
-        if lively:
-            usable &= table.column("silent") == 0
-        return Engines(table, usable, self._cached(table, request, lengths), now)
-
-    def _cached(self, table: EngineTable, request: RequestView, lengths: Lengths) -> Floats:
-        """[engines] Tokens of its prompt that each has. lengths: those found already."""
-        if request.keys is None or not self.known.num_known or not len(table):
-            return np.zeros(len(table))
+    def _cached(self, request: RequestView) -> tuple[Tokens, Tokens]:
+        """How many tokens of the prompt each engine has, with those that were sent there a moment
+        ago, and without."""
+        nothing = {role: np.zeros(len(table)) for role, table in self.tables.items()}
+        if request.keys is None or not self.known.num_known:
+            return nothing, nothing
         if request.adapter:
-            return self._cached_by_adapter(table, request)
-        sizes, places = table.column("block_size"), table.column("place").astype(np.intp)
-        cached: Floats = np.zeros(len(table))
-        for size in distinct(sizes):
-            keys = request.keys(BlockNaming(int(size)))
-            if not len(keys):
-                continue
-            if size not in lengths:
-                lengths[size] = self.known.lengths(keys)
-            cached = np.where(sizes == size, lengths[size][places] * size, cached)
-        return cached
+            mine = {role: self._cached_by_adapter(t, request) for role, t in self.tables.items()}
+            return mine, nothing
+        soon, now = nothing, dict(nothing)
+        lengths: dict[float, tuple[Lengths, Lengths]] = {}
+        """By block size."""
+        for role, table in self.tables.items():
+            sizes, places = table.column("block_size"), table.column("place").astype(np.intp)
+            for size in distinct(sizes):
+                if size not in lengths:
+                    lengths[size] = self.known.lengths(request.keys(BlockNaming(int(size))))
+                for found, blocks in zip((soon, now), lengths[size], strict=True):
+                    found[role] = np.where(sizes == size, blocks[places] * size, found[role])
+        return soon, now
 
     def _cached_by_adapter(self, table: EngineTable, request: RequestView) -> Floats:
         """Engines may have other files under the same name, and most do not have it loaded."""
@@ -174,7 +184,28 @@ class FleetTable:
                 cached[at] = found[row.key] * naming.block_size
         return cached
 
+    def _elsewhere(self, cached: Tokens, held: Tokens) -> Tokens:
+        """How many tokens of the prompt each engine has, or could fetch from another one."""
+        if not any(tokens.any() for tokens in held.values()):
+            return cached
+        lent = {role: held[role] * table.column("lends") for role, table in self.tables.items()}
+        kinds = {role: table.column("fingerprint") for role, table in self.tables.items()}
+        found = dict(cached)
+        for kind in {kind for values in kinds.values() for kind in distinct(values)}:
+            most = max(float(lent[r].max(initial=0.0, where=kinds[r] == kind)) for r in lent)
+            for role, tokens in found.items():
+                found[role] = np.where(kinds[role] == kind, np.maximum(tokens, most), tokens)
+        return found
+
     def _naming(self, request: RequestView, row: EngineRow) -> BlockNaming | None:
         """How an engine names the blocks of a prompt; None: that is not known."""
         digest = self.known.adapters(row.key).get(request.adapter) if request.adapter else ""
         return None if digest is None else BlockNaming(int(row["block_size"]), digest)
+
+
+def _usable(table: EngineTable, lively: bool) -> Flags:
+    """[engines] Who may get requests. lively: but for those that may hang."""
+    usable: Flags = table.column("usable") > 0
+    if lively:
+        usable &= table.column("silent") == 0
+    return usable

@@ -7,8 +7,8 @@ Equal costs are decided at draw, so that several routers do not all take the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -28,6 +28,12 @@ Terms = Mapping[str, Floats]
 Draw = Callable[[int], int]
 """A number from 0 to below another one, at random."""
 TOO_MUCH: Final = np.inf
+NEARLY: Final = 1.1
+"""Engines that cost at most this many times as much as the cheapest one are equal to it: what is
+known of them differs by less than it is exact, and routers that agreed on the one would herd."""
+FETCH: Final = "fetch_s"
+"""The term of a policy that knows when an engine should fetch what it lacks of a prefix from the
+one that has most of it: above 0 where it should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,8 @@ class Engines:
     """Who can take it."""
     cached: Floats
     """Tokens of its prompt, from the first one on, whose KV each has."""
+    elsewhere: Floats
+    """The same of the engine that has most of it, of those that each could fetch it from."""
     now: float = 0.0
 
     def column(self, name: str) -> Floats:
@@ -80,6 +88,58 @@ class Policy(Protocol):
         Engines that cannot be chosen are among them."""
 
 
+class Priced:
+    """One pool with what each engine would cost for one duty."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        request: RequestView,
+        duty: Duty,
+        engines: Engines,
+        draw: Draw,
+    ) -> None:
+        self.engines, self.duty = engines, duty
+        self._draw = draw
+        self._prompt_tokens = request.prompt_tokens
+        self._terms = policy.costs(request, duty, engines)
+        self._total = np.where(engines.usable, sum(self._terms.values()), TOO_MUCH)
+
+    def best(self, among: Flags | None = None) -> int | None:
+        """The cheapest engine of all or of some; one of them at draw, if several are."""
+        total = self._total if among is None else np.where(among, self._total, TOO_MUCH)
+        if not len(total):
+            return None
+        at = int(total.argmin())
+        cost = total[at]
+        if cost == TOO_MUCH:
+            return None
+        equal = (total <= cost * NEARLY).nonzero()[0]
+        return int(equal[self._draw(len(equal))]) if len(equal) > 1 else at
+
+    def cost(self, at: int) -> float:
+        return float(self._total[at])
+
+    def cheapest(self, most: int) -> list[int]:
+        """The engines that can take the request, the cheapest first."""
+        order = self._total.argsort()[:most].tolist()
+        return [at for at in order if self._total[at] != TOO_MUCH]
+
+    def terms(self, at: int) -> dict[str, float]:
+        return {name: float(values[at]) for name, values in self._terms.items()}
+
+    def fetches(self, at: int) -> int:
+        """How many tokens this engine should fetch from another one, counted from the first token
+        of the prompt on; 0: none."""
+        wanted = self._terms.get(FETCH)
+        return int(self.engines.elsewhere[at]) if wanted is not None and wanted[at] > 0 else 0
+
+    def to_compute(self, at: int) -> float:
+        """How many tokens of the prompt it would neither have nor fetch; the last one always."""
+        has = max(float(self.engines.cached[at]), self.fetches(at))
+        return max(1.0, self._prompt_tokens - has)
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Prefill at `prefill` and decode at `decode`; None: the decode engine does both.
@@ -90,47 +150,17 @@ class Decision:
     prefill: str | None
     decode: str
     reason: str
+    fetch: str | None = None
+    """The engine from which the one that computes the prompt is to fetch what it lacks of the
+    prefix, where that is faster than to compute it; None: it computes all that it lacks."""
+    fetch_tokens: int = 0
+    """How many tokens, from the first one on, that engine is thought to have."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """What the choice costs, by the name of the reason."""
     to_compute: float = 0.0
-    """Tokens of the prompt that the engine that computes it does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """One engine of a pool, and its cost."""
-
-    at: int
-    cost: float
-
-
-class _Priced:
-    """A pool with the costs of one duty."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        request: RequestView,
-        duty: Duty,
-        engines: Engines,
-        draw: Draw,
-    ) -> None:
-        self.engines, self._draw = engines, draw
-        self._terms = policy.costs(request, duty, engines)
-        self._total = np.where(engines.usable, sum(self._terms.values()), TOO_MUCH)
-
-    def best(self, among: Flags | None = None) -> _Choice | None:
-        """The cheapest engine of all or of some; one of them at draw, if several are."""
-        total = self._total if among is None else np.where(among, self._total, TOO_MUCH)
-        cost = float(total.min(initial=TOO_MUCH))
-        if cost == TOO_MUCH:
-            return None
-        equal = (total == cost).nonzero()[0]
-        at = self._draw(len(equal)) if len(equal) > 1 else 0
-        return _Choice(int(equal[at]), cost)
-
-    def terms(self, at: int) -> dict[str, float]:
-        return {name: float(values[at]) for name, values in self._terms.items()}
+    """Tokens of the prompt that the engine that computes it neither has nor fetches."""
+    weighed: Sequence[Priced] = field(default=(), repr=False, compare=False)
+    """All candidates with their costs."""
 
 
 def choose(
@@ -157,14 +187,16 @@ def choose(
     alone = _alone(policy, request, decode, draw, why)
     if pair is None or alone is None:
         return pair or alone
-    return pair if sum(pair.terms.values()) <= sum(alone.terms.values()) else alone
+    weighed = (*pair.weighed, *alone.weighed)
+    cheaper = pair if sum(pair.terms.values()) <= sum(alone.terms.values()) else alone
+    return replace(cheaper, weighed=weighed)
 
 
 def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
     """The decode engine that should take over KV of this fingerprint; None: no usable one fits."""
-    priced = _Priced(policy, RequestView(), "decode", decode, draw)
+    priced = Priced(policy, RequestView(), "decode", decode, draw)
     chosen = priced.best(decode.column("fingerprint") == fingerprint)
-    return None if chosen is None else decode.key(chosen.at)
+    return None if chosen is None else decode.key(chosen)
 
 
 def _pick_pair(
@@ -174,46 +206,51 @@ def _pick_pair(
     decode: Engines,
     draw: Draw,
 ) -> Decision | None:
-    """The cheapest pair among the engines that fit together.
-
-    Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
-    proportion to what it can carry; one without a partner gets none of them while any pair exists.
-    """
-    if not (prefill.usable.any() and decode.usable.any()):
+    """The cheapest pair among the engines that fit together."""
+    if not len(prefill.usable):
         return None
-    first = _Priced(policy, request, "prefill", prefill, draw)
-    second = _Priced(policy, request, "decode", decode, draw)
-    ours, theirs = prefill.column("fingerprint"), decode.column("fingerprint")
-    best: tuple[float, int, int] | None = None
-    for fingerprint in distinct(theirs[decode.usable]):
-        one, two = first.best(ours == fingerprint), second.best(theirs == fingerprint)
-        if one is None or two is None:
-            continue
-        if best is None or one.cost + two.cost < best[0]:
-            best = one.cost + two.cost, one.at, two.at
+    first = Priced(policy, request, "prefill", prefill, draw)
+    second = Priced(policy, request, "decode", decode, draw)
+    best = _best_pair(first, second)
     if best is None:
         return None
-    _, p, d = best
+    p, d = best
     return Decision(
         prefill.key(p),
         decode.key(d),
         f"{policy.reason} pair",
-        first.terms(p) | second.terms(d),
-        max(1.0, request.prompt_tokens - float(prefill.cached[p])),
+        fetch_tokens=first.fetches(p),
+        terms=first.terms(p) | second.terms(d),
+        to_compute=first.to_compute(p),
+        weighed=(first, second),
     )
+
+
+def _best_pair(first: Priced, second: Priced) -> tuple[int, int] | None:
+    """Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests
+    in proportion to what it can carry; one without a partner gets none of them while any pair
+    exists."""
+    ours = first.engines.column("fingerprint")
+    theirs = second.engines.column("fingerprint")
+    kinds = distinct(theirs)
+    if len(kinds) == 1 and distinct(ours) == kinds:
+        one, two = first.best(), second.best()
+        return None if one is None or two is None else (one, two)
+    pairs = []
+    for kind in kinds:
+        one, two = first.best(ours == kind), second.best(theirs == kind)
+        if one is not None and two is not None:
+            pairs.append((one, two))
+    return min(pairs, key=lambda pair: first.cost(pair[0]) + second.cost(pair[1]), default=None)
 
 
 def _alone(
     policy: Policy, request: RequestView, decode: Engines, draw: Draw, why: str
 ) -> Decision | None:
     """The best decode engine computes the prompt itself."""
-    priced = _Priced(policy, request, "both", decode, draw)
-    chosen = priced.best()
-    if chosen is None:
-        return None
-    to_compute = max(1.0, request.prompt_tokens - float(decode.cached[chosen.at]))
+    priced = Priced(policy, request, "both", decode, draw)
     reason = f"{why}: prompt computed by the decode engine"
-    return Decision(None, decode.key(chosen.at), reason, priced.terms(chosen.at), to_compute)
+    return _one(priced, reason, of_prefill=False)
 
 
 def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
@@ -231,16 +268,27 @@ def _pick_one(
 ) -> Decision | None:
     """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of
     the decode pool."""
-    for engines, of_prefill in ((prefill, True), (decode, False)):
-        priced = _Priced(policy, request, "prefill", engines, draw)
-        chosen = priced.best()
-        if chosen is None:
-            continue
-        key = engines.key(chosen.at)
-        reason = "no usable prefill engine: prompt computed by a decode engine"
-        if of_prefill:
-            reason = f"{policy.reason} prefill engine"
-        to_compute = max(1.0, request.prompt_tokens - float(engines.cached[chosen.at]))
-        terms = priced.terms(chosen.at)
-        return Decision(key if of_prefill else None, key, reason, terms, to_compute)
-    return None
+    first = Priced(policy, request, "prefill", prefill, draw)
+    chosen = _one(first, f"{policy.reason} prefill engine", of_prefill=True)
+    if chosen is not None:
+        return chosen
+    second = Priced(policy, request, "prefill", decode, draw)
+    reason = "no usable prefill engine: prompt computed by a decode engine"
+    return _one(second, reason, of_prefill=False)
+
+
+def _one(priced: Priced, reason: str, *, of_prefill: bool) -> Decision | None:
+    """The cheapest engine does all that is to be done."""
+    at = priced.best()
+    if at is None:
+        return None
+    key = priced.engines.key(at)
+    return Decision(
+        key if of_prefill else None,
+        key,
+        reason,
+        fetch_tokens=priced.fetches(at),
+        terms=priced.terms(at),
+        to_compute=priced.to_compute(at),
+        weighed=(priced,),
+    )

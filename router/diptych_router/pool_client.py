@@ -244,7 +244,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         if link is None or not self.table.is_placed(core_id):
             return  # sending something else found out that this engine is gone
         try:
-            link.client.add(action.request)
+            link.add(action.request)
         except NotConnectedError as exc:
             link.client.lost(exc)  # all that is there is lost, this request too
             self._carry_out(self.table.not_sent(core_id, str(exc), self._loop.time()))

@@ -159,7 +159,7 @@ class Pools:
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
-        self.fleet.placed(request, decision)
+        self.fleet.placed(request, decision, time.monotonic())
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
         """An engine tells what it remembers."""

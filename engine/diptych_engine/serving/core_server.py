@@ -90,7 +90,8 @@ class CoreServer:
             self._poller.register(descriptor, zmq.POLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._clients: set[bytes] = set()
+        self._clients: dict[bytes, int] = {}
+        """Who has sent something -> how many requests."""
         """All that have spoken and are not known to be gone."""
         self._look_through_at = FEW_CLIENTS
         """At more clients than these, each is tried."""
@@ -107,7 +108,7 @@ class CoreServer:
         """Why this core ends, if not because it was told to."""
         self._stats_due = 0.0
         self._prefix_news = PrefixNews(core.scheduler, core.adapters.digests)
-        self._heartbeat = HeartbeatSender(core, rank, self._send_frames)
+        self._heartbeat = HeartbeatSender(core, rank, self._send_frames, self._num_received)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -221,7 +222,7 @@ class CoreServer:
             except zmq.Again:
                 return
             client = bytes((index,)) + identity
-            self._clients.add(client)
+            self._clients.setdefault(client, 0)
             if len(self._clients) > self._look_through_at:
                 self._forget_vanished()
             try:
@@ -251,6 +252,7 @@ class CoreServer:
         payload = [message, *arrays]
         match EngineCoreRequestType(kind):
             case EngineCoreRequestType.ADD:
+                self._clients[client] = self._clients.get(client, 0) + 1
                 self._add(wire.request_decoder.decode(payload), client)
             case EngineCoreRequestType.ABORT:
                 self._core.abort(wire.abort_decoder.decode(payload))
@@ -329,7 +331,12 @@ class CoreServer:
             made = outputs.get(client, [])
             message = EngineCoreOutputs(self._rank, made, stats, journey_events=events.get(client))
             message.finished_requests = {x.request_id for x in made if x.finished} or None
+            if stats is not None:
+                message.requests_received = self._num_received(client)
             self._send(client, message)
+
+    def _num_received(self, client: bytes) -> int:
+        return self._clients.get(client, 0)
 
     def _send_answers(self) -> None:
         while self._answered:
@@ -392,7 +399,7 @@ class CoreServer:
             socket.send_multipart((client[1:], *frames), zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # gone, or too far behind
             log.info("a client is unreachable: %s", exc)
-            self._clients.discard(client)
+            self._clients.pop(client, None)
             self._told.pop(client, None)
             self._prefix_news.forget(client)
             self._heartbeat.forget(client)

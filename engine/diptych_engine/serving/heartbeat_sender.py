@@ -20,10 +20,16 @@ class HeartbeatSender:
     """The loop of a core calls it in each turn, and before whatever may take long."""
 
     def __init__(
-        self, core: EngineCore, rank: int, send: Callable[[bytes, list[Frame]], None]
+        self,
+        core: EngineCore,
+        rank: int,
+        send: Callable[[bytes, list[Frame]], None],
+        num_received: Callable[[bytes], int],
     ) -> None:
-        """`send`: to a client; one that is gone is forgotten here (`forget`) by whoever sends."""
-        self._core, self._rank, self._send = core, rank, send
+        """`send`: to a client; one that is gone is forgotten here (`forget`) by whoever sends.
+        `num_received`: see `EngineCoreOutputs.requests_received`."""
+        self._core, self._rank = core, rank
+        self._send, self._num_received = send, num_received
         self._timer = HeartbeatTimer()
         core.before_step = self._before_step
 
@@ -68,6 +74,7 @@ class HeartbeatSender:
 
     def _tell(self, heartbeat: Heartbeat, stats: SchedulerStats | None) -> None:
         message = EngineCoreOutputs(self._rank, scheduler_stats=stats, heartbeat=heartbeat)
-        frames = wire.encoder.encode(message)
         for client in list(self._timer.followers):
-            self._send(client, frames)
+            if stats is not None:
+                message.requests_received = self._num_received(client)
+            self._send(client, wire.encoder.encode(message))

@@ -10,55 +10,77 @@ from typing import Final
 import numpy as np
 
 from diptych_router.engine_table import Floats
-from diptych_router.policy import Duty, Engines, RequestView, Terms
+from diptych_router.policy import FETCH, Duty, Engines, RequestView, Terms
 
 
 class PrefixAware:
-    """An engine costs seconds: this request's own, and those of the streams that it slows down."""
+    """An engine costs seconds: this request's own, and those that others wait for it."""
 
     reason = "cheapest"
     compares_duties = True
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""
-        lacking = np.maximum(request.prompt_tokens - engines.cached, 0.0)
-        terms: dict[str, Floats] = {}
-        if duty != "decode":
-            terms |= _prompt(lacking, engines)
+        if duty == "prefill":
+            return _prompt(request, engines)
         if duty == "decode":
+            lacking = _lacking(request, engines)
             trip = engines.column("trip_s") + lacking * engines.column("trip_token_s")
-            terms["transfer_s"] = trip
-        if duty == "both":
-            terms["stall_s"] = engines.table.decoding() * terms["compute_s"]
-        if duty != "prefill":
-            terms |= _answer(request, lacking, engines)
-        return terms
+            return {"transfer_s": trip} | _answer(request, lacking, engines)
+        terms = _prompt(request, engines)
+        stall = (engines.column("rows") + engines.column("coming")) * terms["compute_s"]
+        return terms | {"stall_s": stall} | _answer(request, _lacking(request, engines), engines)
 
 
-def _prompt(lacking: Floats, engines: Engines) -> dict[str, Floats]:
-    """Seconds until the first token, and those that the next request there waits longer."""
-    rate = engines.column("prompt_token_s")
-    compute = np.maximum(lacking, 1.0) * rate
-    return {
-        "wait_s": engines.table.waiting_tokens(engines.now) * rate,
+def _lacking(request: RequestView, engines: Engines) -> Floats:
+    """[engines] Tokens of the prompt that each would have to compute or to fetch."""
+    lacking: Floats = request.prompt_tokens - engines.cached
+    return lacking
+
+
+def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
+    """Seconds until the first token, and those that others wait longer: in a queue that is busy a
+    part L of the time, a second of work makes those that come after it wait L/(1-L) seconds."""
+    token_s = engines.column("prompt_token_s")
+    load = engines.table.prompt_load(engines.now)
+    others = load / (1.0 - load)
+    to_compute = _lacking(request, engines)
+    missing = engines.elsewhere - engines.cached
+    fetch = None
+    if missing.any():
+        trip = engines.column("trip_s") + missing * engines.column("trip_token_s")
+        saved = missing * token_s * (1.0 + others)
+        pays = trip < saved
+        fetch = np.where(pays, trip, 0.0)
+        to_compute = to_compute - np.where(pays, missing, 0.0)
+    compute = np.maximum(to_compute, 1.0) * token_s
+    terms = {
+        "wait_s": np.maximum(engines.column("free_at") - engines.now, 0.0),
         "compute_s": engines.column("step_s") + compute,
-        "delay_s": compute,
+        "delay_s": compute * others,
     }
+    if fetch is not None:
+        terms[FETCH] = fetch
+    return terms
 
 
 def _answer(request: RequestView, lacking: Floats, engines: Engines) -> dict[str, Floats]:
     """Seconds from the first token to the last, here and for the streams beside it."""
-    rows, row_s = engines.table.decoding(), engines.column("row_s")
-    own = request.output_tokens * (engines.column("step_s") + rows * row_s)
+    coming = engines.column("coming")
+    rows = engines.column("rows") + coming
+    beside = request.output_tokens * rows * engines.column("row_s")
+    own = request.output_tokens * engines.column("step_s") + beside
+    terms = {"steps_s": own, "streams_s": beside}
     wanted = lacking + request.output_tokens
-    free = engines.column("free_tokens") - engines.table.on_the_way() * wanted
+    short = (coming + 1.0) * wanted - engines.column("free_tokens")
     all_tokens = engines.column("all_tokens")
-    used = np.maximum(all_tokens - engines.column("free_tokens"), 1.0)
-    # Its streams give back all that they use within about as long as one of them takes, and nothing
-    # before the first of them ends.
-    part = np.maximum((wanted - free) / used, 1.0 / np.maximum(rows, 1.0))
-    room = np.where((all_tokens > 0) & (wanted > free), part * own, 0.0)
-    return {"steps_s": own, "streams_s": request.output_tokens * rows * row_s, "room_s": room}
+    if ((short > 0) & (all_tokens > 0)).any():
+        used = np.maximum(all_tokens - engines.column("free_tokens"), 1.0)
+        # Its streams give back all that they use within about as long as one of them takes, and
+        # nothing before the first of them ends.
+        part = np.maximum(short / used, 1.0 / np.maximum(rows, 1.0))
+        terms["room_s"] = np.where((all_tokens > 0) & (short > 0), part * own, 0.0)
+    return terms
 
 
 POLICY: Final = PrefixAware()

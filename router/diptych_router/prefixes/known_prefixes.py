@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 from diptych_router.prefixes.hash_table import Keys
-from diptych_router.prefixes.prefix_index import MAX_BLOCKS, PrefixIndex
+from diptych_router.prefixes.prefix_index import MAX_BLOCKS, Lengths, PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -128,15 +128,16 @@ class KnownPrefixes:
 
     def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
         """How many blocks of a prompt each of these engines has, from the first one on."""
-        lengths = self.lengths(keys)
+        lengths, _ = self.lengths(keys)
         found = {}
         for engine in engines:
             follower = self._followers.get(engine)
             found[engine] = 0 if follower is None else int(lengths[follower.place])
         return found
 
-    def lengths(self, keys: Keys) -> NDArray[np.int32]:
-        """[places] How many blocks of a prompt the engine at each place has."""
+    def lengths(self, keys: Keys) -> tuple[Lengths, Lengths]:
+        """[places] twice: how many blocks of a prompt the engine at each place has, with those that
+        were sent there a moment ago, and without."""
         return self._index.match(keys, len(self._followers) + len(self._free_places))
 
     def _follower(self, engine: str) -> _Follower:

@@ -6,6 +6,7 @@ to them a moment ago and they will hold soon, so that a burst of like prompts st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from diptych_router.prefixes.hash_table import BYTES_PER_PLACE, HashTable, Keys
 from diptych_router.prefixes.holder_sets import EMPTY, HolderSets
+
+Lengths = NDArray[np.int32]
 
 MAX_BLOCKS: Final = 10_000_000
 """Beyond, what engines say they hold is not taken in: see `PrefixIndex.is_full`."""
@@ -116,30 +119,48 @@ class PrefixIndex:
         for holders in (self.held, *self._expected):
             holders.forget_engine(engine)
 
-    def match(self, hashes: Keys, num_engines: int) -> NDArray[np.int32]:
-        """[num_engines]: how many blocks each engine has from the first one on, without a gap.
+    def match(self, hashes: Keys, num_engines: int) -> tuple[Lengths, Lengths]:
+        """[num_engines] twice: how many blocks each engine has from the first one on, without a
+        gap; with those that it will have soon, and without.
 
         hashes: the chained hashes of a prompt's full blocks.
         """
-        lengths = np.zeros(num_engines, np.int32)
         layers = [layer for layer in (self.held, *self._expected) if layer.num_blocks]
         if not layers or not len(hashes):
-            return lengths
+            nothing = np.zeros(num_engines, np.int32)
+            return nothing, nothing
         sets = np.stack([layer.sets_of(hashes) for layer in layers])
-        changes = np.flatnonzero((sets[:, 1:] != sets[:, :-1]).any(axis=0)) + 1
-        have = -1
-        """The engines that have all blocks so far; all of them, before the first."""
-        for start in (0, *changes.tolist()):
-            holders = EMPTY
-            for layer, number in zip(layers, sets[:, start].tolist(), strict=True):
-                holders |= layer.engines(number)
-            if start:
-                lengths[_members(have & ~holders, num_engines)] = start
-            have &= holders
-            if not have:
-                return lengths
-        lengths[_members(have, num_engines)] = len(hashes)
+        soon = _leading(layers, sets, num_engines)
+        if layers == [self.held]:
+            return soon, soon
+        now = [self.held] if self.held.num_blocks else []
+        return soon, _leading(now, sets[: len(now)], num_engines)
+
+
+def _leading(
+    layers: Sequence[BlockHolders], sets: NDArray[np.uint32], num_engines: int
+) -> Lengths:
+    """[num_engines] How many blocks from the first one on each engine has in some layer.
+
+    sets: [layers, blocks] The holders of each block.
+    """
+    lengths = np.zeros(num_engines, np.int32)
+    if not layers:
         return lengths
+    changes = np.flatnonzero((sets[:, 1:] != sets[:, :-1]).any(axis=0)) + 1
+    have = -1
+    """The engines that have all blocks so far; all of them, before the first."""
+    for start in (0, *changes.tolist()):
+        holders = EMPTY
+        for layer, number in zip(layers, sets[:, start].tolist(), strict=True):
+            holders |= layer.engines(number)
+        if start:
+            lengths[_members(have & ~holders, num_engines)] = start
+        have &= holders
+        if not have:
+            return lengths
+    lengths[_members(have, num_engines)] = sets.shape[1]
+    return lengths
 
 
 def _members(bits: int, num_engines: int) -> NDArray[np.bool_]:
