@@ -104,6 +104,8 @@ class EngineLink:
         self.silent = False
         """It may hang: a heartbeat is overdue, or it makes no steps. It gets no requests while
         others can take them."""
+        self.kept_out = False
+        """Its breaker is open; see `keep_out`."""
         self._on_news = on_news
         self._on_outputs = on_outputs
         self._on_lost = on_lost
@@ -158,12 +160,21 @@ class EngineLink:
     def _judge(self, now: float) -> None:
         stuck = self._pulse.doubtful_s(now) > SILENT_S
         was_silent, self.silent = self.silent, self._heartbeats.silent or stuck
-        self.row["silent"] = self.silent or self._heartbeats.in_call
+        self._refresh_row()
         if self.silent != was_silent:
             what = "works again"
             if self.silent:
                 what = f"has made no step for {SILENT_S:g} s" if stuck else "missed a heartbeat"
             log.warning("%s engine %s %s", self.role, self.name, what)
+
+    def keep_out(self, kept_out: bool) -> None:
+        """It gets no requests while others of its pool can take them, or does again."""
+        if kept_out != self.kept_out:
+            self.kept_out = kept_out
+            self._refresh_row()
+
+    def _refresh_row(self) -> None:
+        self.row["silent"] = self.silent or self.kept_out or self._heartbeats.in_call
 
     @property
     def lends(self) -> KVTransferParams | None:
@@ -293,7 +304,7 @@ class EngineLink:
         """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask, and
         judge whether it hangs."""
         self._pulse, self._heartbeats, self.silent = Pulse(), Heartbeats(), False
-        self.row["silent"] = False
+        self._refresh_row()
         with contextlib.suppress(NotConnectedError, ClientClosedError):
             self.client.tell(FOLLOW_HEARTBEAT)
         wait_s = STATS_INTERVAL_S

@@ -177,7 +177,9 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     def _pools_changed(self) -> None:
         self._follow_engines()
-        self._carry_out(self.table.fleet_changed(self._loop.time()))
+        now = self._loop.time()
+        self._carry_out(self.table.fleet_changed(now))
+        self._carry_out(self.table.give_up_late(now))
 
     def _follow_engines(self) -> None:
         """Every usable engine can take every request. While there is none, nothing new is known."""

@@ -22,13 +22,17 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_router import actions
+from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
+from diptych_router.routed_request import Setback
 
 RECONNECT_S = 0.2
 HOLD_S = 2.0
 MAX_HELD = 2
 HAND_OFF_TIMEOUT_S = 1.0
+FIRST_TOKEN_S = 0.8
+"""The shortest deadline of a first token, and how often routers look for those that are late."""
 
 
 class Consumer(Protocol):
@@ -118,6 +122,12 @@ class Links:
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
+    def went_well(self, *keys: str) -> None:
+        pass
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        pass
+
     def successor(self, fingerprint: str) -> Link | None:
         views = [_view(link) for link in self.of("decode") if not link.silent]
         chosen = successor(views, fingerprint)
@@ -150,6 +160,7 @@ class SimRouter:
             hold_seconds=HOLD_S,
             max_held=MAX_HELD,
             random_bits=network.random.getrandbits,
+            first_token_s=FIRST_TOKEN_S,
         )
         self._to_do: deque[actions.Action] = deque()
         self._busy = False
@@ -212,8 +223,9 @@ class SimRouter:
                 self._consumer.fail(request_id, error)
             case actions.WakeAt(time):
                 self._clock.at(time, self._wake, time)
-            case actions.Interrupted():
-                pass
+            case actions.Interrupted(_, setback):
+                if setback is Setback.LATE:
+                    self._note("first token too late for a router")
             case actions.Explain(_, facts):
                 if facts["attempts"] > 1:
                     self._note("new attempt")
@@ -224,10 +236,15 @@ class SimRouter:
         link = self.links.by_name[engine]
         if not self.table.is_placed(request.request_id):
             return
+        self._clock.after(1.5 * FIRST_TOKEN_S, self._give_up_late)
         if link.up:
             link.send(Add(request))
         else:
             self._carry_out(self.table.not_sent(request.request_id, "not there", self._clock.now))
+
+    def _give_up_late(self) -> None:
+        if self.alive:
+            self._carry_out(self.table.give_up_late(self._clock.now))
 
     def _release(self, core_id: str, params: dict[str, Any]) -> None:
         self._note("a router gives a lease back")

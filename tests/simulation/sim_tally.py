@@ -147,6 +147,7 @@ SECTIONS: dict[str, list[str]] = {
     ],
     "What routers do about it": [
         "router lost an engine", "router suspects an engine", "new attempt",
+        "first token too late for a router",
         "a router gives a lease back",
         "prompt computed by a decode engine", *_each("failed by a router: ", ROUTER_FAILURES),
     ],

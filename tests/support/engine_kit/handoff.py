@@ -51,6 +51,7 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
+from diptych_router.health.health_book import Failure
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
 
@@ -261,6 +262,12 @@ class LocalFleet:
         return choose(request, prefill, decode, full)
 
     def placed(self, request: RequestView, decision: Decision) -> None:
+        pass
+
+    def went_well(self, *keys: str) -> None:
+        pass
+
+    def went_badly(self, key: str, failure: Failure) -> None:
         pass
 
     def successor(self, fingerprint: str) -> Seat | None:
