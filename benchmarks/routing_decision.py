@@ -42,7 +42,8 @@ def fleet(engines: int, policy: str) -> FleetTable:
 
 
 def prefix(number: int, blocks: int) -> Keys:
-    return np.arange(blocks, dtype=np.uint64) + np.uint64((number + 1) << 32)
+    """Keys as those of a prompt's blocks: nothing tells one from another."""
+    return np.random.default_rng(number).integers(1, 1 << 64, BLOCKS, np.uint64)[:blocks]
 
 
 def statistics(random: Random) -> SchedulerStats:

@@ -36,7 +36,7 @@ MOST_UNHEARD: Final = 256
 UNHEARD_S: Final = 5.0
 """Requests that an engine was given and that no report of it has counted yet; and for how long."""
 FIELDS: Final = (
-    "usable", "silent", "lends", "fingerprint", "block_size", "place", "open_tokens", "given",
+    "usable", "silent", "lends", "fingerprint", "block_size", "open_tokens", "given",
     "free_at", "rows", "coming", "free_tokens", "all_tokens",
     "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
 )  # fmt: skip
@@ -72,6 +72,8 @@ class EngineTable:
         self.fleet_rates = rates
         self.rows: list[EngineRow] = []
         self.columns: Floats = np.zeros((len(FIELDS), 0))
+        self.places: NDArray[np.intp] = np.zeros(0, np.intp)
+        """[engines] Where each stands in `KnownPrefixes.lengths`."""
         self._prompt_s = 0.0
         self._prompt_s_at = 0.0
 
@@ -83,12 +85,13 @@ class EngineTable:
         values: Floats = self.columns[_PLACE_OF[name]]
         return values
 
-    def add(self, key: str) -> EngineRow:
+    def add(self, key: str, place: int) -> EngineRow:
         """A new engine. It has been given as much as those that were given most."""
         row = EngineRow(self, key, len(self.rows))
         most = self.column("given").max(initial=0.0)
         self.rows.append(row)
         self.columns = np.hstack((self.columns, np.zeros((len(FIELDS), 1))))
+        self.places = np.append(self.places, place)
         row["given"], row["block_size"] = most, 1.0
         self.share_rates()
         return row
@@ -96,6 +99,7 @@ class EngineTable:
     def remove(self, row: EngineRow) -> None:
         """An engine is gone."""
         self.columns = np.delete(self.columns, row.at, axis=1)
+        self.places = np.delete(self.places, row.at)
         del self.rows[row.at]
         for at, other in enumerate(self.rows):
             other.at = at
@@ -149,7 +153,8 @@ class EngineRow:
         """Requests sent over this connection."""
         self._unheard: deque[_Unheard] = deque(maxlen=MOST_UNHEARD)
         """Requests given to it that no report has counted yet."""
-        self._planned = 0
+        self.num_planned = 0
+        """Requests that are to decode here, once another engine has computed their prompts."""
 
     def __getitem__(self, name: str) -> float:
         return float(self._table.columns[_PLACE_OF[name], self.at])
@@ -159,8 +164,8 @@ class EngineRow:
 
     def plan(self, more: int) -> None:
         """Requests that will decode there are planned; negative: so many less."""
-        self._planned += more
-        self["coming"] = self._planned + len(self._unheard)
+        self.num_planned += more
+        self["coming"] = self.num_planned + len(self._unheard)
 
     def place(self, tokens: float, now: float) -> None:
         """A request goes there next, with so many tokens of its prompt to compute."""
@@ -168,7 +173,7 @@ class EngineRow:
         seconds = tokens * float(columns[_PROMPT_TOKEN, at])
         self._unheard.append(_Unheard(self.num_sent + 1, seconds, now))
         columns[_FREE_AT, at] = max(float(columns[_FREE_AT, at]), now) + seconds
-        columns[_COMING, at] = self._planned + len(self._unheard)
+        columns[_COMING, at] = self.num_planned + len(self._unheard)
 
     def sent(self, now: float) -> None:
         """A request went there: the one that was placed last, or one with nothing to compute."""
@@ -195,7 +200,7 @@ class EngineRow:
         unheard_s = sum(request.seconds for request in self._unheard)
         rows = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
         free, total = stats.blocks_free * size, stats.blocks_total * size
-        coming = self._planned + len(self._unheard)
+        coming = self.num_planned + len(self._unheard)
         columns[_REPORTED, self.at] = now + queued_s + unheard_s, rows, coming, free, total
         last, self._last = self._last, stats
         if last is not None:

@@ -51,9 +51,8 @@ class FleetTable:
 
     def add(self, role: Role, key: str) -> EngineRow:
         """A new engine, not usable yet."""
-        row = self.tables[role].add(key)
+        row = self.tables[role].add(key, self.known.place(key))
         self._rows[key] = role, row
-        row["place"] = self.known.place(key)
         return row
 
     def remove(self, key: str) -> None:
@@ -162,16 +161,19 @@ class FleetTable:
         if request.adapter:
             mine = {role: self._cached_by_adapter(t, request) for role, t in self.tables.items()}
             return mine, nothing
-        soon, now = nothing, dict(nothing)
+        soon = nothing
+        now = {role: np.zeros(len(table)) for role, table in self.tables.items()}
         lengths: dict[float, tuple[Lengths, Lengths]] = {}
         """By block size."""
         for role, table in self.tables.items():
-            sizes, places = table.column("block_size"), table.column("place").astype(np.intp)
-            for size in distinct(sizes):
+            sizes, places = table.column("block_size"), table.places
+            kinds = distinct(sizes)
+            for size in kinds:
                 if size not in lengths:
                     lengths[size] = self.known.lengths(request.keys(BlockNaming(int(size))))
+                among = slice(None) if len(kinds) == 1 else sizes == size
                 for found, blocks in zip((soon, now), lengths[size], strict=True):
-                    found[role] = np.where(sizes == size, blocks[places] * size, found[role])
+                    found[role][among] = blocks[places[among]] * size
         return soon, now
 
     def _cached_by_adapter(self, table: EngineTable, request: RequestView) -> Floats:
@@ -186,15 +188,20 @@ class FleetTable:
 
     def _elsewhere(self, cached: Tokens, held: Tokens) -> Tokens:
         """How many tokens of the prompt each engine has, or could fetch from another one."""
-        if not any(tokens.any() for tokens in held.values()):
+        if held is cached or not any(tokens.any() for tokens in held.values()):
             return cached
         lent = {role: held[role] * table.column("lends") for role, table in self.tables.items()}
-        kinds = {role: table.column("fingerprint") for role, table in self.tables.items()}
-        found = dict(cached)
-        for kind in {kind for values in kinds.values() for kind in distinct(values)}:
-            most = max(float(lent[r].max(initial=0.0, where=kinds[r] == kind)) for r in lent)
-            for role, tokens in found.items():
-                found[role] = np.where(kinds[role] == kind, np.maximum(tokens, most), tokens)
+        fingerprints = {role: table.column("fingerprint") for role, table in self.tables.items()}
+        kinds = {kind for values in fingerprints.values() for kind in distinct(values)}
+        found = {role: tokens.copy() for role, tokens in cached.items()}
+        for kind in kinds:
+            among = {
+                role: slice(None) if len(kinds) == 1 else values == kind
+                for role, values in fingerprints.items()
+            }
+            most = max(float(lent[role][of].max(initial=0.0)) for role, of in among.items())
+            for role, of in among.items():
+                found[role][of] = np.maximum(found[role][of], most)
         return found
 
     def _naming(self, request: RequestView, row: EngineRow) -> BlockNaming | None:

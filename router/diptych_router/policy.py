@@ -28,9 +28,6 @@ Terms = Mapping[str, Floats]
 Draw = Callable[[int], int]
 """A number from 0 to below another one, at random."""
 TOO_MUCH: Final = np.inf
-NEARLY: Final = 1.1
-"""Engines that cost at most this many times as much as the cheapest one are equal to it: what is
-known of them differs by less than it is exact, and routers that agreed on the one would herd."""
 FETCH: Final = "fetch_s"
 """The term of a policy that knows when an engine should fetch what it lacks of a prefix from the
 one that has most of it: above 0 where it should."""
@@ -83,6 +80,9 @@ class Policy(Protocol):
     def compares_duties(self) -> bool:
         """The cost of one engine that does everything can be compared with that of a pair."""
 
+    def equal_within(self, duty: Duty) -> float:
+        """Engines that cost at most this part more than the cheapest one are equal to it."""
+
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """What each engine of a pool would cost for this duty. A pair costs the sum of its two.
         Engines that cannot be chosen are among them."""
@@ -101,6 +101,7 @@ class Priced:
     ) -> None:
         self.engines, self.duty = engines, duty
         self._draw = draw
+        self._equal_within = policy.equal_within(duty)
         self._prompt_tokens = request.prompt_tokens
         self._terms = policy.costs(request, duty, engines)
         self._total = np.where(engines.usable, sum(self._terms.values()), TOO_MUCH)
@@ -114,7 +115,7 @@ class Priced:
         cost = total[at]
         if cost == TOO_MUCH:
             return None
-        equal = (total <= cost * NEARLY).nonzero()[0]
+        equal = (total <= cost * (1.0 + self._equal_within)).nonzero()[0]
         return int(equal[self._draw(len(equal))]) if len(equal) > 1 else at
 
     def cost(self, at: int) -> float:

@@ -59,7 +59,7 @@ def test_every_request_ends_once_and_gives_everything_back(
         assert (pod.engine.rows, pod.engine.reserved, len(pod.engine.waiting)) == (0, 0, 0)
     for router in simulation.routers:
         for row in router.rows.values():
-            assert (row["open_tokens"], row["planned"]) == (0, 0)
+            assert (row["open_tokens"], row.num_planned) == (0, 0)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])

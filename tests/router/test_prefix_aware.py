@@ -22,7 +22,7 @@ from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.hash_table import Keys
 
 SIZE = 16
-TERMS = {"wait_s", "compute_s", "delay_s", "transfer_s", "steps_s", "streams_s", "room_s"}
+TERMS = {"wait_s", "compute_s", "delay_s", "transfer_s", "steps_s", "streams_s"}
 
 
 def chain(start: int, blocks: int) -> Keys:
@@ -61,7 +61,7 @@ class Fleet:
         }
         for row in self.rows.values():
             row["block_size"] = SIZE
-            row.report(idle(), 0.0)
+            row.report(idle(), 0, 0.0)
             self.table.take_prefixes(row.key, PrefixChanges(0, whole=True), 10_000)
 
     def remembers(self, key: str, keys: Keys) -> None:
@@ -71,7 +71,7 @@ class Fleet:
         """Choose, and place it there."""
         decision = self.table.choose(view, now)
         assert decision is not None
-        self.table.placed(view, decision)
+        self.table.placed(view, decision, now)
         if decision.prefill is not None:
             self.rows[decision.decode].plan(1)
         return decision.prefill, decision.decode
@@ -90,30 +90,31 @@ def test_a_prompt_goes_where_it_is_remembered() -> None:
     fleet = Fleet(5, 5)
     fleet.remembers("p3", chain(0, 50))
     fleet.remembers("d1", chain(0, 50))
-    assert fleet.go(request(50)) == ("p3", "d1")
+    assert fleet.go(request(50, output=1.0)) == ("p3", "d1")
     assert fleet.go(request(50))[0] == "p3"
 
 
 def test_unless_too_much_waits_there() -> None:
     fleet = Fleet(2, 1)
     fleet.remembers("p1", chain(0, 50))
-    fleet.rows["p1"].report(idle(queued_prompt_tokens=50 * SIZE), 0.0)
+    fleet.rows["p1"].report(idle(queued_prompt_tokens=50 * SIZE), 0, 0.0)
     assert fleet.go(request(50))[0] == "p1"
-    fleet.rows["p1"].report(idle(queued_prompt_tokens=500 * SIZE), 0.0)
+    fleet.rows["p1"].report(idle(queued_prompt_tokens=500 * SIZE), 0, 0.0)
     assert fleet.go(request(50))[0] == "p0"
 
 
 def test_a_queue_that_was_reported_long_ago_has_been_computed_since() -> None:
     fleet = Fleet(2, 1)
     fleet.remembers("p1", chain(0, 50))
-    fleet.rows["p1"].report(idle(queued_prompt_tokens=500 * SIZE), 0.0)
+    fleet.rows["p1"].report(idle(queued_prompt_tokens=500 * SIZE), 0, 0.0)
     assert fleet.go(request(50), now=0.0)[0] == "p0"
     assert fleet.go(request(50), now=60.0)[0] == "p1"
 
 
 def test_a_burst_with_a_new_beginning_stays_together() -> None:
-    """Before any engine says that it remembers it."""
+    """Before any engine says that it remembers it, when engines compute half of the time."""
     fleet = Fleet(8, 8)
+    fleet.table.tables["prefill"].computed(40.0, 0.0)
     homes = Counter(fleet.go(request(200, start=7))[0] for _ in range(4))
     assert len(homes) == 1
 
@@ -132,7 +133,7 @@ def test_reports_that_stay_the_same_do_not_gather_requests_at_one_engine() -> No
     for seed in range(4):
         fleet = Fleet(10, 1, seed=seed)
         for number in range(1, 10):
-            fleet.rows[f"p{number}"].report(idle(queued_prompt_tokens=2000), 0.0)
+            fleet.rows[f"p{number}"].report(idle(queued_prompt_tokens=2000), 0, 0.0)
         for number in range(10):
             given[str(fleet.go(request(60, start=10_000 * (number + 1)))[0])] += 1
     assert max(given.values()) <= 16
@@ -142,17 +143,17 @@ def test_reports_that_stay_the_same_do_not_gather_requests_at_one_engine() -> No
 @pytest.mark.parametrize("slow", ["p0", "d0"])
 def test_a_slow_engine_is_learned_to_be_slow(slow: str) -> None:
     fleet = Fleet(2, 2)
-    fleet.table.tables["decode"].fleet_rates.placed(1e9)  # there is no other router
     for key, row in fleet.rows.items():
         part = 10.0 if key == slow else 1.0
+        steps, prompts, rows, seconds = 0, 0, 0, 0.0
         for count in range(1, 20):
-            row.report(
-                idle(
-                    steps=10 * count, prompt_tokens_computed=10_000 * count,
-                    tokens_generated=100 * count, seconds_stepping=0.3 * part * count,
-                ),
-                float(count),
+            steps, prompts, rows = steps + 10, prompts + 1000 * (count % 3), rows + 10 * count
+            seconds += part * (10 * 0.005 + 1000 * (count % 3) * 3e-5 + 10 * count * 1e-4)
+            totals = idle(
+                steps=steps, prompt_tokens_computed=prompts,
+                tokens_generated=rows, seconds_stepping=seconds,
             )  # fmt: skip
+            row.report(totals, 0, float(count))
     chosen = Counter(
         key for at in range(20) for key in fleet.go(request(60, start=10_000 * at), now=20.0)
     )
@@ -161,8 +162,8 @@ def test_a_slow_engine_is_learned_to_be_slow(slow: str) -> None:
 
 def test_a_decode_engine_without_room_is_left_out_while_others_have_some() -> None:
     fleet = Fleet(1, 2)
-    fleet.rows["d0"].report(idle(free=5, num_running=3), 0.0)
-    fleet.rows["d1"].report(idle(num_running=6), 0.0)
+    fleet.rows["d0"].report(idle(free=5, num_running=3), 0, 0.0)
+    fleet.rows["d1"].report(idle(num_running=6), 0, 0.0)
     assert fleet.go(request(100))[1] == "d1"
 
 
@@ -170,12 +171,12 @@ sizes = st.integers(1, 6)
 
 
 @given(sizes, sizes, st.lists(st.integers(0, 5000), min_size=12, max_size=12), st.randoms())
-def test_the_choice_is_the_cheapest_pair(
+def test_the_choice_is_the_cheapest_pair_or_nearly_so(
     prefill: int, decode: int, waiting: list[int], random: Random
 ) -> None:
     fleet = Fleet(prefill, decode)
     for row, tokens in zip(fleet.rows.values(), waiting, strict=False):
-        row.report(idle(queued_prompt_tokens=tokens, num_running=tokens % 7), 0.0)
+        row.report(idle(queued_prompt_tokens=tokens, num_running=tokens % 7), 0, 0.0)
         fleet.remembers(row.key, chain(0, random.randrange(30)))
     view = request(30)
     decision = fleet.table.choose(view, 0.0)
@@ -194,4 +195,5 @@ def test_the_choice_is_the_cheapest_pair(
                 costs[f"{key} {other}"] = sum(alone.terms.values())
                 partner["usable"] = False
         row["usable"] = False
-    assert costs[f"{decision.prefill} {decision.decode}"] == pytest.approx(min(costs.values()))
+    best = min(costs.values())
+    assert best <= costs[f"{decision.prefill} {decision.decode}"] <= 1.1 * best

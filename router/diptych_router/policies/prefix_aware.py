@@ -12,12 +12,20 @@ import numpy as np
 from diptych_router.engine_table import Floats
 from diptych_router.policy import FETCH, Duty, Engines, RequestView, Terms
 
+EQUAL_PROMPT: Final = 0.1
+EQUAL_ANSWER: Final = 0.01
+
 
 class PrefixAware:
     """An engine costs seconds: this request's own, and those that others wait for it."""
 
     reason = "cheapest"
     compares_duties = True
+
+    def equal_within(self, duty: Duty) -> float:
+        """What is known is no more exact, and routers that agreed on one engine would herd. Most of
+        what an answer costs is the same everywhere, so less is left to chance there."""
+        return EQUAL_ANSWER if duty == "decode" else EQUAL_PROMPT
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""

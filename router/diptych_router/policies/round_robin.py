@@ -13,6 +13,10 @@ class RoundRobin:
     reason = "next"
     compares_duties = False
 
+    def equal_within(self, duty: Duty) -> float:
+        """See `Policy.equal_within`."""
+        return 0.0
+
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""
         return {"given": engines.column("given")}

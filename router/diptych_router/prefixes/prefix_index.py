@@ -131,15 +131,13 @@ class PrefixIndex:
             return nothing, nothing
         sets = np.stack([layer.sets_of(hashes) for layer in layers])
         soon = _leading(layers, sets, num_engines)
-        if layers == [self.held]:
+        now = layers[0] is self.held
+        if now and not sets[1:].any():
             return soon, soon
-        now = [self.held] if self.held.num_blocks else []
-        return soon, _leading(now, sets[: len(now)], num_engines)
+        return soon, _leading(layers[:now], sets[:now], num_engines)
 
 
-def _leading(
-    layers: Sequence[BlockHolders], sets: NDArray[np.uint32], num_engines: int
-) -> Lengths:
+def _leading(layers: Sequence[BlockHolders], sets: NDArray[np.uint32], num_engines: int) -> Lengths:
     """[num_engines] How many blocks from the first one on each engine has in some layer.
 
     sets: [layers, blocks] The holders of each block.
