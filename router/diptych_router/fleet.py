@@ -52,6 +52,9 @@ class Fleet(Protocol):
     def went_badly(self, key: str, failure: Failure) -> None:
         """This engine failed at a request, by its own fault."""
 
+    def was_full(self, key: str) -> None:
+        """This engine had no room for a request just now."""
+
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
 

@@ -30,6 +30,7 @@ from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.fleet_table import ANY_REQUEST, FleetTable
+from diptych_router.health.full_engines import FullEngines
 from diptych_router.health.health_book import Failure, HealthBook
 from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
@@ -84,6 +85,7 @@ class Pools:
         self._age_at = 0.0
         self._trials = TrialBook()
         self.health = HealthBook()
+        self._full = FullEngines(self._stats_of)
         self._unresolved: set[Role] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -147,13 +149,30 @@ class Pools:
     def choose(
         self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
     ) -> Decision | None:
-        """As `FleetTable.choose`, for the engines that are usable now."""
+        """As `FleetTable.choose`, for the engines that are usable now. Those that have refused a
+        request a moment ago are asked if nobody else has room."""
         now = time.monotonic()
+        refusing = self._full.now(now)
+        if refusing:
+            decision = self._choose(request, now, refusing.union(full))
+            if decision is not None:
+                return decision
+        return self._choose(request, now, full)
+
+    def _choose(self, request: RequestView, now: float, full: Collection[str]) -> Decision | None:
         decision = self.fleet.choose(request, now, full)
         if decision is None or self._holds(decision):
             return decision
         self._refresh_rows()
         return self.fleet.choose(request, now, full)
+
+    def _stats_of(self, key: str) -> SchedulerStats | None:
+        link = self.links.get(key)
+        return link.stats if link is not None and link.up else None
+
+    def was_full(self, key: str) -> None:
+        """See `Fleet`."""
+        self._full.refused(key, time.monotonic())
 
     def _holds(self, decision: Decision) -> bool:
         """Its engines are still usable. Whether they are is looked at when there is news."""

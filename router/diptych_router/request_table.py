@@ -172,7 +172,9 @@ class RequestTable:
                 why = output.error or "the engine gave no reason"
                 actions += _offered(output)
                 setback = routed.setback_of(output.error_kind)
-                if setback is not Setback.FULL and output.error_param is None:
+                if setback is Setback.FULL:
+                    self._fleet.was_full(engine)
+                elif output.error_param is None:
                     routed.suspect()  # with a parameter it is the request that is wrong
                 self._pass_turn(routed, setback, why)
             elif is_given_up(output):

@@ -79,8 +79,12 @@ class ToyEngine:
 @dataclass
 class ToyFleet:
     engines: dict[str, ToyEngine]
+    refused: list[str] = field(default_factory=list)
     well: list[str] = field(default_factory=list)
     badly: list[tuple[str, str]] = field(default_factory=list)
+
+    def was_full(self, key: str) -> None:
+        self.refused.append(key)
 
     def went_well(self, *keys: str) -> None:
         self.well += filter(None, keys)
@@ -484,6 +488,7 @@ def test_full_engines_turn_away_who_has_nothing_yet() -> None:
     world.say("p", full)
     failed = [action for action in world.log if isinstance(action, Fail)]
     assert isinstance(failed[0].error, EngineOverloadedError)
+    assert (world.fleet.refused, world.fleet.badly) == (["p"], [])
     world.check_end()
 
 

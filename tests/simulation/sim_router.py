@@ -122,6 +122,9 @@ class Links:
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
+    def was_full(self, key: str) -> None:
+        pass
+
     def went_well(self, *keys: str) -> None:
         pass
 

@@ -264,6 +264,9 @@ class LocalFleet:
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
+    def was_full(self, key: str) -> None:
+        pass
+
     def went_well(self, *keys: str) -> None:
         pass
 
