@@ -282,6 +282,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Image tokens whose features are kept."""
     seconds_stepping: float = 0.0
     """Sum over steps of the time from a step's start until its results were there."""
+    adapters_loaded: int = 0
+    """How often an adapter was loaded."""
+    seconds_loading_adapters: float = 0.0
+    """Sum over these of how long it took."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -370,6 +374,8 @@ class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The core promises its next heartbeat within so many seconds."""
     in_call: bool = False
     """A control call begins that may take long: requests that come now wait for its end."""
+    adapters: list[str] | None = None
+    """Names of the adapters that are loaded; None: this message does not tell."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

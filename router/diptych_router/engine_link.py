@@ -353,6 +353,8 @@ class EngineLink:
         was_in_call = self._heartbeats.in_call
         self._heartbeats.beat(heartbeat, now)
         self._pulse.asked(now)
+        if heartbeat.adapters is not None:
+            self.row.adapters.tell(heartbeat.adapters, now)
         if self.silent or was_in_call or heartbeat.in_call:
             self._judge(now)
 

@@ -391,6 +391,8 @@ class EngineCore:
         snapshot.dummy_steps = self.dummy_steps
         snapshot.malformed_messages = self.malformed_messages
         snapshot.seconds_stepping = self._seconds_stepping
+        snapshot.adapters_loaded = self.adapters.num_loads
+        snapshot.seconds_loading_adapters = self.adapters.seconds_loading
         return snapshot
 
     def drain(self) -> DrainReport:

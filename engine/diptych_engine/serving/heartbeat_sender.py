@@ -49,6 +49,7 @@ class HeartbeatSender:
         if self._timer.followers:
             heartbeat = self._timer.beat(time.monotonic())
             if heartbeat is not None:
+                heartbeat.adapters = list(self._core.adapters.digests())
                 self._tell(heartbeat, self._core.stats())
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:

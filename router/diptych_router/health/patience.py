@@ -13,7 +13,7 @@ MARGIN: Final = 8.0
 """What is expected may take so many times as long."""
 SLOW_TOKEN_S: Final = 0.02
 """Where the policy says nothing of seconds: a token of a prompt may take so long."""
-BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", FETCH)
+BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", "adapter_s", FETCH)
 """Terms of a decision that a request waits for before a token comes."""
 
 
