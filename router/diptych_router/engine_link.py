@@ -167,6 +167,11 @@ class EngineLink:
                 what = f"has made no step for {SILENT_S:g} s" if stuck else "missed a heartbeat"
             log.warning("%s engine %s %s", self.role, self.name, what)
 
+    @property
+    def is_bad(self) -> bool:
+        """It hangs, or fails too often."""
+        return self.silent or self.kept_out
+
     def keep_out(self, kept_out: bool) -> None:
         """It gets no requests while others of its pool can take them, or does again."""
         if kept_out != self.kept_out:

@@ -24,14 +24,14 @@ from diptych_protocol import (
 )
 from diptych_protocol.admin import CanaryReport
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.canary import Candidate, Trial, TrialBook
-from diptych_router.canary_run import probe, run_canary
+from diptych_router.canaries.canary import run_canary
+from diptych_router.canaries.health_watch import HealthWatch
+from diptych_router.canaries.trials import Candidate, Trial, TrialBook
 from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.fleet_table import ANY_REQUEST, FleetTable
-from diptych_router.health.full_engines import FullEngines
-from diptych_router.health.health_book import Failure, HealthBook
+from diptych_router.health.health_book import Failure
 from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.serving import Serving, ServingFile
@@ -84,8 +84,14 @@ class Pools:
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
         self._trials = TrialBook()
-        self.health = HealthBook()
-        self._full = FullEngines(self._stats_of)
+        self.health = HealthWatch(
+            self.links,
+            self.usable,
+            release=self.release,
+            spawn=self.spawn,
+            on_change=self._changed,
+            pairs=config.verify != "off",
+        )
         self._unresolved: set[Role] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -140,11 +146,7 @@ class Pools:
 
     def may_begin_at(self, key: str) -> bool:
         """This engine may get new requests, and does not hang."""
-        return self._may_get_work(key) and not self._is_bad(self.links[key])
-
-    def _is_bad(self, link: EngineLink) -> bool:
-        """It hangs, or fails too often."""
-        return link.silent or link.kept_out
+        return self._may_get_work(key) and not self.links[key].is_bad
 
     def choose(
         self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
@@ -152,7 +154,7 @@ class Pools:
         """As `FleetTable.choose`, for the engines that are usable now. Those that have refused a
         request a moment ago are asked if nobody else has room."""
         now = time.monotonic()
-        refusing = self._full.now(now)
+        refusing = self.health.full(now)
         if refusing:
             decision = self._choose(request, now, refusing.union(full))
             if decision is not None:
@@ -165,14 +167,6 @@ class Pools:
             return decision
         self._refresh_rows()
         return self.fleet.choose(request, now, full)
-
-    def _stats_of(self, key: str) -> SchedulerStats | None:
-        link = self.links.get(key)
-        return link.stats if link is not None and link.up else None
-
-    def was_full(self, key: str) -> None:
-        """See `Fleet`."""
-        self._full.refused(key, time.monotonic())
 
     def _holds(self, decision: Decision) -> bool:
         """Its engines are still usable. Whether they are is looked at when there is news."""
@@ -188,17 +182,15 @@ class Pools:
 
     def went_well(self, *keys: str) -> None:
         """See `Fleet`."""
-        now = time.monotonic()
-        for key in keys:
-            if key:
-                self.health.went_well(key, now)
+        self.health.went_well(keys)
 
     def went_badly(self, key: str, failure: Failure) -> None:
         """See `Fleet`."""
-        link = self.links.get(key)
-        if link is not None and self.health.went_badly(key, failure, time.monotonic()):
-            log.warning("%s engine %s fails too often (%s)", link.role, link.name, failure)
-            self._sort_out()
+        self.health.went_badly(key, failure)
+
+    def was_full(self, key: str) -> None:
+        """See `Fleet`."""
+        self.health.was_full(key)
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
         """An engine tells what it remembers."""
@@ -214,7 +206,7 @@ class Pools:
         fit = [
             link.key
             for link in self.of("decode")
-            if link.open_to_work and self._trusted(link) and not self._is_bad(link)
+            if link.open_to_work and self._trusted(link) and not link.is_bad
         ]
         chosen = self.fleet.successor(fingerprint, fit, time.monotonic())
         return self.links[chosen] if chosen is not None else None
@@ -335,7 +327,7 @@ class Pools:
                 self.fleet.remove(row.key)
                 continue
             self.links[link.key] = link
-            self.health.add(link.key, time.monotonic())
+            self.health.add(link.key)
         for endpoint, key in known.items():
             link = self.links[key]
             link.listed = endpoint in endpoints
@@ -354,7 +346,7 @@ class Pools:
         self._greet()
         self._refresh_rows()
         now = time.monotonic()
-        self._begin_probes(now)
+        self.health.look(now)
         decision = self.fleet.choose(ANY_REQUEST, now, disaggregate="always")
         self.had_pair = self.had_pair or (decision is not None and decision.prefill is not None)
         if decision is not None:
@@ -373,31 +365,6 @@ class Pools:
     def _refresh_rows(self) -> None:
         for link in self.links.values():
             link.row["usable"] = self.usable(link)
-
-    def _sort_out(self) -> None:
-        """Leave engines out whose breakers are open, or take them in again."""
-        self.health.sort_out([x.key for x in self.of(r) if self.usable(x)] for r in ROLES)
-        for link in self.links.values():
-            link.keep_out(self.health.engines[link.key].kept_out)
-
-    def _begin_probes(self, now: float) -> None:
-        """Try engines whose breakers have been open for long enough."""
-        ready = {link.key for link in self.links.values() if link.open_to_work and not link.silent}
-        for key in self.health.canaries_due(ready, now):
-            self.health.engines[key].breaker.begin_canary()
-            self.spawn(self._probe(self.links[key]))
-        self._sort_out()
-
-    async def _probe(self, link: EngineLink) -> None:
-        breaker, error = self.health.engines[link.key].breaker, "it was not finished"
-        others = [x for x in self.links.values() if x.open_to_work and not self._is_bad(x)]
-        try:
-            error = await probe(link, others, self.release, pairs=self._config.verify != "off")
-        finally:
-            breaker.canary_ended(time.monotonic(), ok=not error)
-        what = f"fails still: {error}" if error else "is well again"
-        log.warning("%s engine %s %s", link.role, link.name, what)
-        self._changed()
 
     # --- verification -------------------------------------------------------------------------
 

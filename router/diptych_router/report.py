@@ -37,7 +37,7 @@ def router_report(client: PoolClient) -> RouterReport:
 def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
     stats = link.stats
     transfer = stats.kv_transfer or KVTransferStats()
-    health = pools.health.engines[link.key]
+    health = pools.health.of(link.key)
     held = stats.blocks_total - stats.blocks_free
     return EngineReport(
         engine_id=link.name,
@@ -93,9 +93,9 @@ class HealthCollector(Collector):
             labels=(*labels, "kind"),
         )
         for link in self._pools.links.values():
-            health = self._pools.health.engines.get(link.key)
-            if not link.up or health is None:
+            if not link.up:
                 continue
+            health = self._pools.health.of(link.key)
             own = (self._model_name, f"{link.role}/{link.name}")
             silent.add_metric(own, link.silent)
             breaker.add_metric((*own, health.breaker.state), 1)

@@ -24,7 +24,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.admin import CanaryReport
-from diptych_router.canary import OUTPUT_TOKENS, complaint, prompt_length, received_tokens
+from diptych_router.canaries.trials import OUTPUT_TOKENS, complaint, prompt_length, received_tokens
 from diptych_router.engine_link import EngineLink
 from diptych_router.routed_request import RoutedRequest, Stage
 
