@@ -40,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     paper = commands.add_parser("study", help="a thousand pods on paper")
     paper.set_defaults(run=_study)
 
+    routers = commands.add_parser("routers", help="policies side by side, beside Dynamo's router")
+    routers.add_argument("--peer", type=Path, help="a folder with reports of dynamo.replay")
+    routers.add_argument("--only", nargs="+", default=[], help="names of traces")
+    routers.set_defaults(run=_routers)
+
     run = commands.add_parser("run", help="simulate a service under load")
     run.add_argument("--prefill", type=int, default=1, help="pods; 0: decode pods do everything")
     run.add_argument("--decode", type=int, default=1, help="pods")
@@ -88,6 +93,12 @@ def _study(_: argparse.Namespace) -> None:
     from benchmarks.simulate import study  # nobody else waits for its pictures
 
     study.main()
+
+
+def _routers(args: argparse.Namespace) -> None:
+    from benchmarks.simulate import routers  # nobody else waits for its pictures
+
+    routers.main(args.peer, args.only)
 
 
 def _trace(args: argparse.Namespace) -> Trace | None:

@@ -328,7 +328,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "able to. least_loaded: the tokens that this router has open there. round_robin: whose "
             "turn it is."
         ),
-    ] = "least_loaded"
+    ] = "prefix_aware"
     disaggregate: Annotated[
         Disaggregate,
         Meta(

@@ -274,7 +274,7 @@ class Router(SpecPart, frozen=True):
             "able to. leastLoaded: the tokens that the router has open there. roundRobin: whose "
             "turn it is."
         ),
-    ] = "leastLoaded"
+    ] = "prefixAware"
     disaggregate: Annotated[
         Disaggregate,
         Meta(
