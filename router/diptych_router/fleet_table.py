@@ -91,13 +91,19 @@ class FleetTable:
             how = "always"
         cached, held = self._cached(request)
         elsewhere = self._elsewhere(cached, held)
-        loading = {
-            role: _adapter_s(table, request.adapter, now) for role, table in self.tables.items()
-        }
+        adapter = request.adapter
+        loading: dict[Role, Floats] = {}
+        if adapter:
+            loading = {role: _adapter_s(t, adapter, now) for role, t in self.tables.items()}
         for lively in (True, False):
             prefill, decode = (
                 Engines(
-                    table, _usable(table, lively), cached[role], elsewhere[role], now, loading[role]
+                    table,
+                    _usable(table, lively),
+                    cached[role],
+                    elsewhere[role],
+                    now,
+                    loading[role] if adapter else None,
                 )
                 for role, table in self.tables.items()
             )
@@ -217,10 +223,8 @@ class FleetTable:
         return None if digest is None else BlockNaming(int(row["block_size"]), digest)
 
 
-def _adapter_s(table: EngineTable, name: str, now: float) -> Floats | None:
-    """[engines] Seconds to load the adapter of this name; None: none is wanted."""
-    if not name:
-        return None
+def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
+    """[engines] Seconds to load the adapter of this name; 0 where it is loaded."""
     lacking = np.array([not row.adapters.has(name, now) for row in table.rows], np.float64)
     seconds: Floats = lacking * table.column("adapter_s")
     return seconds

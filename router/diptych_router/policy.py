@@ -204,8 +204,11 @@ def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -
 
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     """The terms of a pair."""
-    names = [*one, *(name for name in other if name not in one)]
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in names}
+    both = {**one, **other}
+    for name in one:
+        if name in other:
+            both[name] = one[name] + other[name]
+    return both
 
 
 def _pick_pair(

@@ -32,7 +32,7 @@ from diptych_router.policy import Role
 from diptych_router.pool_client import PoolClient
 
 REQUESTS = 20
-CEILINGS = {False: 1400, True: 1500}
+CEILINGS = {False: 1430, True: 1515}
 """Whether the answer is streamed -> calls of Python and built-in functions for a request."""
 
 

@@ -23,5 +23,9 @@ def patience_s(terms: Mapping[str, float], prompt_tokens: int, least_s: float = 
     terms: `Decision.terms`. prompt_tokens: of the request.
     """
     if "compute_s" in terms:
-        return least_s + MARGIN * sum(terms.get(name, 0.0) for name in BEFORE_TOKEN)
+        expected = 0.0
+        for name in BEFORE_TOKEN:
+            if name in terms:
+                expected += terms[name]
+        return least_s + MARGIN * expected
     return least_s + SLOW_TOKEN_S * (prompt_tokens + terms.get("open_tokens", 0.0))
