@@ -74,6 +74,15 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     prefix_fetches_failed: int = 0
     """Those that it had to compute."""
     prefix_tokens_fetched: int = 0
+    silent: bool = False
+    """A heartbeat of its loop is overdue, or it has work and makes no steps."""
+    breaker: str = "closed"
+    """State of its circuit breaker: closed, open or half-open."""
+    kept_out: bool = False
+    """Its breaker is open, and it gets no requests while others of its pool can take them."""
+    failures: dict[str, int] = {}
+    """What it did wrong since the router knows its address -> how often: error, lost, hang or late
+    (with a first token)."""
 
 
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,6 +44,9 @@ block to a router, and cost it a better choice."""
 FOLLOW_PREFIXES = "follow_prefixes"
 """The call after which a core tells its caller what it remembers, and each change of that. It has
 no answer but these messages."""
+FOLLOW_HEARTBEAT = "follow_heartbeat"
+"""The call after which a core's loop tells its caller every half second that it turns, with its
+statistics. It has no answer but these messages."""
 MAX_TENANT_LENGTH = 256
 """Characters of the name of an API key."""
 
@@ -299,6 +302,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Image tokens whose features are kept."""
     seconds_stepping: float = 0.0
     """Sum over steps of the time from a step's start until its results were there."""
+    adapters_loaded: int = 0
+    """How often an adapter was loaded."""
+    seconds_loading_adapters: float = 0.0
+    """Sum over these of how long it took."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -380,6 +387,17 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     computed depend on both."""
 
 
+class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The loop of a core says that it turns, to those who called `FOLLOW_HEARTBEAT`."""
+
+    within_s: float
+    """The core promises its next heartbeat within so many seconds."""
+    in_call: bool = False
+    """A control call begins that may take long: requests that come now wait for its end."""
+    adapters: list[str] | None = None
+    """Names of the adapters that are loaded; None: this message does not tell."""
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One message per client and step."""
 
@@ -401,6 +419,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     prefix_changes: PrefixChanges | None = None
     requests_received: int = 0
     """Beside statistics: how many requests of this client had come when they were made."""
+    heartbeat: Heartbeat | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

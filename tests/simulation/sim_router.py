@@ -24,15 +24,19 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_router import actions
+from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView, Role
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import keys_of
 from diptych_router.request_table import RequestTable
+from diptych_router.routed_request import Setback
 
 RECONNECT_S = 0.2
 HOLD_S = 2.0
 MAX_HELD = 2
 HAND_OFF_TIMEOUT_S = 1.0
+FIRST_TOKEN_S = 0.8
+"""The shortest deadline of a first token, and how often routers look for those that are late."""
 
 
 class Consumer(Protocol):
@@ -56,6 +60,7 @@ class Link:
     posture: Posture = field(default_factory=lambda: Posture(False, False))
     open_tokens: int = 0
     planned: int = 0
+    silent: bool = False
 
     def plan(self, more: int) -> None:
         self.planned += more
@@ -120,7 +125,8 @@ class Links:
         return self.by_name.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        return key in self.by_name and self.by_name[key].usable
+        link = self.by_name.get(key)
+        return link is not None and link.usable and not link.silent
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
@@ -146,8 +152,18 @@ class Links:
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
+    def was_full(self, key: str) -> None:
+        pass
+
+    def went_well(self, *keys: str) -> None:
+        pass
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        pass
+
     def successor(self, fingerprint: str) -> Link | None:
-        chosen = successor([_view(link) for link in self.of("decode")], fingerprint)
+        views = [_view(link) for link in self.of("decode") if not link.silent]
+        chosen = successor(views, fingerprint)
         return self.by_name[chosen] if chosen is not None else None
 
     def num_decoding(self) -> int:
@@ -177,6 +193,7 @@ class SimRouter:
             hold_seconds=HOLD_S,
             max_held=MAX_HELD,
             random_bits=network.random.getrandbits,
+            first_token_s=FIRST_TOKEN_S,
         )
         self._to_do: deque[actions.Action] = deque()
         self._busy = False
@@ -239,8 +256,9 @@ class SimRouter:
                 self._consumer.fail(request_id, error)
             case actions.WakeAt(time):
                 self._clock.at(time, self._wake, time)
-            case actions.Interrupted():
-                pass
+            case actions.Interrupted(_, setback):
+                if setback is Setback.LATE:
+                    self._note("first token too late for a router")
             case actions.Explain(_, facts):
                 if facts["attempts"] > 1:
                     self._note("new attempt")
@@ -253,10 +271,15 @@ class SimRouter:
         link = self.links.by_name[engine]
         if not self.table.is_placed(request.request_id):
             return
+        self._clock.after(1.5 * FIRST_TOKEN_S, self._give_up_late)
         if link.up:
             link.send(Add(request))
         else:
             self._carry_out(self.table.not_sent(request.request_id, "not there", self._clock.now))
+
+    def _give_up_late(self) -> None:
+        if self.alive:
+            self._carry_out(self.table.give_up_late(self._clock.now))
 
     def _release(self, core_id: str, params: dict[str, Any]) -> None:
         self._note("a router gives a lease back")
@@ -308,6 +331,18 @@ class SimRouter:
         self._lost(session, "cut")
         return True
 
+    def suspect(self, name: str) -> None:
+        """Heartbeats of an engine are overdue: if it is still silent, others do its work."""
+        link = self.links.by_name[name]
+        session = link.session
+        if not self.alive or session is None:
+            return
+        link.silent = not session.engine.heard_by(self.name)
+        if link.silent:
+            self._note("router suspects an engine")
+            self._carry_out(self.table.engine_hangs(name, self._clock.now))
+            self._clock.after(RECONNECT_S, self.suspect, name)
+
     def check(self, name: str) -> None:
         """Some time ago an engine fell silent: if it still is, it is lost."""
         session = self.links.by_name[name].session
@@ -320,7 +355,7 @@ class SimRouter:
         if not self.alive or link.session is not session:
             return
         self._note("router lost an engine")
-        link.session = None
+        link.session, link.silent = None, False
         self._carry_out(self.table.engine_lost(link.name, why, self._clock.now))
         self._clock.after(RECONNECT_S, self._connect, link)
 
@@ -340,4 +375,4 @@ class SimRouter:
 
 
 def _view(link: Link) -> EngineView:
-    return EngineView(link.name, link.fingerprint, link.open_tokens, link.usable)
+    return EngineView(link.name, link.fingerprint, link.open_tokens, link.usable, link.silent)

@@ -154,7 +154,9 @@ SECTIONS: dict[str, list[str]] = {
         *_each("load failed: ", LOAD_FAILURES), "nobody came for it",
     ],
     "What routers do about it": [
-        "router lost an engine", "new attempt", "a router gives a lease back",
+        "router lost an engine", "router suspects an engine", "new attempt",
+        "first token too late for a router",
+        "a router gives a lease back",
         "prompt computed by a decode engine", *_each("failed by a router: ", ROUTER_FAILURES),
     ],
     "How it ended": [

@@ -256,7 +256,12 @@ class World:
 
     def fell_silent(self, name: str) -> None:
         """An engine cannot be heard; its clients give it up if that lasts."""
+        self.clock.after(PATIENCE_S * self.random.random(), self._suspect, name)
         self.clock.after(PATIENCE_S, self._give_up, name)
+
+    def _suspect(self, name: str) -> None:
+        for router in self.routers.values():
+            router.suspect(name)
 
     def _give_up(self, name: str) -> None:
         for router in self.routers.values():

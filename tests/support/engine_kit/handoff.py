@@ -51,6 +51,7 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
+from diptych_router.health.health_book import Failure
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
 
@@ -273,6 +274,15 @@ class LocalFleet:
         self.seats[self._holder.key] = self._holder
 
     def placed(self, request: RequestView, decision: Decision) -> None:
+        pass
+
+    def was_full(self, key: str) -> None:
+        pass
+
+    def went_well(self, *keys: str) -> None:
+        pass
+
+    def went_badly(self, key: str, failure: Failure) -> None:
         pass
 
     def successor(self, fingerprint: str) -> Seat | None:
