@@ -28,6 +28,8 @@ PORT_OPTION = click.option(
 )
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+PIPE_COLUMNS = 240
+"""Width of tables that do not go to a terminal."""
 MODEL_CACHE = Path("~/.cache/diptych/models")
 
 
@@ -41,6 +43,7 @@ def main() -> None:
       diptych demo examples/smollm2.yaml      one question, and what the hand-off took
       diptych up examples/smollm2.yaml        serve until Ctrl-C
       diptych chat                            talk to it from another terminal
+      diptych why                             the newest requests, and where they went
 
     \b
     Exit codes: 0 well, 1 something failed while running, 2 the input was wrong.
@@ -201,6 +204,54 @@ def status(as_json: bool) -> None:
         click.echo(view.as_json(states))
     else:
         view.show(states, Console())
+
+
+@main.command()
+@click.argument("request_id", required=False)
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 4096),
+    default=20,
+    show_default=True,
+    help="Without REQUEST_ID: how many requests of each router to list.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one entry for each router.")
+def why(request_id: str | None, limit: int, as_json: bool) -> None:
+    """Explain why the engines of a request were chosen, and what came true of the prediction.
+
+    REQUEST_ID is the header X-Request-Id of the answer, or the id in its body. Without it, the
+    newest requests are listed. Each table has one row for each engine that could have taken the
+    request, the cheapest first, and the chosen one is marked with >. Its columns add up to TOTAL;
+    docs/routing.md explains them. A router remembers its newest 4096 requests, and what it weighed
+    for as many of them as 32 MiB have room for.
+
+    \b
+    Example:
+      diptych why
+      diptych why 0f3c5a7e9b1d2f40
+      diptych why chatcmpl-0f3c5a7e9b1d2f40 --json | jq '.[0].requests[0].attempts[0].choices'
+    """
+    from diptych import explained
+    from diptych import why as asked
+
+    if request_id is None:
+        listed, problems = asked.recent(limit)
+        picture, answers = explained.listing(listed), explained.as_json(listed)
+    else:
+        told, problems = asked.explain(request_id)
+        picture, answers = explained.explanation(told), explained.as_json(told)
+    for problem in problems:
+        click.echo(problem, err=True)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(answers), indent=2))
+    else:
+        console_for_tables().print(picture)
+
+
+def console_for_tables() -> Console:
+    """On a terminal as wide as it; else wide enough that tables keep one line for each row."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 @main.command()

@@ -29,6 +29,7 @@ from diptych.manifest import check_model, rendered
 from diptych.progress import Progress
 from diptych_frontend.processors import usable_processors
 from diptych_operator.api.service import InferenceService
+from diptych_protocol.admin import ADMIN_TOKEN_FILE
 from diptych_protocol.threads import model_threads
 
 READY_TIMEOUT_S = 900.0
@@ -66,9 +67,12 @@ async def up(
         except UnsupportedPodError as exc:
             raise BadInputError(f"{file}: {exc}") from exc
         threads = model_threads(usable_processors())
+        token_file = ""
         for relative, content in files(objects, threads).items():
             run_dir.write(relative, content)
-        await _Run(service, api, pods, run_dir, progress).until_done(while_ready)
+            if Path(relative).name == ADMIN_TOKEN_FILE:
+                token_file = str(run_dir.path / relative)
+        await _Run(service, api, pods, run_dir, progress, token_file).until_done(while_ready)
 
 
 def _check_address(api: ApiAccess) -> None:
@@ -99,8 +103,10 @@ class _Run:
         pods: list[RunningPod],
         run_dir: RunDirectory,
         progress: Progress,
+        admin_token_file: str,
     ) -> None:
         self._service = service
+        self._admin_token_file = admin_token_file
         self._api = api
         self._key_file = api.furnish(run_dir)
         self._access = api.access()
@@ -187,6 +193,7 @@ class _Run:
             access=self._access,
             key_file=str(self._key_file or ""),
             certificate=str(self._api.certificate or ""),
+            admin_token_file=self._admin_token_file,
         )
 
 

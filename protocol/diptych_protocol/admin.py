@@ -2,15 +2,19 @@
 
 The admin port wants a bearer token (`ADMIN_TOKEN_FILE` of the service's Secret) on every path.
 
-    router   GET  /admin/state    RouterReport
-    engine   GET  /admin/state    DrainReport
-    engine   POST /admin/drain    DrainReport, once drained or after `?timeout_s=`
+    router   GET  /admin/state              RouterReport
+    router   GET  /admin/requests           RequestList, the newest first; `?limit=`
+    router   GET  /admin/requests/ID/why    Explanation
+    engine   GET  /admin/state              DrainReport
+    engine   POST /admin/drain              DrainReport, once drained or after `?timeout_s=`
 
 Engines take control calls there, too (`diptych_frontend.admin`),
 which no operator makes: docs/admin-api.md lists them.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -110,3 +114,128 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     leases_held: int
+
+
+# --- why a request went where it did -----------------------------------------------------------
+# No text and no token of a prompt or an answer is told, only how many there are.
+
+Duty = Literal["prefill", "decode", "both"]
+"""What an engine was to do: compute the prompt for another, go on after that, or everything."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that could have taken a request."""
+
+    engine: str
+    """Its name; its address if it has gone since."""
+    chosen: bool
+    cost: float
+    """The sum of `terms`."""
+    terms: dict[str, float]
+    """What it would have cost, by the name of the reason; docs/routing.md explains the names. In
+    seconds with the policy `prefixAware`."""
+    cached_tokens: int
+    """Tokens of the prompt whose KV it had, as far as the router knew."""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines that were weighed for one duty."""
+
+    duty: Duty
+    num_able: int
+    """Engines that could have taken the request."""
+    candidates: list[Candidate]
+    """The cheapest of them, the cheapest first, and the chosen one."""
+
+
+class AttemptReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of engines, and what came of it. Seconds count from the choice on."""
+
+    unix_time: float
+    reason: str
+    prefill: str
+    """The engine that was to compute the prompt; empty: the one that decodes."""
+    decode: str
+    fetch: str = ""
+    """The engine that was to lend the beginning of the prompt's KV; empty: none."""
+    fetch_tokens: int = 0
+    terms: dict[str, float] = {}
+    """What the chosen engines were expected to cost."""
+    to_compute: float = 0.0
+    """Tokens of the prompt that were expected to be computed."""
+    choices: list[Choice] = []
+    """What was weighed; empty if there was no choice, or if it is no longer remembered."""
+    first_token_expected_s: float | None = None
+    """The sum of `wait_s`, `compute_s` and `fetch_s`; None: the policy does not say."""
+    first_token_s: float | None = None
+    """None: this attempt brought no token."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt whose KV the engine that computed it had, by its own word."""
+    hand_off_expected_s: float | None = None
+    """`transfer_s` and one step of decode; None: there was none to be, or the policy does not
+    say."""
+    hand_off_s: float | None = None
+    """From the first token to the next one, which another engine generated."""
+    received_tokens: int = 0
+    """Tokens whose KV that engine received."""
+    decoded_by: list[str] = []
+    """The engines that decoded, one after the other: more than one if the stream was moved."""
+    setback: str = ""
+    """What ended the attempt early: error, loss, full, late or move; empty if nothing did."""
+    why: str = ""
+    """The same in words."""
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer to a prompt. A request for n answers is n of them."""
+
+    request_id: str
+    """What the client knows it by: the header `X-Request-Id` of its answer."""
+    core_id: str
+    """What the router and its log know it by."""
+    unix_time: float
+    prompt_tokens: int
+    output_tokens: int = 0
+    """Tokens of the answer, once it has ended."""
+    waited_s: float | None = None
+    """From its arrival to the first choice of engines; None: it waits."""
+    seconds: float | None = None
+    """From its arrival to its end; None: it has not ended."""
+    outcome: str = ""
+    """stop, length, abort or error; empty: it has not ended."""
+    attempts: list[AttemptReport] = []
+    attempts_left_out: int = 0
+    """Later attempts that are not remembered, because there were so many."""
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a router remembers under one id."""
+
+    policy: str
+    disaggregate: str
+    requests: list[RequestReport]
+    """The newest first."""
+
+
+class RequestLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in a list."""
+
+    request_id: str
+    unix_time: float
+    prompt_tokens: int
+    output_tokens: int
+    prefill: str
+    """The engine of the newest attempt that computed the prompt; empty: the one that decoded."""
+    decode: str
+    attempts: int
+    first_token_s: float | None
+    """From its arrival."""
+    outcome: str
+
+
+class RequestList(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests that a router remembers, the newest first."""
+
+    requests: list[RequestLine]
+    num_remembered: int
+    most_remembered: int

@@ -13,6 +13,7 @@ from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
+from diptych_router.explaining.request_routes import OwnRequests
 from diptych_router.pool_client import PoolClient
 from diptych_router.process.admin import admin_app
 from diptych_router.process.arguments import parse_arguments
@@ -49,7 +50,8 @@ async def _serve(config: RouterConfig, args: argparse.Namespace) -> None:
                 await program.client.refresh_stats()
                 return router_report(program.client)
 
-            sites.append(Site(admin_app(state, args.keys), admin_listener))
+            requests = OwnRequests(program.client.explanations, program.client.name_of)
+            sites.append(Site(admin_app(state, requests, args.keys), admin_listener))
         await serve_sites(
             *sites,
             drain=program.leaving.drain,

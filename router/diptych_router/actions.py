@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych_protocol import DiptychError, EngineCoreOutput, EngineCoreRequest
+from diptych_router.policy import Decision
 from diptych_router.routed_request import Setback
 
 
@@ -78,10 +79,32 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """Keep what the response headers tell about a request."""
+    """Engines were chosen for an attempt. Keep what the response headers tell about it."""
 
     request_id: str
     facts: dict[str, Any]
+    decision: Decision
+    output_tokens: float = 0.0
+    """How many tokens it was expected to generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """An engine's first word about a placement; for those who explain requests."""
+
+    request_id: str
+    engine: str
+    output: EngineCoreOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request is over; for those who explain requests."""
+
+    request_id: str
+    outcome: str
+    """Why it finished; error if it failed."""
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +127,16 @@ class WakeAt:
 
 
 Action = (
-    Add | Announce | Abort | AskHandOff | Release | Deliver | Fail | Explain | Interrupted | WakeAt
+    Add
+    | Announce
+    | Abort
+    | AskHandOff
+    | Release
+    | Deliver
+    | Fail
+    | Explain
+    | Heard
+    | Interrupted
+    | Ended
+    | WakeAt
 )

@@ -105,7 +105,8 @@ class EngineTable:
         """An engine is gone."""
         self.columns = np.delete(self.columns, row.at, axis=1)
         self.places = np.delete(self.places, row.at)
-        del self.rows[row.at]
+        # Whoever explains an earlier choice has the rows of that time.
+        self.rows = [other for other in self.rows if other is not row]
         for at, other in enumerate(self.rows):
             other.at = at
 

@@ -28,6 +28,9 @@ Terms = Mapping[str, Floats]
 Draw = Callable[[int], int]
 """A number from 0 to below another one, at random."""
 TOO_MUCH: Final = np.inf
+ARRAYS: Final = 4
+ARRAY_BYTES: Final = 128
+"""Arrays of `Priced` beside its terms, and what one takes beside its numbers."""
 FETCH: Final = "fetch_s"
 """The term of a policy that knows when an engine should fetch what it lacks of a prefix from the
 one that has most of it: above 0 where it should."""
@@ -87,7 +90,8 @@ class Policy(Protocol):
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """What each engine of a pool would cost for this duty. A pair costs the sum of its two.
-        Engines that cannot be chosen are among them."""
+        Engines that cannot be chosen are among them. The arrays are kept, so none may be a column
+        of the table, which changes."""
 
 
 class Priced:
@@ -102,6 +106,8 @@ class Priced:
         draw: Draw,
     ) -> None:
         self.engines, self.duty = engines, duty
+        self.rows = engines.table.rows
+        """[engines] Also later, when other engines are in the table."""
         self._draw = draw
         self._equal_within = policy.equal_within(duty)
         self._prompt_tokens = request.prompt_tokens
@@ -119,6 +125,16 @@ class Priced:
             return None
         equal = (total <= cost * (1.0 + self._equal_within)).nonzero()[0]
         return int(equal[self._draw(len(equal))]) if len(equal) > 1 else at
+
+    @property
+    def num_able(self) -> int:
+        """Engines that could have been chosen."""
+        return int((self._total != TOO_MUCH).sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return (len(self._terms) + ARRAYS) * (self._total.nbytes + ARRAY_BYTES)
 
     def cost(self, at: int) -> float:
         return float(self._total[at])

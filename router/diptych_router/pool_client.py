@@ -10,6 +10,7 @@ request is decided in `RequestTable`; here it is carried out.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,14 +38,18 @@ from diptych_router.actions import (
     Announce,
     AskHandOff,
     Deliver,
+    Ended,
     Explain,
     Fail,
+    Heard,
     Interrupted,
     Release,
     WakeAt,
 )
 from diptych_router.discovery import Target
 from diptych_router.engine_link import EngineLink, ReadKeys
+from diptych_router.explaining.explanations import Explanations
+from diptych_router.explaining.prediction_metrics import PredictionMetrics
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
 from diptych_router.request_table import RequestTable
@@ -93,6 +98,11 @@ class PoolClient(AsyncEngine, WithoutControl):
         )
         self.router_tracer = tracer
         """None: nobody wants spans."""
+        self.predictions = PredictionMetrics(self.model_name)
+        self.explanations = Explanations(
+            self.predictions, policy=config.policy, disaggregate=config.disaggregate
+        )
+        """Why the newest requests went where they did."""
         self._to_do: deque[Action] = deque()
         self._busy = False
         """Something of `_to_do` is being done."""
@@ -154,12 +164,13 @@ class PoolClient(AsyncEngine, WithoutControl):
         if self.router_tracer is not None:
             self.router_tracer.begin(request)
         now = self._loop.time()
+        self.explanations.begin(request, now, time.time())
         self._carry_out(self.table.submit(request, self.max_model_len, now, leader))
 
-    def _withdraw(self, request_ids: list[str]) -> None:
+    def _withdraw(self, request_ids: list[str], outcome: str = "abort") -> None:
         if self.router_tracer is not None:
             self.router_tracer.withdrawn(request_ids)
-        self._carry_out(self.table.withdraw(request_ids, self._loop.time()))
+        self._carry_out(self.table.withdraw(request_ids, self._loop.time(), outcome))
 
     def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
         if message.prefix_changes is not None:
@@ -206,14 +217,14 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     def _do(self, action: Action) -> None:
         if self.router_tracer is not None:
-            self.router_tracer.note(action, self._name_of)
+            self.router_tracer.note(action, self.name_of)
         match action:
             case Deliver(outputs):
                 ended_here = self._hand_out(outputs)
                 if self.router_tracer is not None:
                     self.router_tracer.delivered(outputs, ended_here)
                 if ended_here:
-                    self._withdraw(ended_here)
+                    self._withdraw(ended_here, "stop")
             case Add():
                 self._add(action)
             case Abort(engine, core_ids):
@@ -228,16 +239,22 @@ class PoolClient(AsyncEngine, WithoutControl):
                 self.pools.release(core_id, params)
             case AskHandOff():
                 self.pools.spawn(self._ask_hand_off(action))
+            case Heard():
+                self.explanations.heard(action, self._loop.time())
+            case Ended():
+                self.explanations.ended(action, self._loop.time())
             case Explain(request_id, facts):
                 self._facts[request_id] = facts
+                self.explanations.chose(action, self._loop.time())
             case Fail(request_id, error):
                 self.output_processor.fail(request_id, error)
             case Interrupted():
-                pass  # the log has it, and the tracer
+                self.explanations.interrupted(action)
             case WakeAt(time):
                 self._loop.call_at(time, self._wake, time)
 
-    def _name_of(self, engine: str) -> str:
+    def name_of(self, engine: str) -> str:
+        """An engine's name by its key; the key itself if it is gone."""
         link = self.pools.get(engine)
         return engine if link is None else link.name
 

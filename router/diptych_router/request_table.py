@@ -52,8 +52,10 @@ from diptych_router.actions import (
     Announce,
     AskHandOff,
     Deliver,
+    Ended,
     Explain,
     Fail,
+    Heard,
     Interrupted,
     Release,
     WakeAt,
@@ -134,7 +136,9 @@ class RequestTable:
             return ()
         return self._begin(routed, now)
 
-    def withdraw(self, request_ids: Iterable[str], now: float) -> Sequence[Action]:
+    def withdraw(
+        self, request_ids: Iterable[str], now: float, outcome: str = "abort"
+    ) -> Sequence[Action]:
         """Nobody wants these any more, or they have ended before their engines knew. Unknown ids
         are ignored."""
         actions: list[Action] = []
@@ -147,7 +151,7 @@ class RequestTable:
                 self._fleet.went_well(routed.engine, routed.prefill_engine)
             if routed.core_id in self._placed:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
-            actions += self._forget(routed)
+            actions += self._forget(routed, outcome)
         actions[:0] = (Abort(engine, ids) for engine, ids in by_engine.items())
         return self._and_followers(actions, now)
 
@@ -158,6 +162,7 @@ class RequestTable:
         does not wait for the hand-off, and whom a stop string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
         actions: list[Action] = [Deliver(deliver)]
+        heard: list[Action] = []
         strays: list[str] = []
         for output in outputs:
             routed = self._placed.get(output.request_id)
@@ -171,6 +176,9 @@ class RequestTable:
                     self._clear_up(routed)
                 if output.new_token_ids:
                     deliver.append(output)
+                    if routed.unheard:
+                        routed.unheard = False
+                        heard.append(Heard(routed.request_id, engine, output))
             elif output.finish_reason is FinishReason.ERROR:
                 why = output.error or "the engine gave no reason"
                 actions += _offered(output)
@@ -186,12 +194,15 @@ class RequestTable:
                 name = link.name if link is not None else engine
                 self._pass_turn(routed, setback, f"engine {name} gave it up")
             else:
+                if routed.unheard:
+                    routed.unheard = False
+                    heard.append(Heard(routed.request_id, engine, output))
                 actions += self._absorb(routed, output)
                 if output.new_token_ids or output.finished:
                     deliver.append(output)
         if strays:
             actions.append(Abort(engine, strays))
-        return actions
+        return [*heard, *actions] if heard else actions
 
     def take_turns(self, now: float) -> Sequence[Action]:
         """Go on with what engines have ended, as far as users still want it."""
@@ -360,7 +371,8 @@ class RequestTable:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
-        self._fleet.placed(routed.view, decision)
+        view = routed.view
+        self._fleet.placed(view, decision)
         facts = {
             "prefill": prefill.name,
             "decode": decode.name,
@@ -377,7 +389,8 @@ class RequestTable:
         else:
             self._place(routed, decode, Stage.DECODE, now)
             begin = [Add(decode.key, routed.aggregated_request(source))]
-        return [Explain(routed.request_id, facts), *begin]
+        explain = Explain(routed.request_id, facts, decision, view.output_tokens)
+        return [explain, *begin]
 
     def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
         """Who the engine that computes the prompt may ask for a prefix; None: nobody.
@@ -442,7 +455,7 @@ class RequestTable:
         if output.finished:
             self._fleet.went_well(routed.engine, routed.prefill_engine)
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
-            return [*offered, *self._forget(routed)]
+            return [*offered, *self._forget(routed, str(output.finish_reason))]
         return offered
 
     def _pass_turn(
@@ -500,15 +513,16 @@ class RequestTable:
     def _fail(
         self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError
     ) -> list[Action]:
-        return [*self._forget(routed), Fail(routed.request_id, error)]
+        return [*self._forget(routed, "error"), Fail(routed.request_id, error)]
 
-    def _forget(self, routed: RoutedRequest) -> list[Action]:
+    def _forget(self, routed: RoutedRequest, outcome: str) -> list[Action]:
         """It is over."""
         del self.requests[routed.request_id]
         self.held.release(routed.request_id)
         self._leave_engine(routed)
         self.tenants.close(routed.account)
-        return [*self._drop_lease(routed), *self._unannounce(routed)]
+        ended = Ended(routed.request_id, outcome, len(routed.generated))
+        return [*self._drop_lease(routed), *self._unannounce(routed), ended]
 
     def _drop_lease(self, routed: RoutedRequest) -> list[Action]:
         lease, routed.lease = routed.lease, None

@@ -110,6 +110,8 @@ class RoutedRequest:
     have the announced id."""
     moving: bool = False
     """Its engine was asked to hand it off."""
+    unheard: bool = False
+    """The engine that works on it now has brought nothing yet."""
     full: set[str] = field(default_factory=set)
     """Keys of the engines that had no room for it since it last got on."""
     account: Account = field(default_factory=Account)
@@ -183,6 +185,7 @@ class RoutedRequest:
         """It goes to this engine now; the next `*_request` says what to send."""
         self.placements += 1
         self.engine, self.stage, self.moving = engine, stage, False
+        self.unheard = True
         self.first_token_by = math.inf
 
     def set_back(self, setback: Setback) -> bool:

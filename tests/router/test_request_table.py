@@ -31,8 +31,10 @@ from diptych_router.actions import (
     Announce,
     AskHandOff,
     Deliver,
+    Ended,
     Explain,
     Fail,
+    Heard,
     Interrupted,
     Release,
     WakeAt,
@@ -218,7 +220,7 @@ class World:
                 self.asked.append(action)
             case WakeAt(time):
                 self.wake_at.append(time)
-            case Explain() | Interrupted():
+            case Explain() | Interrupted() | Heard() | Ended():
                 pass
 
     def _add(self, key: str, request: EngineCoreRequest) -> None:
@@ -296,7 +298,20 @@ def test_the_first_token_is_delivered_before_the_hand_off() -> None:
     world.submit("r")
     world.log.clear()
     prefilled(world)
-    assert [type(action) for action in world.log] == [Deliver, Add]
+    assert [type(action) for action in world.log] == [Heard, Deliver, Add]
+
+
+def test_each_placement_is_heard_of_once_and_the_end_is_told() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    prefilled(world)
+    for _ in range(2):
+        world.say("d", world.answer("r/2"))
+    world.say("d", world.answer("r/2", FinishReason.LENGTH))
+    told = [action for action in world.log if isinstance(action, Heard | Ended)]
+    assert [type(action) for action in told] == [Heard, Heard, Ended]
+    assert [action.engine for action in told if isinstance(action, Heard)] == ["p", "d"]
+    assert told[-1] == Ended("r", "length", 4)
 
 
 def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
@@ -310,6 +325,7 @@ def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
     assert world.table.withdraw(["r"], 0.0) == [
         Release("r/1", {"lease_id": "L1", "do_remote_prefill": True, "compat": "f"}),
         Abort("d", ["r/2"]),  # the announcement
+        Ended("r", "abort", 1),
     ]
     assert world.table.take_turns(0.0) == []
     assert not world.table.requests
@@ -330,7 +346,7 @@ def test_a_user_who_leaves_during_the_hand_off_frees_both_sides() -> None:
     prefilled(world)
     world.log.clear()
     world.leave("r")
-    assert [type(action) for action in world.log] == [Abort, Release]
+    assert [type(action) for action in world.log] == [Abort, Release, Ended]
     world.check_end()
 
 

@@ -23,6 +23,7 @@ from diptych_protocol import (
 )
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.actions import Add, Explain
+from diptych_router.policy import Decision
 from diptych_router.router_tracer import RouterTracer
 from diptych_router.tracing import start_router_tracer
 
@@ -64,7 +65,7 @@ def identity(span: ReadableSpan) -> str:
 def test_an_engine_is_told_the_span_that_its_own_belong_to() -> None:
     traced = Traced()
     traced.begin(trace_headers={"traceparent": TRACE_PARENT, "tracestate": "a=1"})
-    traced.tracer.note(Explain("r", FACTS), str)
+    traced.tracer.note(Explain("r", FACTS, Decision("p", "d", "least loaded")), str)
     told = [traced.send("r/1", "p").trace_headers]
     traced.tracer.delivered([EngineCoreOutput("r", [5])], [])
     told.append(traced.send("r/2", "d").trace_headers)
@@ -112,7 +113,7 @@ def test_samplers_are_respected(
 def test_an_engine_speaks_for_itself_alone() -> None:
     traced = Traced()
     traced.begin()
-    traced.tracer.note(Explain("r", FACTS), str)
+    traced.tracer.note(Explain("r", FACTS, Decision("p", "d", "least loaded")), str)
     traced.send("r/1", "p")
     traced.tracer.take_stations("d", [RequestJourneyEvent("r/1", Station.QUEUED, 1.0)])
     traced.tracer.take_stations("p", [RequestJourneyEvent("other/1", Station.QUEUED, 1.0)])

@@ -24,7 +24,8 @@ from service_kit import cores, engine_config
 from waits import PATIENCE_S, wait_until
 
 from diptych_protocol import RouterConfig
-from diptych_protocol.admin import RouterReport
+from diptych_protocol.admin import Explanation, RequestList, RouterReport
+from diptych_router.explaining.explanations import MOST_REQUESTS
 
 CONNECTIONS = 32
 """Dealt out at random: that one of two processes gets none of them has a chance of 2 in 2 ** 32."""
@@ -139,6 +140,32 @@ async def test_both_processes_get_connections_and_their_counts_add_up(router: Ro
     assert (state.ready, state.open_requests) == (True, 0)
     assert [engine.engine_id for engine in state.engines] == ["prefill-0", "decode-0"]
     assert [canary.ok for canary in state.canaries] == [True]
+
+
+def test_a_request_is_explained_whichever_process_served_it(router: Router) -> None:
+    def ask(path: str) -> httpx.Response:
+        token = {"authorization": "Bearer sesame"}
+        return httpx.get(f"{router.admin}{path}", headers=token, timeout=PATIENCE_S)
+
+    names = [f"request-{number}" for number in range(CONNECTIONS)]
+    for name in names:  # a connection each
+        answer = httpx.post(
+            f"{router.url}/v1/completions", json={**QUESTION, "max_tokens": 2},
+            headers={"x-request-id": name}, timeout=PATIENCE_S,
+        )  # fmt: skip
+        assert answer.status_code == 200
+    listed = msgspec.json.decode(ask("/admin/requests?limit=30").content, type=RequestList)
+    assert [line.request_id for line in listed.requests] == names[:1:-1]
+    assert (listed.num_remembered, listed.most_remembered) == (CONNECTIONS, 2 * MOST_REQUESTS)
+    for name in names:
+        known = msgspec.json.decode(ask(f"/admin/requests/{name}/why").content, type=Explanation)
+        (attempt,) = known.requests[0].attempts
+        assert (attempt.prefill, attempt.decode) == ("prefill-0", "decode-0")
+    assert ask("/admin/requests/stranger/why").status_code == 404
+    wait_until(
+        lambda: router.metric("first_token_real_over_predicted_count") == CONNECTIONS,
+        "the processes' histograms add up",
+    )
 
 
 def test_a_process_that_is_killed_is_started_again_while_the_other_answers(

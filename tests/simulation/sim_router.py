@@ -256,6 +256,8 @@ class SimRouter:
                 self._consumer.fail(request_id, error)
             case actions.WakeAt(time):
                 self._clock.at(time, self._wake, time)
+            case actions.Heard() | actions.Ended():
+                pass
             case actions.Interrupted(_, setback):
                 if setback is Setback.LATE:
                     self._note("first token too late for a router")

@@ -1,10 +1,12 @@
-"""What the plugin asks of a cluster: plain GETs, with the rights of whoever runs it.
+"""What the plugin asks of a cluster: GETs, with the rights of whoever runs it.
 
 `kubernetes` is imported only here, and only once a command needs a cluster.
 """
 
 from __future__ import annotations
 
+import base64
+import http.client
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +24,11 @@ Raw = dict[str, Any]
 TIMEOUT_S = (5.0, 20.0)
 """To connect, and to read."""
 MAX_EVENTS = 500
+MAX_ANSWER_BYTES = 16 << 20
 SERVICES = "inferenceservices"
 _GROUP_PATH = "/apis/diptych.dev/v1alpha1"
 _SERVICE_LABEL = "diptych.dev/service"
+_KEYS_LABEL = "diptych.dev/keys"
 
 
 class ClusterError(click.ClickException):
@@ -92,6 +96,50 @@ class Cluster:
         """Warning events of the namespace."""
         query = {"fieldSelector": "type=Warning", "limit": str(MAX_EVENTS)}
         return self._list(self._core("events"), query)
+
+    def admin_tokens(self, name: str) -> list[str]:
+        """The admin tokens of a service, the newest first: during a rotation there are two."""
+        from diptych_protocol.admin import ADMIN_TOKEN_FILE
+
+        query = {"labelSelector": f"{_SERVICE_LABEL}={name},{_KEYS_LABEL}"}
+        secrets = self._list(self._core("secrets"), query)
+        secrets.sort(key=lambda raw: str(raw["metadata"].get("creationTimestamp")), reverse=True)
+        encoded = [(raw.get("data") or {}).get(ADMIN_TOKEN_FILE) for raw in secrets]
+        return [base64.b64decode(text).decode() for text in encoded if text]
+
+    def forwarded(
+        self, pod: str, port: int, path: str, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """Status and body of a GET at a pod's port, forwarded by the API server and the kubelet: so
+        no NetworkPolicy is in the way, and the header Authorization arrives. Raises `ClusterError`.
+        """
+        from kubernetes.client import ApiException, CoreV1Api
+        from kubernetes.stream import portforward
+
+        begin = CoreV1Api(self._api).connect_get_namespaced_pod_portforward
+        try:
+            forward = portforward(
+                begin, pod, self.namespace, ports=str(port), _request_timeout=TIMEOUT_S[1]
+            )
+        except ApiException as exc:
+            raise ClusterError(
+                f"port {port} of {pod} cannot be reached: {exc.reason}; that needs the right to "
+                "get and create pods/portforward",
+                exc.status or 0,
+            ) from exc
+        try:
+            sock = forward.socket(port)
+            sock.settimeout(TIMEOUT_S[1])
+            connection = http.client.HTTPConnection(pod, port)
+            connection.sock = sock
+            connection.request("GET", path, headers=dict(headers))
+            answer = connection.getresponse()
+            return answer.status, answer.read(MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as exc:
+            said = forward.error(port) or str(exc) or type(exc).__name__
+            raise ClusterError(f"{pod} does not answer at port {port}: {said}") from exc
+        finally:
+            forward.close()
 
     def metrics(self, pod: str, port: int, *, https: bool = False) -> str:
         """`/metrics` of a pod, through the API server: no port-forward, no way to the pod."""

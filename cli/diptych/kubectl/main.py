@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
-from diptych.main import CONTEXT, SERVICE_FILE
+from diptych.main import CONTEXT, SERVICE_FILE, console_for_tables
 from diptych.main import render as render_file
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 WATCH_INTERVAL_S = 2.0
 TOP_INTERVAL_S = 4.0
 """Metrics are up to two seconds old: over less, tokens per second would leap."""
-PIPE_COLUMNS = 240
-"""Width of what does not go to a terminal, so that tables keep one line for each row."""
 
 
 def _access(command: Command) -> Command:
@@ -52,6 +50,7 @@ def main() -> None:
     Example:
       kubectl diptych status            every service of the namespace
       kubectl diptych why smollm2       what is wrong with one, and what to do
+      kubectl diptych why smollm2 ID    why a request went where it did
       kubectl diptych top smollm2 -w    its engines' load
 
     \b
@@ -106,10 +105,14 @@ def status(
 
 @main.command()
 @click.argument("name")
+@click.argument("request_id", required=False)
+@click.option("--requests", is_flag=True, help="List the newest requests.")
 @_access
 @_json_option
 def why(
     name: str,
+    request_id: str | None,
+    requests: bool,
     kubeconfig: str | None,
     context: str | None,
     namespace: str | None,
@@ -119,21 +122,34 @@ def why(
 
     Ends with 0 if it is available and nothing wants attention, else with 1.
 
+    With REQUEST_ID (the header X-Request-Id of an answer, or the id in its body), explain why the
+    engines of this request were chosen, and what came true of the prediction. The chosen engine is
+    marked with >; the columns add up to TOTAL, and docs/routing.md explains them. All routers are
+    asked, through the API server: that needs the rights to `list` Secrets and to `get` and `create`
+    the subresource pods/portforward. A router remembers its newest 4096 requests.
+
     \b
     Example:
       kubectl diptych why smollm2
       kubectl diptych why smollm2 -n models --json | jq -r '.causes[0].message'
+      kubectl diptych why smollm2 --requests
+      kubectl diptych why smollm2 0f3c5a7e9b1d2f40
     """
     from diptych.kubectl.view import service_view
     from diptych.kubectl.why import explain
 
+    if request_id and requests:
+        raise click.UsageError("give REQUEST_ID or --requests, not both")
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    if request_id or requests:
+        _explain_requests(cluster, name, request_id, as_json)
+        return
     view = service_view(cluster.service(name))
     found = explain(view, _warnings(cluster))
     if as_json:
         _print_json(found)
     else:
-        _print_explanation(found, _console())
+        _print_explanation(found, console_for_tables())
     raise SystemExit(0 if found.healthy else 1)
 
 
@@ -202,6 +218,24 @@ def render(ctx: click.Context, file: Path, output: str) -> None:
     ctx.invoke(render_file, file=file, output=output)
 
 
+def _explain_requests(cluster: Cluster, name: str, request_id: str | None, as_json: bool) -> None:
+    from diptych import explained
+    from diptych.kubectl.routers import ask_about, ask_for_newest
+
+    if request_id is None:
+        listed, problems = ask_for_newest(cluster, name)
+        picture, answers = explained.listing(listed), explained.as_json(listed)
+    else:
+        told, problems = ask_about(cluster, name, request_id)
+        picture, answers = explained.explanation(told), explained.as_json(told)
+    for problem in problems:
+        click.echo(problem, err=True)
+    if as_json:
+        _print_json(answers)
+    else:
+        console_for_tables().print(picture)
+
+
 def _warnings(cluster: Cluster) -> list[dict[str, Any]]:
     """Nothing for somebody who may not read events: the conditions tell most of it."""
     try:
@@ -243,7 +277,7 @@ def _show(
     picture: Callable[[], RenderableType], watch: bool, pause_s: float = WATCH_INTERVAL_S
 ) -> None:
     """Print it once, or keep it up to date on a terminal; elsewhere one after another."""
-    console = _console()
+    console = console_for_tables()
     if not watch:
         console.print(picture())
         return
@@ -280,11 +314,6 @@ def _print_explanation(found: Explanation, console: Console) -> None:
         say("\nNewest warnings", "bold")
         for event in found.events:
             say(f"  {event}")
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 def _print_json(value: Any) -> None:

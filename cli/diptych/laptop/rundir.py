@@ -56,6 +56,8 @@ class RunState(msgspec.Struct, frozen=True):
     """Holds a key that is good here; empty if none is needed."""
     certificate: str = ""
     """The file of the API's certificate; empty without TLS."""
+    admin_token_file: str = ""
+    """Holds what the admin ports of the pods want as bearer token."""
 
 
 class RunDirectory:

@@ -21,7 +21,7 @@ class LeastLoaded:
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""
-        terms: dict[str, Floats] = {"open_tokens": engines.column("open_tokens")}
+        terms: dict[str, Floats] = {"open_tokens": engines.column("open_tokens").copy()}
         if engines.adapter_s is not None:
             terms["adapter_tokens"] = engines.adapter_s / engines.column("prompt_token_s")
         return terms

@@ -19,7 +19,7 @@ class RoundRobin:
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""
-        return {"given": engines.column("given")}
+        return {"given": engines.column("given").copy()}
 
 
 POLICY: Final = RoundRobin()

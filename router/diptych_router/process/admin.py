@@ -1,4 +1,4 @@
-"""What the operator asks a router: `GET /admin/state`."""
+"""What a router's admin port answers: the operator's question, and those of users on requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from starlette.types import ASGIApp
 
 from diptych_frontend.admin.calls import build_admin_app, report
 from diptych_protocol.admin import RouterReport
+from diptych_router.explaining.request_routes import RequestMemory, request_routes
 
 
-def admin_app(state: Callable[[], Awaitable[RouterReport]], keys_dir: Path) -> ASGIApp:
+def admin_app(
+    state: Callable[[], Awaitable[RouterReport]], requests: RequestMemory, keys_dir: Path
+) -> ASGIApp:
     """The app of the admin port; `state` is asked for each report."""
 
     async def answer(request: Request) -> Response:
         return report(await state())
 
-    return build_admin_app(keys_dir, [Route("/admin/state", answer)])
+    return build_admin_app(keys_dir, [Route("/admin/state", answer), *request_routes(requests)])

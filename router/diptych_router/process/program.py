@@ -67,6 +67,7 @@ async def started(
     tracer = start_router_tracer(config)
     client = _build_pool_client(config, args, tracer)
     metrics = make_metrics(client)
+    metrics.registry.register(client.predictions)
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
     app = build_app(client, metrics=metrics, api_keys=keys)
     leaving = Leaving(app, client, args.linger_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from diptych_protocol import SchedulerStats
-from diptych_protocol.admin import RouterReport
+from diptych_protocol.admin import Explanation, RequestList, RouterReport
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
@@ -26,13 +26,25 @@ class Family(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WorkerReport(msgspec.Struct, array_like=True, frozen=True):
-    """A worker's answer to its parent's only question, which is empty."""
+    """A worker's answer to its parent's question that is empty."""
 
     state: RouterReport
     metrics: list[Family]
     """What it counted itself."""
     engines: dict[str, SchedulerStats]
     """What engines told it last, by their names."""
+
+
+class Why(msgspec.Struct, tag=True, frozen=True):
+    """The parent asks a worker for an `Explanation`."""
+
+    request_id: str
+
+
+class Newest(msgspec.Struct, tag=True, frozen=True):
+    """The parent asks a worker for a `RequestList`."""
+
+    limit: int
 
 
 class Listening(msgspec.Struct, tag=True, frozen=True):
@@ -54,8 +66,12 @@ class Exposition(msgspec.Struct, array_like=True, frozen=True):
 
 
 ToParent = Listening | Scrape
+ToWorker = Why | Newest
 
 encode = msgspec.msgpack.Encoder().encode
 to_parent = msgspec.msgpack.Decoder(ToParent).decode
+to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 report_of = msgspec.msgpack.Decoder(WorkerReport).decode
+explanation_of = msgspec.msgpack.Decoder(Explanation).decode
+requests_of = msgspec.msgpack.Decoder(RequestList).decode
 exposition_of = msgspec.msgpack.Decoder(Exposition).decode

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
+from diptych_protocol.admin import (
+    CanaryReport,
+    EngineReport,
+    Explanation,
+    RequestList,
+    RouterReport,
+)
 
 BREAKER_STATES = ("closed", "half-open", "open")
 """The worst last."""
@@ -81,3 +87,21 @@ def _newest(canaries: Iterable[CanaryReport]) -> list[CanaryReport]:
         by_pair.pop(pair, None)
         by_pair[pair] = canary
     return list(by_pair.values())
+
+
+def explanation_of_all(parts: Sequence[Explanation], policy: str, disaggregate: str) -> Explanation:
+    """What processes remember under an id. A request was at one of them only."""
+    requests = [request for part in parts for request in part.requests]
+    requests.sort(key=lambda request: -request.unix_time)
+    return Explanation(policy=policy, disaggregate=disaggregate, requests=requests)
+
+
+def newest_of_all(parts: Sequence[RequestList], limit: int) -> RequestList:
+    """The newest requests of all processes."""
+    requests = [request for part in parts for request in part.requests]
+    requests.sort(key=lambda request: -request.unix_time)
+    return RequestList(
+        requests=requests[:limit],
+        num_remembered=sum(part.num_remembered for part in parts),
+        most_remembered=sum(part.most_remembered for part in parts),
+    )

@@ -18,7 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from diptych_frontend.observability.metrics import PREFIX, EngineStatsCollector
 from diptych_frontend.openai.server import Site, listen, reserve_port, serve_sites
 from diptych_protocol import RouterConfig, SchedulerStats
-from diptych_protocol.admin import RouterReport
+from diptych_protocol.admin import Explanation, RequestList, RouterReport
 from diptych_router.process.admin import admin_app
 from diptych_router.process.program import drain_timeout_s
 from diptych_router.workers.channel import AnswerTo, Channel, ChannelError
@@ -26,12 +26,17 @@ from diptych_router.workers.messages import (
     Exposition,
     Family,
     Listening,
+    Newest,
+    ToWorker,
+    Why,
     WorkerReport,
     encode,
+    explanation_of,
     report_of,
+    requests_of,
     to_parent,
 )
-from diptych_router.workers.states import state_of_all
+from diptych_router.workers.states import explanation_of_all, newest_of_all, state_of_all
 from diptych_router.workers.sums import Families, added_up, families_of, what_stays
 
 log = logging.getLogger(__name__)
@@ -61,7 +66,7 @@ async def supervise(config: RouterConfig, args: argparse.Namespace, argv: Sequen
     sites = []
     if args.admin_port is not None:
         admin_listener = listen(args.admin_host or args.host, args.admin_port)
-        sites.append(Site(admin_app(workers.state, args.keys), admin_listener))
+        sites.append(Site(admin_app(workers.state, workers, args.keys), admin_listener))
     serving = asyncio.create_task(
         serve_sites(
             *sites,
@@ -116,6 +121,14 @@ class Worker:
         with contextlib.suppress(ChannelError, TimeoutError):
             self.report = report_of(await self._channel.ask(b"", timeout_s))
             self.answered_at = time.monotonic()
+
+    async def answer(self, question: ToWorker) -> bytes | None:
+        """None: it does not serve, or does not answer in time."""
+        if self._channel is None or not self.listening:
+            return None
+        with contextlib.suppress(ChannelError, TimeoutError):
+            return await self._channel.ask(encode(question), ANSWER_TIMEOUT_S)
+        return None
 
     def begins_to_serve(self) -> None:
         """It has said so."""
@@ -259,6 +272,21 @@ class Workers:
     async def state(self) -> RouterReport:
         """What the processes that serve say together."""
         return state_of_all([report.state for report in await self._reports()])
+
+    async def explained(self, request_id: str) -> Explanation:
+        """See `RequestMemory.explained`."""
+        parts = [explanation_of(answer) for answer in await self._answers(Why(request_id))]
+        return explanation_of_all(parts, self._config.policy, self._config.disaggregate)
+
+    async def newest(self, limit: int) -> RequestList:
+        """See `RequestMemory.newest`."""
+        parts = [requests_of(answer) for answer in await self._answers(Newest(limit))]
+        return newest_of_all(parts, limit)
+
+    async def _answers(self, question: ToWorker) -> list[bytes]:
+        """What the processes that serve answer."""
+        answers = await asyncio.gather(*(each.answer(question) for each in self._now.values()))
+        return [answer for answer in answers if answer is not None]
 
     async def exposition(self, accept: str) -> Exposition:
         """The sums over all processes, also those that have ended, and what engines say."""

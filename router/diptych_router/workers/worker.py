@@ -30,9 +30,11 @@ from diptych_router.workers.channel import Channel, ChannelError
 from diptych_router.workers.messages import (
     Listening,
     Scrape,
+    Why,
     WorkerReport,
     encode,
     exposition_of,
+    to_worker,
 )
 from diptych_router.workers.sums import families_of
 
@@ -67,7 +69,7 @@ async def run(args: argparse.Namespace, parent: socket.socket) -> None:
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
     metrics = SharedMetrics(config.name)
     async with started(config, args, lambda client: metrics) as program:
-        metrics.channel = channel = await Channel.over(parent, partial(_report, program))
+        metrics.channel = channel = await Channel.over(parent, partial(_answer, program))
         leash = asyncio.create_task(channel.run())
         leash.add_done_callback(_end_with_parent)
         try:
@@ -93,9 +95,13 @@ async def _serve(
     )
 
 
-async def _report(program: Program, question: bytes) -> bytes:
-    """There is only one question."""
+async def _answer(program: Program, question: bytes) -> bytes:
     client = program.client
+    if question:
+        asked = to_worker(question)
+        if isinstance(asked, Why):
+            return encode(client.explanations.explanation(asked.request_id, client.name_of))
+        return encode(client.explanations.newest(asked.limit, client.name_of))
     metrics = families_of(program.metrics.registry)
     return encode(WorkerReport(router_report(client), metrics, client.stats_by_engine()))
 

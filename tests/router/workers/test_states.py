@@ -7,8 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
-from diptych_router.workers.states import NOBODY, state_of_all
+from diptych_protocol.admin import (
+    CanaryReport,
+    EngineReport,
+    Explanation,
+    RequestLine,
+    RequestList,
+    RequestReport,
+    RouterReport,
+)
+from diptych_router.workers.states import NOBODY, explanation_of_all, newest_of_all, state_of_all
 
 ENGINE = EngineReport(
     engine_id="decode-0", role="decode", revision="a", usable=True, listed=True, draining=False,
@@ -104,3 +112,30 @@ def test_the_newest_canary_of_each_pair() -> None:
     one = state(canaries=[canary("p0", 1.0, ok=False), canary("p1", 4.0)])
     other = state(canaries=[canary("p0", 3.0)])
     assert state_of_all([one, other]).canaries == [canary("p0", 3.0), canary("p1", 4.0)]
+
+
+def remembered(*times: float) -> RequestList:
+    lines = [
+        RequestLine(
+            request_id=str(at), unix_time=at, prompt_tokens=1, output_tokens=1, prefill="p",
+            decode="d", attempts=1, first_token_s=None, outcome="",
+        )
+        for at in times
+    ]  # fmt: skip
+    return RequestList(requests=lines, num_remembered=10, most_remembered=100)
+
+
+def test_the_newest_requests_of_all_processes_are_listed() -> None:
+    found = newest_of_all([remembered(4.0, 1.0), remembered(3.0, 2.0)], 3)
+    assert [line.unix_time for line in found.requests] == [4.0, 3.0, 2.0]
+    assert (found.num_remembered, found.most_remembered) == (20, 200)
+
+
+def test_the_process_that_knows_a_request_explains_it() -> None:
+    known = RequestReport(request_id="r", core_id="r-1", unix_time=1.0, prompt_tokens=1)
+    parts = [
+        Explanation(policy="p", disaggregate="auto", requests=requests)
+        for requests in ([], [known])
+    ]
+    assert explanation_of_all(parts, "p", "auto") == parts[1]
+    assert explanation_of_all([], "p", "auto") == parts[0]

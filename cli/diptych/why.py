@@ -1,0 +1,72 @@
+"""`diptych why`: what the routers of this machine say of a request, asked at their admin ports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import httpx
+
+from diptych.errors import RunError
+from diptych.explained import Listed, Told
+from diptych.laptop import rundir
+from diptych.laptop.pods import LOOPBACK
+from diptych.laptop.rundir import RunState
+from diptych.router_admin import (
+    LIST_PATH,
+    Get,
+    RouterError,
+    UnknownRequestError,
+    ask_all,
+    path_of,
+)
+from diptych_protocol.admin import Explanation, RequestList
+
+TIMEOUT_S: Final = 10.0
+T = TypeVar("T")
+
+
+def explain(request_id: str) -> tuple[list[Told], list[str]]:
+    """What the routers of all services here say of a request, and what is wrong with others.
+
+    Raises `RunError` if none knows it or none can be asked.
+    """
+    answers, problems = _ask(path_of(request_id), Explanation)
+    return [Told(router, known) for router, known in answers], problems
+
+
+def recent(limit: int) -> tuple[list[Listed], list[str]]:
+    """The newest requests of each router here, and what is wrong with others. Raises `RunError`."""
+    answers, problems = _ask(f"{LIST_PATH}?limit={limit}", RequestList)
+    return [Listed(router, known) for router, known in answers], problems
+
+
+def _ask(path: str, kind: type[T]) -> tuple[list[tuple[str, T]], list[str]]:
+    states = rundir.running()
+    if not states:
+        raise RunError("no service runs here; start one with `diptych up FILE`")
+    try:
+        return ask_all(_routers(states), path, kind)
+    except UnknownRequestError as exc:
+        raise RunError(f"{exc}; `diptych why` lists the newest requests") from exc
+    except RouterError as exc:
+        raise RunError(f"no router answers: {exc}") from exc
+
+
+def _routers(states: list[RunState]) -> Iterator[tuple[str, Get]]:
+    for state in states:
+        for pod in state.pods:
+            if pod.role == "router" and "admin" in pod.ports:
+                url = f"http://{LOOPBACK}:{pod.ports['admin']}"
+                yield pod.name, partial(_get, url, Path(state.admin_token_file))
+
+
+def _get(url: str, token_file: Path, path: str) -> tuple[int, bytes]:
+    try:
+        headers = {"Authorization": f"Bearer {token_file.read_text(encoding='utf-8').strip()}"}
+        answer = httpx.get(url + path, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    except (httpx.HTTPError, OSError, UnicodeError) as exc:
+        raise RouterError(str(exc) or type(exc).__name__) from exc
+    return answer.status_code, answer.content

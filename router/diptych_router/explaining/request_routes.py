@@ -1,0 +1,90 @@
+"""What a router tells of its requests: `GET /admin/requests` and `GET /admin/requests/ID/why`."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from diptych_frontend.admin.calls import report
+from diptych_protocol import InvalidRequestError
+from diptych_protocol.admin import Explanation, RequestList
+from diptych_router.explaining.explained import NameOf
+from diptych_router.explaining.explanations import MOST_REQUESTS, Explanations
+
+MOST_ID_CHARACTERS: Final = 256
+DEFAULT_LIMIT: Final = 20
+
+
+class RequestMemory(Protocol):
+    """What the processes of a router remember."""
+
+    async def explained(self, request_id: str) -> Explanation:
+        """All under an id; no requests if there are none."""
+
+    async def newest(self, limit: int) -> RequestList:
+        """At most so many requests."""
+
+
+class OwnRequests:
+    """What this process remembers."""
+
+    def __init__(self, known: Explanations, name_of: NameOf) -> None:
+        """name_of: from an engine's key to its name."""
+        self._known, self._name_of = known, name_of
+
+    async def explained(self, request_id: str) -> Explanation:
+        """See `RequestMemory.explained`."""
+        return self._known.explanation(request_id, self._name_of)
+
+    async def newest(self, limit: int) -> RequestList:
+        """See `RequestMemory.newest`."""
+        return self._known.newest(limit, self._name_of)
+
+
+def request_routes(memory: RequestMemory) -> list[BaseRoute]:
+    """The routes, for the admin port."""
+
+    async def newest(request: Request) -> Response:
+        return report(await memory.newest(_limit_of(request)))
+
+    async def why(request: Request) -> Response:
+        return report(await _explained(memory, request.path_params["request_id"]))
+
+    return [
+        Route("/admin/requests", newest),
+        Route("/admin/requests/{request_id:path}/why", why),
+    ]
+
+
+async def _explained(memory: RequestMemory, request_id: str) -> Explanation:
+    """Raises `InvalidRequestError` for an id that cannot be one, or that is not remembered."""
+    if len(request_id) > MOST_ID_CHARACTERS:
+        raise InvalidRequestError(
+            f"a request id has at most {MOST_ID_CHARACTERS} characters, this one has "
+            f"{len(request_id)}",
+            param="request_id",
+        )
+    found = await memory.explained(request_id)
+    if not found.requests:
+        known = await memory.newest(1)
+        raise InvalidRequestError(
+            f"this router remembers no request {request_id!r}: it remembers the newest "
+            f"{known.most_remembered} since its start, now {known.num_remembered}; if the service "
+            "has other routers, one of them may know it",
+            param="request_id",
+            status=404,
+            code="not_found",
+        )
+    return found
+
+
+def _limit_of(request: Request) -> int:
+    """How many requests are asked for. Raises `InvalidRequestError`."""
+    text = request.query_params.get("limit", str(DEFAULT_LIMIT))
+    limit = int(text) if text.isdecimal() and len(text) < 6 else 0
+    if not 1 <= limit <= MOST_REQUESTS:
+        raise InvalidRequestError(f"limit must be in 1..{MOST_REQUESTS}", param="limit")
+    return limit

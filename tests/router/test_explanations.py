@@ -1,0 +1,327 @@
+"""What a router remembers of its requests: the candidates, the choice, and what came true."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.core import HistogramMetricFamily
+from toy_pools import EngineView, fleet_of
+
+from diptych_protocol import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from diptych_protocol.admin import AttemptReport, Candidate, RequestReport
+from diptych_protocol.wire import SchedulerStats
+from diptych_router.actions import Ended, Explain, Heard, Interrupted
+from diptych_router.explaining.explained import MOST_CANDIDATES
+from diptych_router.explaining.explanations import MOST_ATTEMPTS, MOST_CHARACTERS, Explanations
+from diptych_router.explaining.prediction_metrics import BOUNDS, PredictionMetrics, Ratios
+from diptych_router.fleet_table import FleetTable
+from diptych_router.policies import POLICIES
+from diptych_router.policy import Decision, RequestView
+from diptych_router.routed_request import Setback
+
+OUTPUT_TOKENS = 10.0
+
+
+def fleet(engines: int, policy: str = "prefix_aware") -> FleetTable:
+    """Two pools whose engines have queues of different lengths."""
+    first, second = (
+        [EngineView(f"{letter}{number}", "f") for number in range(engines)] for letter in "pd"
+    )
+    draw = Random(0).randrange
+    table: FleetTable = fleet_of(first, second, POLICIES[policy], draw, "always")
+    for pool in table.tables.values():
+        for at, row in enumerate(pool.rows):
+            row["open_tokens"] = 100 - at
+            stats = SchedulerStats(
+                blocks_total=1000, blocks_free=1000, queued_prompt_tokens=50 * (engines - at)
+            )
+            row.report(stats, 0, 0.0)
+    return table
+
+
+def choice(table: FleetTable, tokens: int = 50) -> Decision:
+    decision = table.choose(RequestView(tokens, OUTPUT_TOKENS), 0.0)
+    assert decision is not None
+    return decision
+
+
+class Router:
+    """Explanations, and who notes into them."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.predictions = PredictionMetrics("m")
+        self.explanations = Explanations(
+            self.predictions, policy="any", disaggregate="always", **bounds
+        )
+
+    def begin(self, name: str = "r", external: str | None = None, now: float = 0.0) -> None:
+        made = EngineCoreRequest(
+            name, [1] * 50, None, SamplingParams(), None, None, 0.0, None, None, None,
+            external_req_id=external,
+        )  # fmt: skip
+        self.explanations.begin(made, now, 1000.0 + now)
+
+    def choose(self, decision: Decision, name: str = "r", now: float = 0.0) -> None:
+        facts = {"prefill": f"pod {decision.prefill}", "decode": f"pod {decision.decode}"}
+        self.explanations.chose(Explain(name, facts, decision, OUTPUT_TOKENS), now)
+
+    def hear(self, engine: str, now: float, name: str = "r", **facts: Any) -> None:
+        output = EngineCoreOutput(f"{name}/1", [5], **facts)
+        self.explanations.heard(Heard(name, engine, output), now)
+
+    def end(self, now: float, name: str = "r", outcome: str = "length", tokens: int = 3) -> None:
+        self.explanations.ended(Ended(name, outcome, tokens), now)
+
+    def ask(self, name: str = "r") -> list[RequestReport]:
+        return self.explanations.of(name, lambda key: f"pod {key}")
+
+    def attempt(self) -> AttemptReport:
+        return self.ask()[0].attempts[-1]
+
+
+def counted(router: Router) -> dict[str, tuple[float, float]]:
+    """Number and sum of the ratios, by histogram and pool."""
+    values = {
+        (sample.name, sample.labels.get("pool", "")): sample.value
+        for family in router.predictions.collect()
+        for sample in family.samples
+    }
+    return {
+        f"{name.removesuffix('_count')} {pool}".strip(): (
+            number, values[name.replace("_count", "_sum"), pool]
+        )
+        for (name, pool), number in values.items()
+        if name.endswith("_count")
+    }  # fmt: skip
+
+
+def chosen(attempt: AttemptReport, choice: int) -> Candidate:
+    (found,) = [x for x in attempt.choices[choice].candidates if x.chosen]
+    return found
+
+
+def test_candidates_are_told_by_their_cost_and_their_terms_add_up() -> None:
+    router, decision = Router(), choice(fleet(3))
+    router.begin()
+    router.choose(decision)
+    attempt = router.attempt()
+    assert [x.duty for x in attempt.choices] == ["prefill", "decode"]
+    for weighed, taken in zip(attempt.choices, (decision.prefill, decision.decode), strict=True):
+        costs = [x.cost for x in weighed.candidates]
+        assert weighed.num_able == len(costs) == 3
+        assert costs == sorted(costs)
+        for candidate in weighed.candidates:
+            assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
+            assert candidate.chosen == (candidate.engine == f"pod {taken}")
+    pair = chosen(attempt, 0).terms | chosen(attempt, 1).terms
+    assert attempt.terms == pytest.approx(pair)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_happens_to_engines_later_changes_no_explanation(policy: str) -> None:
+    table, router = fleet(3, policy), Router()
+    router.begin()
+    router.choose(choice(table))
+    before = router.ask()
+    for pool, gone in (("prefill", "p0"), ("decode", "d1")):
+        for row in table.tables[pool].rows:  # type: ignore[index]
+            row["open_tokens"] = row["given"] = 7777
+            row.report(SchedulerStats(queued_prompt_tokens=9999), 0, 1.0)
+        table.remove(gone)
+    table.add("decode", "d9")
+    assert router.ask() == before
+
+
+def test_the_chosen_one_is_told_though_many_are_cheaper() -> None:
+    """As when there is nothing to choose: the cheapest do not fit with anybody."""
+    table, router = fleet(MOST_CANDIDATES + 4), Router()
+    for row in table.tables["prefill"].rows[1:]:
+        row["fingerprint"] = 1.0
+    dear = table.tables["prefill"].rows[0]
+    assert dear.key == "p0"
+    router.begin()
+    router.choose(choice(table))
+    attempt = router.attempt()
+    assert len(attempt.choices[0].candidates) == MOST_CANDIDATES + 1
+    assert attempt.choices[0].num_able == MOST_CANDIDATES + 4
+    assert chosen(attempt, 0).engine == attempt.prefill == "pod p0"
+
+
+def test_predictions_are_compared_with_what_came_true() -> None:
+    router, decision = Router(), choice(fleet(2))
+    router.begin(now=5.0)
+    router.choose(decision, now=5.5)
+    router.hear("p1", 6.5, num_cached_tokens=32)
+    router.hear("d1", 6.75, num_received_tokens=49)
+    router.hear("d0", 8.0)  # the stream was moved there
+    router.end(9.0)
+    (request,) = router.ask()
+    terms = decision.terms
+    first = terms["wait_s"] + terms["compute_s"]
+    second = terms["transfer_s"] + terms["steps_s"] / OUTPUT_TOKENS
+    assert (request.waited_s, request.seconds) == (0.5, 4.0)
+    assert (request.outcome, request.output_tokens) == ("length", 3)
+    attempt = request.attempts[0]
+    assert attempt.unix_time == 1005.5
+    assert (attempt.first_token_s, attempt.hand_off_s) == (1.0, 0.25)
+    assert (attempt.cached_tokens, attempt.received_tokens) == (32, 49)
+    assert attempt.decoded_by == ["pod d1", "pod d0"]
+    assert attempt.first_token_expected_s == pytest.approx(first)
+    assert attempt.hand_off_expected_s == pytest.approx(second)
+    assert counted(router) == {
+        "diptych:first_token_real_over_predicted prefill": pytest.approx((1, 1.0 / first)),
+        "diptych:first_token_real_over_predicted decode": (0, 0),
+        "diptych:hand_off_real_over_predicted": pytest.approx((1, 0.25 / second)),
+    }
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])
+def test_a_policy_that_knows_no_seconds_predicts_nothing(policy: str) -> None:
+    router = Router()
+    router.begin()
+    router.choose(choice(fleet(2, policy)))
+    router.hear("p1", 1.0)
+    router.hear("d1", 2.0)
+    attempt = router.attempt()
+    assert (attempt.first_token_s, attempt.hand_off_s) == (1.0, 1.0)
+    assert attempt.first_token_expected_s is attempt.hand_off_expected_s is None
+    assert {number for number, _ in counted(router).values()} == {0}
+
+
+def test_each_attempt_is_told_with_what_ended_it() -> None:
+    table, router = fleet(2), Router()
+    router.begin()
+    router.choose(choice(table))
+    router.hear("p1", 1.0)
+    why = "engine d1 is gone " + "x" * 1000
+    router.explanations.interrupted(Interrupted("r", Setback.LOSS, why, True))
+    router.choose(choice(table), now=2.0)
+    router.hear("p0", 2.5)
+    first, second = router.ask()[0].attempts
+    assert (first.setback, first.why) == ("loss", why[:MOST_CHARACTERS])
+    assert (first.hand_off_s, second.setback, second.first_token_s) == (None, "", 0.5)
+    (line,) = router.explanations.newest(5, str).requests
+    assert (line.attempts, line.first_token_s) == (2, 1.0)
+
+
+def test_later_attempts_than_the_first_few_are_counted() -> None:
+    table, router = fleet(2), Router()
+    router.begin()
+    for _ in range(MOST_ATTEMPTS + 3):
+        router.choose(choice(table))
+        router.hear("p1", 1.0)
+    (request,) = router.ask()
+    assert (len(request.attempts), request.attempts_left_out) == (MOST_ATTEMPTS, 3)
+
+
+def test_the_newest_requests_are_remembered() -> None:
+    table, router = fleet(2), Router(most_requests=3)
+    for number in range(5):
+        router.begin(str(number))
+        router.choose(choice(table), str(number))
+        if number == 2:
+            size = router.explanations.num_bytes
+    assert router.explanations.num_bytes == size, "three have what was weighed"
+    known = router.explanations.newest(2, str)
+    assert [x.request_id for x in known.requests] == ["4", "3"]
+    assert (known.num_remembered, known.most_remembered) == (3, 3)
+    assert router.ask("1") == []
+    router.hear("p1", 1.0, "1")  # it still runs
+    router.end(2.0, "1")
+    assert len(router.explanations) == 3
+
+
+def test_the_oldest_candidates_are_forgotten_first_and_the_choice_is_not() -> None:
+    table = fleet(100)
+    one = Router()
+    one.begin()
+    one.choose(choice(table))
+    size = one.explanations.num_bytes
+    assert size > 100 * 8 * 8  # at least as many numbers as there are terms
+    router = Router(most_bytes=2 * size)
+    for number in range(4):
+        router.begin(str(number))
+        router.choose(choice(table), str(number))
+    kept = [bool(router.ask(str(number))[0].attempts[0].choices) for number in range(4)]
+    assert kept == [False, False, True, True]
+    assert router.explanations.num_bytes == 2 * size
+    assert router.ask("0")[0].attempts[0].terms
+
+
+def test_a_request_is_found_under_every_name_that_users_see() -> None:
+    router = Router()
+    router.begin("0_req-ab", "req")
+    router.begin("1_req-ab", "req")
+    router.begin("req-1-cd", "req-1")
+    router.begin("other-ef", "other")
+    for name, found in (
+        ("req", ["req-1-cd", "1_req-ab", "0_req-ab"]),
+        ("chatcmpl-req", ["req-1-cd", "1_req-ab", "0_req-ab"]),
+        ("cmpl-other", ["other-ef"]),
+        ("1_req-ab", ["1_req-ab"]),
+        ("req-1", ["req-1-cd"]),
+        ("re", []),
+    ):
+        assert [x.core_id for x in router.ask(name)] == found
+
+
+def test_a_request_that_waits_says_so() -> None:
+    router = Router()
+    router.begin("r", "x" * 1000)
+    (request,) = router.explanations.of("r", str)
+    assert request.request_id == "x" * MOST_CHARACTERS
+    assert (request.waited_s, request.seconds, request.attempts) == (None, None, [])
+    assert router.explanations.newest(1, str).requests[0].first_token_s is None
+
+
+NOTES = ["begin", "choose", "hear p1", "hear d1", "set back", "end"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(NOTES), st.sampled_from("abcde")), max_size=60))
+def test_whatever_comes_in_whatever_order_stays_within_bounds(
+    notes: list[tuple[str, str]],
+) -> None:
+    decision = choice(fleet(4))
+    size = 3 * 4 * 1000
+    router = Router(most_requests=3, most_bytes=size)
+    begun = set()
+    for now, (note, name) in enumerate(notes):
+        match note:
+            case "begin" if name not in begun:  # ids are the router's own
+                begun.add(name)
+                router.begin(name, now=now)
+            case "begin":
+                pass
+            case "choose":
+                router.choose(decision, name, now)
+            case "set back":
+                router.explanations.interrupted(Interrupted(name, Setback.ERROR, "why", True))
+            case "end":
+                router.end(now, name)
+            case _:
+                router.hear(note.split()[1], now, name)
+        assert len(router.explanations) <= 3
+        assert 0 <= router.explanations.num_bytes <= size
+    told = [report for name in "abcde" for report in router.ask(name)]
+    assert len(told) == router.explanations.newest(10, str).num_remembered
+    assert any(x.choices for report in told for x in report.attempts) == bool(
+        router.explanations.num_bytes
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.0, *BOUNDS, 1e9])
+def test_a_ratio_is_counted_in_every_bucket_whose_bound_is_not_below_it(ratio: float) -> None:
+    family, ratios = HistogramMetricFamily("x", "y", labels=()), Ratios()
+    ratios.saw(ratio)
+    ratios.add_to(family, ())
+    buckets = {
+        float(sample.labels["le"]): sample.value
+        for sample in family.samples
+        if sample.name == "x_bucket"
+    }
+    assert buckets == {bound: ratio <= bound for bound in (*BOUNDS, math.inf)}

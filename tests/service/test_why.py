@@ -1,0 +1,253 @@
+"""A request's choice of engines, explained by a router of real engines, and by the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+from click.testing import CliRunner
+from free_ports import free_port
+from service_kit import all_usable, engine_config, healthy, make_router, start_engine
+
+from diptych.laptop.rundir import PodState, RunDirectory, RunState
+from diptych.main import main
+from diptych_frontend.core_client.curve import read_keys
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.openai.app import build_app
+from diptych_frontend.openai.server import Site, listen, serve_sites
+from diptych_protocol.admin import Explanation, RequestList, RequestReport, RouterReport
+from diptych_router.explaining.explanations import MOST_REQUESTS
+from diptych_router.explaining.request_routes import OwnRequests
+from diptych_router.pool_client import PoolClient
+from diptych_router.process.admin import admin_app
+from diptych_router.report import router_report
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FIRST = "A lighthouse keeper writes a letter to the harbour master about the storms of May. " * 8
+NEXT = FIRST + "The harbour master answers:"
+PREFILL = {"prefill-0", "prefill-1"}
+TOKEN = {"authorization": "Bearer sesame"}
+
+
+@dataclass
+class Service:
+    router: PoolClient
+    api: httpx.AsyncClient
+    admin: httpx.AsyncClient
+    admin_port: int
+    token_file: Path
+    metrics: ServerMetrics
+
+    async def ask(self, prompt: str, **options: Any) -> httpx.Response:
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 4, **options}
+        answer = await self.api.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    async def why(self, request_id: str) -> list[RequestReport]:
+        answer = await self.admin.get(f"/admin/requests/{request_id}/why", headers=TOKEN)
+        assert answer.status_code == 200, answer.text
+        known = msgspec.json.decode(answer.content, type=Explanation)
+        assert (known.policy, known.disaggregate) == ("prefix_aware", "always")
+        return known.requests
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
+    names = (*sorted(PREFILL), "decode-0")
+    started = await asyncio.gather(
+        *(start_engine(engine_config(name, smollm2), keys_dir) for name in names)
+    )
+    [(_, at0), (_, at1), (_, at_d)] = started
+    keys = read_keys(keys_dir)
+    token_file = keys_dir / "admin-token"
+    token_file.write_text("sesame")
+    router = make_router(
+        smollm2, f"{at0},{at1}", at_d, lambda: [keys], policy="prefix_aware", disaggregate="always"
+    )
+    router.start()
+    metrics = ServerMetrics(router.model_name, router.stats_by_engine)
+    metrics.registry.register(router.predictions)
+
+    async def state() -> RouterReport:
+        return router_report(router)
+
+    admin = admin_app(state, OwnRequests(router.explanations, router.name_of), keys_dir)
+    sites = [
+        Site(app, listen("127.0.0.1", free_port()))
+        for app in (build_app(router, metrics=metrics), admin)
+    ]
+    urls = [f"http://127.0.0.1:{site.listener.getsockname()[1]}" for site in sites]
+    serving = asyncio.create_task(serve_sites(*sites))
+    try:
+        await healthy(router)
+        await all_usable(router, len(names))
+        async with (
+            httpx.AsyncClient(base_url=urls[0], timeout=120) as api,
+            httpx.AsyncClient(base_url=urls[1], timeout=120) as asking,
+        ):
+            port = int(urls[1].rpartition(":")[2])
+            yield Service(router, api, asking, port, token_file, metrics)
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        router.shutdown()
+        for engine, _ in started:
+            engine.shutdown()
+
+
+async def test_both_candidates_are_named_and_the_terms_add_up(service: Service) -> None:
+    answer = await service.ask(FIRST, ignore_eos=True)
+    (request,) = await service.why(answer.headers["x-request-id"])
+    assert [request] == await service.why(answer.json()["id"])
+    assert (request.outcome, request.output_tokens) == ("length", 4)
+    assert request.prompt_tokens == answer.json()["usage"]["prompt_tokens"]
+    (attempt,) = request.attempts
+    first, second = attempt.choices
+    assert {x.engine for x in first.candidates} == PREFILL
+    assert [x.engine for x in second.candidates] == ["decode-0"]
+    assert first.num_able == 2
+    for candidate in first.candidates + second.candidates:
+        assert candidate.cost == pytest.approx(sum(candidate.terms.values()))
+    (taken,) = [x for x in first.candidates if x.chosen]
+    assert attempt.prefill == taken.engine
+    assert taken.cost <= first.candidates[0].cost * 1.1  # nearly equal ones are drawn from
+    assert attempt.terms == pytest.approx(taken.terms | second.candidates[0].terms)
+    assert attempt.cached_tokens == 0
+    # What came true: prefill brought the first token, decode received its KV and went on.
+    assert attempt.decoded_by == [attempt.decode] == ["decode-0"]
+    assert attempt.received_tokens > 0
+    assert attempt.first_token_s is not None
+    assert attempt.hand_off_s is not None
+    assert request.seconds is not None
+    assert 0 < attempt.first_token_s + attempt.hand_off_s <= request.seconds
+
+
+async def test_a_next_turn_shows_what_the_cache_had(service: Service) -> None:
+    for _ in PREFILL:  # after that both remember it, wherever each of them went
+        await service.ask(FIRST)
+    answer = await service.ask(NEXT)
+    (request,) = await service.why(answer.headers["x-request-id"])
+    (attempt,) = request.attempts
+    (taken,) = [x for x in attempt.choices[0].candidates if x.chosen]
+    assert attempt.cached_tokens == taken.cached_tokens
+    assert taken.cached_tokens > 100
+    assert attempt.to_compute == request.prompt_tokens - taken.cached_tokens
+
+
+async def test_each_answer_to_a_prompt_has_its_own_report(service: Service) -> None:
+    answer = await service.ask("Once upon a time", n=2, temperature=1.0)
+    known = await service.why(answer.headers["x-request-id"])
+    assert sorted(x.core_id[:2] for x in known) == ["0_", "1_"]
+    assert {x.request_id for x in known} == {answer.headers["x-request-id"]}
+
+
+async def test_nothing_of_the_prompt_is_told(service: Service) -> None:
+    answer = await service.ask("zebra zebra zebra")
+    name = answer.headers["x-request-id"]
+    told = await service.admin.get(f"/admin/requests/{name}/why", headers=TOKEN)
+    assert "zebra" not in told.text
+
+
+async def test_the_newest_requests_are_listed(service: Service) -> None:
+    names = [(await service.ask("Hello")).headers["x-request-id"] for _ in range(3)]
+    answer = await service.admin.get("/admin/requests?limit=2", headers=TOKEN)
+    known = msgspec.json.decode(answer.content, type=RequestList)
+    assert [x.request_id for x in known.requests] == names[:0:-1]
+    assert known.num_remembered >= 3
+    assert all(x.prefill in PREFILL and x.decode == "decode-0" for x in known.requests)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/admin/requests/stranger/why", 404, f"newest {MOST_REQUESTS} since its start"),
+        (f"/admin/requests/{'x' * 10_000}/why", 400, "at most 256 characters, this one has 10000"),
+        ("/admin/requests/a%2Fb/why", 404, "'a/b'"),
+        ("/admin/requests?limit=0", 400, f"limit must be in 1..{MOST_REQUESTS}"),
+        ("/admin/requests?limit=" + "9" * 10_000, 400, "limit must be in"),
+        ("/admin/requests?limit=%C2%B2", 400, "limit must be in"),
+    ],
+)
+async def test_a_question_that_cannot_be_answered(
+    service: Service, path: str, status: int, says: str
+) -> None:
+    answer = await service.admin.get(path, headers=TOKEN)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/admin/requests", "/admin/requests/stranger/why"])
+async def test_whoever_has_no_token_learns_nothing(service: Service, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer guess"}):
+        answer = await service.admin.get(path, headers=headers)
+        assert answer.status_code == 401
+        assert "admin token" in answer.json()["error"]["message"]
+
+
+async def test_predictions_are_counted(service: Service) -> None:
+    def counted() -> dict[str, float]:
+        lines = service.metrics.exposition("")[0].decode().splitlines()
+        found = [line.rpartition(" ") for line in lines if "real_over_predicted_count" in line]
+        return {name: float(value) for name, _, value in found}
+
+    before = counted()
+    await service.ask(FIRST, ignore_eos=True)
+    after = counted()
+    grown = {name.partition("{")[0] for name in after if after[name] == before[name] + 1}
+    assert grown == {
+        "diptych:first_token_real_over_predicted_count",
+        "diptych:hand_off_real_over_predicted_count",
+    }
+    assert sum(after.values()) == sum(before.values()) + 2
+
+
+async def run_command(*arguments: str) -> Any:
+    return await asyncio.to_thread(CliRunner().invoke, main, ["why", *arguments])
+
+
+async def test_the_command_shows_it(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    missing = await run_command()
+    assert missing.exit_code == 1
+    assert "no service runs here" in missing.output
+    answer = await service.ask(NEXT, ignore_eos=True)
+    name = answer.headers["x-request-id"]
+    with RunDirectory("svc") as directory:
+        directory.save(state_of_this_process(service))
+        shown = await run_command(name)
+        assert shown.exit_code == 0, shown.output
+        for word in (name, "svc-router-0", *PREFILL, "WAIT ms", "TOTAL", "first token", "hand-off"):
+            assert word in shown.output
+        (told,) = msgspec.json.decode((await run_command(name, "--json")).stdout)
+        assert told["requests"][0]["request_id"] == name
+        assert name in (await run_command()).stdout
+        stranger = await run_command("stranger")
+        assert stranger.exit_code == 1
+        assert "remembers no request 'stranger'" in stranger.output
+        service.token_file.write_text("another")
+        try:
+            refused = await run_command(name)
+        finally:
+            service.token_file.write_text("sesame")
+        assert refused.exit_code == 0, "the file that the router reads is the one that is sent"
+
+
+def state_of_this_process(service: Service) -> RunState:
+    pod = PodState("svc-router-0", "router", "ready", 1, 0, {"admin": service.admin_port}, "/l")
+    return RunState(
+        "svc", "svc", "http://127.0.0.1:1/v1", True, 0.0, os.getpid(),
+        psutil.Process().create_time(), [pod], admin_token_file=str(service.token_file),
+    )  # fmt: skip
