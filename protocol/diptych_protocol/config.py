@@ -364,6 +364,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         Meta(description="How the model marks its reasoning; the same as the engines'."),
     ] = "none"
     otlp_traces_endpoint: TracesEndpoint | None = None
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Processes of the router that share its port. One uses one core; each "
+            "further one needs a core and memory of its own.",
+        ),
+    ] = 1
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

@@ -28,6 +28,7 @@ import msgspec
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.journey import RequestJourneyEvent
+from diptych_protocol.kv_transfer_params import KVTransferParams
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.pooling import PoolingParams
@@ -128,6 +129,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     tenant: str = ""
     """Whose request it is: the name of the API key that it came with. Tenants share an engine
     fairly."""
+    prefix_source: KVTransferParams | None = None
+    """The engine that may remember the beginning of the prompt, as it is named in announcements,
+    and in `remote_num_tokens` how much of it. The core fetches what it lacks of that, and computes
+    what it does not get."""
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
@@ -184,6 +189,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     They close: promised = granted + withdrawn + `leases_promised_now`, granted = released + revoked
     + expired + `leases_held`, started = completed + failed + in flight, and early loads begun =
     adopted + dropped + `early_loads_now`.
+    Fetches of prefixes are no loads here: fetches = completed + failed + `prefix_fetches_now`.
     """
 
     leases_held: int = 0
@@ -235,6 +241,20 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Loads in flight that wait until there is room for the staging area that they need."""
     staging_bytes: int = 0
     """Room that staging areas take now."""
+    prefix_fetches: int = 0
+    """Prefixes that were to be fetched from an engine that was thought to remember them."""
+    prefix_fetches_completed: int = 0
+    prefix_fetches_failed: int = 0
+    """Those that brought nothing: their requests compute the prefix."""
+    prefix_fetches_now: int = 0
+    prefix_tokens_fetched: int = 0
+    """Tokens that completed fetches brought, and that were not here."""
+    prefix_seconds: float = 0.0
+    """Sum over completed fetches of the time that the request waited."""
+    prefixes_lent: int = 0
+    """Leases of prefixes that other engines asked for."""
+    prefixes_refused: int = 0
+    """Prefixes that other engines asked for in vain."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

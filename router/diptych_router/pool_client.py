@@ -212,7 +212,8 @@ class PoolClient(AsyncEngine, WithoutControl):
                 ended_here = self._hand_out(outputs)
                 if self.router_tracer is not None:
                     self.router_tracer.delivered(outputs, ended_here)
-                self._withdraw(ended_here)
+                if ended_here:
+                    self._withdraw(ended_here)
             case Add():
                 self._add(action)
             case Abort(engine, core_ids):

@@ -58,6 +58,9 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         loads_failed=transfer.loads_failed,
         leases_expired=transfer.leases_expired,
         stale_reads_refused=transfer.stale_reads_refused,
+        prefix_fetches=transfer.prefix_fetches,
+        prefix_fetches_failed=transfer.prefix_fetches_failed,
+        prefix_tokens_fetched=transfer.prefix_tokens_fetched,
         silent=link.silent,
         breaker=health.breaker.state,
         kept_out=link.kept_out,
@@ -77,11 +80,13 @@ class HealthCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ("model_name", "engine")
         silent = GaugeMetricFamily(
-            f"{PREFIX}silent", "1: a heartbeat is overdue, or it makes no steps.", labels=labels
+            f"{PREFIX}silent",
+            "1: a heartbeat is overdue, or it makes no steps. Processes of a router add up.",
+            labels=labels,
         )
         breaker = GaugeMetricFamily(
             f"{PREFIX}breaker_state",
-            "1 for the state of its circuit breaker: closed, open or half-open.",
+            "1 for the state of its circuit breaker: closed, open or half-open. Processes add up.",
             labels=(*labels, "state"),
         )
         opened = CounterMetricFamily(

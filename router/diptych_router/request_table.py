@@ -35,12 +35,15 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineGenerateError,
     EngineOverloadedError,
     FinishReason,
+    KVTransferParams,
 )
 from diptych_router.actions import (
     Abort,
@@ -366,20 +369,42 @@ class RequestTable:
         }
         level = logging.DEBUG if routed.attempts == 1 else logging.INFO
         log.log(level, "request %s: %s", routed.request_id, facts)
+        source = self._source_of(decision, prefill)
+        if source is not None:
+            facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
         if prefill is not decode:
-            begin = self._begin_pair(routed, prefill, decode, now)
+            begin = self._begin_pair(routed, prefill, decode, source, now)
         else:
             self._place(routed, decode, Stage.DECODE, now)
-            begin = [Add(decode.key, routed.aggregated_request())]
+            begin = [Add(decode.key, routed.aggregated_request(source))]
         return [Explain(routed.request_id, facts), *begin]
 
+    def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
+        """Who the engine that computes the prompt may ask for a prefix; None: nobody.
+
+        The router has no part in what follows: the two engines make the lease between them.
+        """
+        if decision.fetch is None or decision.fetch_tokens <= 0:
+            return None
+        holder = self._fleet.get(decision.fetch)
+        if holder is None or holder is computing or holder.fingerprint != computing.fingerprint:
+            return None
+        if holder.lends is None:
+            return None
+        return msgspec.structs.replace(holder.lends, remote_num_tokens=decision.fetch_tokens)
+
     def _begin_pair(
-        self, routed: RoutedRequest, prefill: Engine, decode: Engine, now: float
+        self,
+        routed: RoutedRequest,
+        prefill: Engine,
+        decode: Engine,
+        source: KVTransferParams | None,
+        now: float,
     ) -> list[Action]:
         """Let P compute, and D get ready meanwhile."""
         self._place(routed, prefill, Stage.PREFILL, now, plans=decode)
         lease_id = f"{self._random_bits(128):032x}"
-        add = Add(prefill.key, routed.prefill_request(lease_id))
+        add = Add(prefill.key, routed.prefill_request(lease_id, source))
         if prefill.lends is None or not routed.worth_announcing:
             return [add]
         return [add, Announce(decode.key, routed.announce(decode.key, prefill.lends, lease_id))]

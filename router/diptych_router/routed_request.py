@@ -223,14 +223,17 @@ class RoutedRequest:
         handing_off = self.stage is Stage.DECODE and self.lease is not None
         return Setback.LOSS if handing_off else Setback.ERROR
 
-    def prefill_request(self, lease_id: str | None = None) -> EngineCoreRequest:
+    def prefill_request(
+        self, lease_id: str | None = None, source: KVTransferParams | None = None
+    ) -> EngineCoreRequest:
         """For P: compute the KV, sample one token, keep the KV for a decode engine.
 
         When one token is all that is wanted there is nothing to hand off.
-        lease_id: the id that the lease is to have, 32 random hexadecimal digits.
+        lease_id: the id that the lease is to have, 32 random hexadecimal digits. source: who may
+        have the KV of a prefix.
         """
         if self.tokens_left <= 1:
-            return self.aggregated_request()
+            return self.aggregated_request(source)
         params = self.original.sampling
         max_tokens = len(self.generated) + 1
         lent = KVTransferParams(do_remote_decode=True, lease_id=lease_id)
@@ -240,7 +243,7 @@ class RoutedRequest:
             min_tokens=min(params.min_tokens, max_tokens),
             extra_args=self._extra_args(lent.to_dict()),
         )
-        return self._with(first)
+        return self._with(first, source)
 
     @property
     def worth_announcing(self) -> bool:
@@ -279,13 +282,12 @@ class RoutedRequest:
             msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(self.lease))
         )
 
-    def aggregated_request(self) -> EngineCoreRequest:
-        """For one engine that does everything."""
+    def aggregated_request(self, source: KVTransferParams | None = None) -> EngineCoreRequest:
+        """For one engine that does everything. source: who may have the KV of a prefix."""
         if self.prefill_only:
-            return self._with(None)
-        return self._with(
-            msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
-        )
+            return self._with(None, source)
+        params = msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
+        return self._with(params, source)
 
     def _extra_args(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
         extra = dict(self.original.sampling.extra_args or {})
@@ -294,12 +296,15 @@ class RoutedRequest:
             extra["kv_transfer_params"] = kv_transfer_params
         return extra or None
 
-    def _with(self, params: SamplingParams | None) -> EngineCoreRequest:
+    def _with(
+        self, params: SamplingParams | None, source: KVTransferParams | None = None
+    ) -> EngineCoreRequest:
         return msgspec.structs.replace(
             self.original,
             request_id=self.core_id,
             sampling_params=params,
             generated_token_ids=list(self.generated) or None,
+            prefix_source=source,
         )
 
     def absorb(self, output: EngineCoreOutput) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -941,3 +941,64 @@ def progress(world: World, random: Random, lease: str, *, faults: bool = False) 
     if fault == 4 and output.finished:  # what was its last word is not heard twice
         outputs += [EngineCoreOutput(core_id, [998]), copy(output)]
     world.say(engine, *outputs)
+
+
+# --- prefixes that other engines remember ---------------------------------------------------------
+
+
+def fetching(world: World, **changes: Any) -> None:
+    """Have every decision name a holder."""
+    honest = world.fleet.choose
+
+    def choose_and_fetch(request: RequestView, full: Collection[str] = ()) -> Decision | None:
+        decision = honest(request, full)
+        return None if decision is None else replace(decision, **changes)
+
+    world.fleet.choose = choose_and_fetch  # type: ignore[method-assign]
+
+
+def source_given(world: World, engine: str) -> KVTransferParams | None:
+    [request] = world.fleet.engines[engine].open.values()
+    return request.prefix_source
+
+
+@pytest.mark.parametrize("holder", ["d0", "p1"])
+def test_who_computes_the_prompt_is_told_who_remembers_it(holder: str) -> None:
+    world = World("p0", "d0", "p1")
+    world.fleet.engines["p1"].withdrawn = True
+    fetching(world, fetch=holder, fetch_tokens=6)
+    world.submit("r")
+    source = source_given(world, "p0")
+    assert source is not None
+    assert (source.remote_engine_id, source.remote_num_tokens) == (holder, 6)
+    assert source.lease_id is None, "the engines make the lease between them"
+    [explained] = [x for x in world.log if isinstance(x, Explain)]
+    assert explained.facts["fetches"] == f"6 tokens from {holder}"
+    [announced] = world.fleet.engines["d0"].announced.values()
+    assert announced.prefix_source is None
+
+
+def test_a_decode_engine_that_does_everything_may_fetch_too() -> None:
+    world = World("d0", "d1")
+    world.fleet.engines["d1"].withdrawn = True
+    fetching(world, fetch="d1", fetch_tokens=6)
+    world.submit("r")
+    assert source_given(world, "d0") is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fetch": "p0", "fetch_tokens": 6},
+        {"fetch": "nobody", "fetch_tokens": 6},
+        {"fetch": "d0", "fetch_tokens": 0},
+        {"fetch": "other", "fetch_tokens": 6},
+    ],
+    ids=["itself", "gone", "nothing", "another fingerprint"],
+)
+def test_a_source_that_is_none_is_not_told(changes: dict[str, Any]) -> None:
+    world = World("p0", "d0", "other")
+    world.fleet.engines["other"].fingerprint = "g"
+    fetching(world, **changes)
+    world.submit("r")
+    assert source_given(world, "p0") is None

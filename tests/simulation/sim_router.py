@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+from random import Random
 from typing import Any, Protocol
 
 from sim_engine import SimEngine
+from sim_model import BLOCK
 from sim_network import Network
 from sim_session import Abort, Add, Call, FromEngine, Posture, Session, ToEngine
 from sim_tally import ROUTER_FAILURES, named
@@ -24,6 +26,8 @@ from diptych_protocol import (
 from diptych_router import actions
 from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView, Role
+from diptych_router.prefixes.block_keys import BlockNaming
+from diptych_router.prefixes.known_prefixes import keys_of
 from diptych_router.request_table import RequestTable
 from diptych_router.routed_request import Setback
 
@@ -90,8 +94,16 @@ class Link:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            remote_block_size=about.block_size,
             proof=about.kv_transfer_proof,
         )
+
+    def num_remembered(self, keys: list[int]) -> int:
+        """How many blocks of a prompt are remembered there at this very moment."""
+        if self.session is None:
+            return 0
+        known = set(keys_of(list(self.session.engine.pool.remembered())).tolist())
+        return next((n for n, key in enumerate(keys) if key not in known), len(keys))
 
     def send(self, message: ToEngine) -> None:
         """To whoever is there; nobody hears it otherwise."""
@@ -102,8 +114,9 @@ class Link:
 class Links:
     """The `Fleet` of a request table."""
 
-    def __init__(self, links: Iterable[Link]) -> None:
+    def __init__(self, links: Iterable[Link], random: Random) -> None:
         self.by_name = {link.name: link for link in links}
+        self._random = random
 
     def of(self, role: Role) -> list[Link]:
         return [link for link in self.by_name.values() if link.role == role and link.up]
@@ -117,7 +130,24 @@ class Links:
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
-        return choose(request, prefill, decode, full)
+        decision = choose(request, prefill, decode, full)
+        return None if decision is None else self._with_fetch(decision, request)
+
+    def _with_fetch(self, decision: Decision, request: RequestView) -> Decision:
+        """Mostly, whoever computes the prompt is to fetch the beginning from another engine: the
+        one that remembers most of it now, or any, which may be gone."""
+        computing = decision.prefill or decision.decode
+        others = [link for link in self.by_name.values() if link.name != computing]
+        if not others:
+            return decision
+        self._random.shuffle(others)
+        if request.keys is not None and self._random.random() < 0.8:
+            keys = request.keys(BlockNaming(BLOCK)).tolist()
+            others.sort(key=lambda link: -link.num_remembered(keys))
+            if not others[0].num_remembered(keys) and self._random.random() < 0.8:
+                return decision
+        count = self._random.choice((request.prompt_tokens, self._random.randrange(20)))
+        return replace(decision, fetch=others[0].key, fetch_tokens=count)
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
@@ -157,7 +187,7 @@ class SimRouter:
         """`engines`: who answers at each address now. `note` is told what happens to requests."""
         self.name = name
         self.alive = True
-        self.links = Links(Link(e.name, e.shape.role) for e in engines.values())
+        self.links = Links((Link(e.name, e.shape.role) for e in engines.values()), network.random)
         self.table = RequestTable(
             self.links,
             hold_seconds=HOLD_S,
@@ -232,6 +262,8 @@ class SimRouter:
             case actions.Explain(_, facts):
                 if facts["attempts"] > 1:
                     self._note("new attempt")
+                if "fetches" in facts:
+                    self._note("prefix to be fetched")
                 if facts["prefill"] == facts["decode"]:
                     self._note("prompt computed by a decode engine")
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from diptych_frontend.observability.tallies import Tallies
 from diptych_protocol import (
     EngineOverloadedError,
     InvalidRequestError,
@@ -58,12 +59,16 @@ class ServerMetrics:
         ProcessCollector(registry=self.registry)
         if stats_by_engine is not None:
             self.registry.register(EngineStatsCollector(model_name, stats_by_engine))
+        tallies = Tallies(model_name)
+        self.registry.register(tallies)
         self._http_requests = Counter(
             f"{PREFIX}http_requests",
             "HTTP requests by route and status; 499: the client left first.",
             ("model_name", "route", "status"),
             registry=self.registry,
         )
+        self._answers: dict[tuple[str, int], Counter] = {}
+        """The counters of `_http_requests`, whose labels take longer to look up."""
         self._of_tenants = Counter(
             f"{PREFIX}tenant_requests",
             "HTTP requests that came with an API key, by the key's name and status.",
@@ -76,46 +81,47 @@ class ServerMetrics:
             ("model_name", "finished_reason"),
             registry=self.registry,
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests.")
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that a prefix cache had: nobody computed them."
+        self.prompt_tokens = tallies.count(
+            f"{PREFIX}prompt_tokens", "Prompt tokens of served requests."
         )
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.cached_tokens = tallies.count(
+            f"{PREFIX}prompt_tokens_cached",
+            "Prompt tokens that a prefix cache had: nobody computed them.",
+        )
+        self.generation_tokens = tallies.count(f"{PREFIX}generation_tokens", "Tokens generated.")
         self._tenant_tokens = Counter(
             f"{PREFIX}tenant_tokens",
             "Tokens served, by the name of the API key: those of prompts, and generated ones.",
             ("model_name", "tenant", "kind"),
             registry=self.registry,
         )
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Streams: arrival to first token.", _TTFT_BUCKETS_S
+        self.ttft = tallies.times(
+            f"{PREFIX}time_to_first_token_seconds",
+            "Streams: arrival to first token.",
+            _TTFT_BUCKETS_S,
         )
-        self.itl = self._histogram(
-            "inter_token_latency_seconds", "Streams: between two deliveries.", _ITL_BUCKETS_S
+        self.itl = tallies.times(
+            f"{PREFIX}inter_token_latency_seconds",
+            "Streams: between two deliveries.",
+            _ITL_BUCKETS_S,
         )
-        self.loop_lag = self._histogram(
-            "event_loop_lag_seconds",
+        self.loop_lag = tallies.times(
+            f"{PREFIX}event_loop_lag_seconds",
             "How late the event loop was, ten times a second.",
             _LAG_BUCKETS_S,
         )
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS_S
+        self.e2e = tallies.times(
+            f"{PREFIX}e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS_S
         )
-
-    def _counter(self, name: str, meaning: str) -> Counter:
-        family = Counter(PREFIX + name, meaning, ("model_name",), registry=self.registry)
-        return family.labels(self._model_name)
-
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(
-            PREFIX + name, meaning, ("model_name",), registry=self.registry, buckets=buckets
-        )
-        return family.labels(self._model_name)
 
     def count_answer(self, route: str, status: int, tenant: str = "") -> None:
         """Count one HTTP answer; `route` is the route's pattern and `tenant` the name of a key or
         empty, so that labels stay few."""
-        self._http_requests.labels(self._model_name, route, str(status)).inc()
+        counter = self._answers.get((route, status))
+        if counter is None:
+            counter = self._http_requests.labels(self._model_name, route, str(status))
+            self._answers[route, status] = counter
+        counter.inc()
         if tenant:
             self._of_tenants.labels(self._model_name, tenant, str(status)).inc()
 
@@ -138,6 +144,11 @@ class ServerMetrics:
         """
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
+
+    async def scraped(self, accept: str) -> tuple[bytes, str]:
+        """What whoever asks this server for metrics gets: `exposition`, unless a subclass speaks
+        for several processes."""
+        return self.exposition(accept)
 
 
 class RequestProgress:
@@ -269,6 +280,8 @@ _TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (
      lambda k: k.loads_waiting_for_room),
     ("kv_transfer_staging_bytes", "Bytes reserved for KV that is to be repacked.",
      lambda k: k.staging_bytes),
+    ("kv_transfer_prefix_fetches_now", "Prefixes that are on their way.",
+     lambda k: k.prefix_fetches_now),
 )  # fmt: skip
 
 _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
@@ -285,6 +298,10 @@ _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
      lambda k: k.leases_rejected),
     ("kv_transfer_rejections_sent", "Times that another engine was told so.",
      lambda k: k.leases_refused_here),
+    ("kv_transfer_prefix_tokens_fetched", "Prompt tokens whose KV another engine remembered.",
+     lambda k: k.prefix_tokens_fetched),
+    ("kv_transfer_prefix_seconds", "Sum of the time that requests waited for fetched prefixes.",
+     lambda k: k.prefix_seconds),
 )  # fmt: skip
 
 _LEASE_STATES: tuple[tuple[str, _Transfer], ...] = (
@@ -299,6 +316,15 @@ _EARLY_LOADS: tuple[tuple[str, _Transfer], ...] = (
     ("begun", lambda k: k.early_loads),
     ("adopted", lambda k: k.early_loads_adopted),
     ("dropped", lambda k: k.early_loads_dropped),
+)
+_PREFIX_FETCHES: tuple[tuple[str, _Transfer], ...] = (
+    ("asked", lambda k: k.prefix_fetches),
+    ("fetched", lambda k: k.prefix_fetches_completed),
+    ("computed", lambda k: k.prefix_fetches_failed),
+)
+_PREFIXES_ASKED: tuple[tuple[str, _Transfer], ...] = (
+    ("lent", lambda k: k.prefixes_lent),
+    ("refused", lambda k: k.prefixes_refused),
 )
 _LOAD_OUTCOMES: tuple[tuple[str, _Transfer], ...] = (
     ("completed", lambda k: k.loads_completed),
@@ -347,6 +373,14 @@ class EngineStatsCollector(Collector):
         yield self._split(
             "kv_transfer_early_loads", "Loads for requests that were only announced.", "state",
             _EARLY_LOADS, transfers,
+        )  # fmt: skip
+        yield self._split(
+            "kv_transfer_prefix_fetches", "Prefixes to be fetched, and what became of them.",
+            "state", _PREFIX_FETCHES, transfers,
+        )  # fmt: skip
+        yield self._split(
+            "kv_transfer_prefixes", "Prefixes that other engines asked for.", "answer",
+            _PREFIXES_ASKED, transfers,
         )  # fmt: skip
         yield self._hand_off_seconds(transfers)
         yield self._transports(transfers)

@@ -13,7 +13,7 @@ import string
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,7 @@ class Seat:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            remote_block_size=about.block_size,
             proof=about.kv_transfer_proof,
         )
 
@@ -247,6 +248,7 @@ class LocalFleet:
         pools: dict[Role, Sequence[Engine]] = {"prefill": prefill, "decode": decode}
         seats = [Seat(engine, role) for role, pool in pools.items() for engine in pool]
         self.seats = {seat.key: seat for seat in seats}
+        self._holder: Seat | None = None
 
     def of(self, role: Role) -> list[Seat]:
         return [seat for seat in self.seats.values() if seat.role == role]
@@ -259,7 +261,17 @@ class LocalFleet:
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([seat.view for seat in self.of(role)] for role in ROLES)
-        return choose(request, prefill, decode, full)
+        decision = choose(request, prefill, decode, full)
+        if decision is None or self._holder is None:
+            return decision
+        return replace(decision, fetch=self._holder.key, fetch_tokens=request.prompt_tokens)
+
+    def fetch_from(self, engine: Engine) -> None:
+        """Whoever computes a prompt is to fetch what this engine has of it. If that is in no pool,
+        it comes into one, but gets no requests."""
+        known = [seat for seat in self.seats.values() if seat.engine is engine]
+        self._holder = known[0] if known else Seat(engine, "prefill", withdrawn=True)
+        self.seats[self._holder.key] = self._holder
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
