@@ -102,7 +102,7 @@ class HealthCollector(Collector):
                 continue
             health = self._pools.health.of(link.key)
             own = (self._model_name, f"{link.role}/{link.name}")
-            silent.add_metric(own, link.silent)
+            silent.add_metric(own, float(link.silent))
             breaker.add_metric((*own, health.breaker.state), 1)
             opened.add_metric(own, health.opened)
             for kind in Failure:
