@@ -232,9 +232,13 @@ class EngineRow:
             self._steps.saw(steps, seconds, fleet.steps.rates)
         before, after = last.kv_transfer, stats.kv_transfer
         if before is not None and after is not None:
-            blocks = after.blocks_received - before.blocks_received
-            trips = (after.loads_completed - before.loads_completed, blocks * size)
+            trips = (
+                after.loads_completed - before.loads_completed
+                + after.prefix_fetches_completed - before.prefix_fetches_completed,
+                (after.blocks_received - before.blocks_received) * size,
+            )  # fmt: skip
             seconds = after.seconds_receiving - before.seconds_receiving
+            seconds += after.prefix_seconds - before.prefix_seconds
             if trips[0] > 0 and seconds > 0:
                 fleet.saw_trips(trips, seconds)
                 self._trips.saw(trips, seconds, fleet.trips.rates)

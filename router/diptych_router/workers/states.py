@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
-from diptych_router.health.breaker import State
 
+BREAKER_STATES = ("closed", "half-open", "open")
+"""The worst last."""
 NOBODY = "no process of the router serves yet"
 
 
@@ -54,6 +54,7 @@ def _engine(views: Sequence[EngineReport], *, seen_by_all: bool) -> EngineReport
         for name in (
             "num_running", "num_waiting", "queued_prompt_tokens", "kv_usage", "leases_held",
             "blocks_held", "loads_failed", "leases_expired", "stale_reads_refused",
+            "prefix_fetches", "prefix_fetches_failed", "prefix_tokens_fetched",
         )
     }  # fmt: skip
     return msgspec.structs.replace(
@@ -63,23 +64,13 @@ def _engine(views: Sequence[EngineReport], *, seen_by_all: bool) -> EngineReport
         listed=any(view.listed for view in views),
         draining=any(view.draining for view in views),
         paused=any(view.paused for view in views),
-        open_tokens=sum(view.open_tokens for view in views),
         silent=any(view.silent for view in views),
-        breaker=min((view.breaker for view in views), key=_WORST_FIRST.index),
+        breaker=max((view.breaker for view in views), key=BREAKER_STATES.index),
         kept_out=any(view.kept_out for view in views),
-        failures=_sums(view.failures for view in views),
+        failures=dict(sum((Counter(view.failures) for view in views), Counter())),
+        open_tokens=sum(view.open_tokens for view in views),
         **largest,
     )
-
-
-_WORST_FIRST: Final = (State.OPEN, State.HALF_OPEN, State.CLOSED)
-
-
-def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for one in counts:
-        total.update(one)
-    return dict(total)
 
 
 def _newest(canaries: Iterable[CanaryReport]) -> list[CanaryReport]:
