@@ -80,11 +80,13 @@ class HealthCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ("model_name", "engine")
         silent = GaugeMetricFamily(
-            f"{PREFIX}silent", "1: a heartbeat is overdue, or it makes no steps.", labels=labels
+            f"{PREFIX}silent",
+            "1: a heartbeat is overdue, or it makes no steps. Processes of a router add up.",
+            labels=labels,
         )
         breaker = GaugeMetricFamily(
             f"{PREFIX}breaker_state",
-            "1 for the state of its circuit breaker: closed, open or half-open.",
+            "1 for the state of its circuit breaker: closed, open or half-open. Processes add up.",
             labels=(*labels, "state"),
         )
         opened = CounterMetricFamily(
@@ -100,7 +102,7 @@ class HealthCollector(Collector):
                 continue
             health = self._pools.health.of(link.key)
             own = (self._model_name, f"{link.role}/{link.name}")
-            silent.add_metric(own, link.silent)
+            silent.add_metric(own, float(link.silent))
             breaker.add_metric((*own, health.breaker.state), 1)
             opened.add_metric(own, health.opened)
             for kind in Failure:

@@ -63,6 +63,10 @@ def test_requests_and_open_work_add_up_and_engines_are_told_once() -> None:
         ({"num_waiting": 9}, {"num_waiting": 9}),
         ({"num_waiting": 0}, {"num_waiting": 2}),
         ({"kv_usage": 0.7}, {"kv_usage": 0.7}),
+        ({"silent": True}, {"silent": True}),
+        ({"breaker": "half-open"}, {"breaker": "half-open"}),
+        ({"kept_out": True}, {"kept_out": True}),
+        ({"failures": {"lost": 2}}, {"failures": {"lost": 2}}),
     ],
 )
 @pytest.mark.parametrize("other_first", [False, True])
@@ -106,6 +110,13 @@ def test_revisions_that_any_process_may_send_to(
 ) -> None:
     whole = state_of_all([state(serving_revisions=some) for some in revisions])
     assert whole.serving_revisions == expected
+
+
+def test_failures_that_processes_saw_add_up() -> None:
+    seen = [{"error": 2, "late": 1}, {"error": 3}]
+    all_states = [state(engines=[engine(failures=failures)]) for failures in seen]
+    [told] = state_of_all(all_states).engines
+    assert told.failures == {"error": 5, "late": 1}
 
 
 def test_the_newest_canary_of_each_pair() -> None:
