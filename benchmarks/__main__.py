@@ -84,13 +84,17 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the replay of a trace")
     group.add_argument("--prefill", type=count, default=usual.prefill, help="engines")
     group.add_argument("--decode", type=count, default=usual.decode, help="engines")
+    group.add_argument(
+        "--routing", nargs="+", default=list(usual.routing),
+        help="a service for each POLICY[/DISAGGREGATE], such as leastLoaded or prefixAware/auto",
+    )  # fmt: skip
     group.add_argument("--ttft-ms", type=positive, default=usual.ttft_ms, help="what is promised")
     group.add_argument("--tpot-ms", type=positive, default=usual.tpot_ms, help="a token on average")
 
 
 def _replay(args: argparse.Namespace) -> Replay:
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Replay)}
-    return Replay(**{**given, "speeds": tuple(args.speeds)})
+    return Replay(**{**given, "speeds": tuple(args.speeds), "routing": tuple(args.routing)})
 
 
 def measure(scenario: Scenario, options: Options, console: Console) -> report.Result:

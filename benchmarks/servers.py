@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,8 +158,17 @@ def diptych_pair(name: str = "diptych 1P1D") -> System:
     return diptych_service(name, 1, 1)
 
 
-def diptych_service(name: str, prefill: int, decode: int, kv_gib: int = KV_GIB) -> System:
-    """So many engines of both pools and a router, as `diptych up` starts them."""
+def diptych_service(
+    name: str,
+    prefill: int,
+    decode: int,
+    kv_gib: int = KV_GIB,
+    router: Mapping[str, object] | None = None,
+) -> System:
+    """So many engines of both pools and a router, as `diptych up` starts them.
+
+    router: fields of `spec.router`.
+    """
     service = {
         "apiVersion": "diptych.dev/v1alpha1",
         "kind": "InferenceService",
@@ -169,6 +178,7 @@ def diptych_service(name: str, prefill: int, decode: int, kv_gib: int = KV_GIB) 
             "engine": {"kvCacheMemory": f"{kv_gib}Gi"},
             "prefill": {"replicas": prefill},
             "decode": {"replicas": decode},
+            "router": dict(router or {}),
         },
     }
 

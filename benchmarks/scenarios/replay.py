@@ -31,8 +31,13 @@ def trace_of(wanted: Replay) -> Trace:
 
 
 def systems(wanted: Replay) -> list[System]:
-    name = f"diptych {wanted.prefill}P{wanted.decode}D"
-    return [diptych_service(name, wanted.prefill, wanted.decode, KV_GIB)]
+    found = []
+    for way in wanted.routing:
+        policy, _, disaggregate = way.partition("/")
+        router = {"policy": policy} | ({"disaggregate": disaggregate} if disaggregate else {})
+        name = f"diptych {wanted.prefill}P{wanted.decode}D {way}"
+        found.append(diptych_service(name, wanted.prefill, wanted.decode, KV_GIB, router))
+    return found
 
 
 def run(options: Options, reporter: Reporter) -> list[Record]:

@@ -33,6 +33,8 @@ class Replay:
     prefill: int = 2
     decode: int = 2
     """Engines of the service."""
+    routing: tuple[str, ...] = ("prefixAware",)
+    """A service for each: `spec.router.policy`, and after a slash `spec.router.disaggregate`."""
     ttft_ms: float = 2000.0
     """Promised to each request."""
     tpot_ms: float = 200.0
