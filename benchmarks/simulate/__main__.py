@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulate calibrate|run|check|study`: see docs/capacity.md."""
+"""`python -m benchmarks.simulate calibrate|run|check|study|promises`: see docs/capacity.md."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     paper = commands.add_parser("study", help="a thousand pods on paper")
     paper.set_defaults(run=_study)
 
+    promised = commands.add_parser("promises", help="what refusing late requests at once is worth")
+    promised.set_defaults(run=_promises)
+
     run = commands.add_parser("run", help="simulate a service under load")
     run.add_argument("--prefill", type=int, default=1, help="pods; 0: decode pods do everything")
     run.add_argument("--decode", type=int, default=1, help="pods")
@@ -62,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--disaggregate", choices=("auto", "always", "never"), default="auto")
     run.add_argument("--ttft-ms", type=float, default=1000.0, help="what every request is to get")
     run.add_argument("--tpot-ms", type=float, default=50.0, help="likewise, a token on average")
+    run.add_argument("--refuse", action="store_true", help="what would miss --ttft-ms")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--json", action="store_true")
     run.add_argument("--plot", type=Path, help="percentiles and goodput against load, as a picture")
@@ -88,6 +92,12 @@ def _study(_: argparse.Namespace) -> None:
     from benchmarks.simulate import study  # nobody else waits for its pictures
 
     study.main()
+
+
+def _promises(_: argparse.Namespace) -> None:
+    from benchmarks.simulate import promises  # nobody else waits for its picture
+
+    promises.main()
 
 
 def _trace(args: argparse.Namespace) -> Trace | None:
@@ -122,6 +132,7 @@ def _run(args: argparse.Namespace) -> None:
     plan = replace(
         costs.plan(args.prefill, args.decode, args.routers, POLICIES[args.policy]),
         disaggregate=args.disaggregate,
+        promised_s=args.ttft_ms / 1e3 if args.refuse else None,
     )
     objectives = Objectives(args.ttft_ms / 1e3, args.tpot_ms / 1e3)
     trace = _trace(args)

@@ -44,6 +44,9 @@ FOLLOW_PREFIXES = "follow_prefixes"
 """The call after which a core tells its caller what it remembers, and each change of that. It has
 no answer but these messages."""
 MAX_TENANT_LENGTH = 256
+MAX_TENANTS_TOLD = 32
+"""A report tells the queues of so many tenants."""
+MAX_DEADLINE_MS = 600_000
 """Characters of the name of an API key."""
 
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
@@ -125,6 +128,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     tenant: str = ""
     """Whose request it is: the name of the API key that it came with. Tenants share an engine
     fairly."""
+    deadline_ms: int | None = None
+    """Its first token is due so many milliseconds after `arrival_time`; None: at once."""
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
@@ -279,6 +284,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Image tokens whose features are kept."""
     seconds_stepping: float = 0.0
     """Sum over steps of the time from a step's start until its results were there."""
+    queued_tokens_of: dict[str, int] = {}
+    """The tokens of `queued_prompt_tokens` by tenant, of the `MAX_TENANTS_TOLD` tenants that have
+    most; empty if no request names a tenant."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -32,6 +32,7 @@ from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
 from diptych_router.leaving import Leaving
 from diptych_router.pool_client import PoolClient
+from diptych_router.promise_metrics import PromiseCollector
 from diptych_router.report import router_report
 from diptych_router.tracing import start_router_tracer
 
@@ -95,6 +96,7 @@ async def run(args: argparse.Namespace) -> None:
     tracer = start_router_tracer(config)
     client = build_pool_client(config, args, tracer)
     metrics = ServerMetrics(client.model_name, client.stats_by_engine)
+    metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
     app = build_app(client, metrics=metrics, api_keys=keys)
     leaving = Leaving(app, client, args.linger_seconds)
     sites = [Site(leaving, listener, certificate.context if certificate is not None else None)]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from diptych_protocol import KVTransferParams
+from diptych_router.first_token import FirstToken
 from diptych_router.policy import Decision, RequestView
 
 
@@ -44,6 +45,9 @@ class Fleet(Protocol):
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """The engines for a new attempt, but none of `full`; None: there are none now."""
+
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        """When the first token is expected after this choice; None: too little is known."""
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""

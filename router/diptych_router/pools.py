@@ -29,6 +29,7 @@ from diptych_router.canary_run import run_canary
 from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
+from diptych_router.first_token import FirstToken
 from diptych_router.fleet_table import ANY_REQUEST, FleetTable
 from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
@@ -150,6 +151,10 @@ class Pools:
     def _holds(self, decision: Decision) -> bool:
         """Its engines are still usable. Whether they are is looked at when there is news."""
         return all(self.may_begin_at(key) for key in (decision.prefill, decision.decode) if key)
+
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        """When the first token is expected after this choice; None: too little is known."""
+        return self.fleet.first_token(request, decision)
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""

@@ -56,6 +56,7 @@ from diptych_router.actions import (
 from diptych_router.fleet import Engine, Fleet
 from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Decision
+from diptych_router.promises import Promises
 from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
 from diptych_router.siblings import Siblings, same_way
 from diptych_router.tenant_places import TenantPlaces
@@ -87,11 +88,13 @@ class RequestTable:
         *,
         hold_seconds: float,
         max_held: int,
+        promises: Promises,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         """`random_bits(k)` is k bits nobody can guess; only a simulation brings its own."""
         self.requests: dict[str, RoutedRequest] = {}
         """By the request's own id."""
+        self.promises = promises
         self._places = TenantPlaces()
         self.tenants = self._places.accounts
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
@@ -119,11 +122,13 @@ class RequestTable:
     ) -> Sequence[Action]:
         """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
         routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
+        request.deadline_ms = self.promises.first_token_ms
+        routed.arrived_at = now
         routed.account = self.tenants.open(request.tenant)
         routed.usual_output = self._usual_output
         if leader and self._siblings.wait(routed, self.requests.get(leader)):
             return ()
-        return self._begin(routed, now)
+        return self._begin(routed, now, arrives=True)
 
     def withdraw(self, request_ids: Iterable[str], now: float) -> Sequence[Action]:
         """Nobody wants these any more, or they have ended before their engines knew. Unknown ids
@@ -142,7 +147,9 @@ class RequestTable:
 
     # --- engines ------------------------------------------------------------------------------
 
-    def receive(self, engine: str, outputs: Iterable[EngineCoreOutput]) -> Sequence[Action]:
+    def receive(
+        self, engine: str, outputs: Iterable[EngineCoreOutput], now: float
+    ) -> Sequence[Action]:
         """An engine's outputs. `Deliver` what they hold, then call `take_turns`: the first token
         does not wait for the hand-off, and whom a stop string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
@@ -158,6 +165,8 @@ class RequestTable:
                 routed.absorb(output)  # most outputs are like this one
                 if output.new_token_ids:
                     deliver.append(output)
+                    if routed.first_at is None:
+                        self.promises.saw_first(routed, now)
             elif output.finish_reason is FinishReason.ERROR:
                 why = output.error or "the engine gave no reason"
                 actions += _offered(output)
@@ -168,7 +177,7 @@ class RequestTable:
                 name = link.name if link is not None else engine
                 self._pass_turn(routed, setback, f"engine {name} gave it up")
             else:
-                actions += self._absorb(routed, output)
+                actions += self._absorb(routed, output, now)
                 if output.new_token_ids or output.finished:
                     deliver.append(output)
         if strays:
@@ -278,12 +287,24 @@ class RequestTable:
         return actions
 
     def _begin(
-        self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
+        self,
+        routed: RoutedRequest,
+        now: float,
+        before: str = "",
+        decision: Decision | None = None,
+        *,
+        arrives: bool = False,
     ) -> list[Action]:
         """Start an attempt with what is known so far, or wait until that is possible.
 
         before: what went wrong with the attempt before this one. decision: where, if that is clear.
+        arrives: it has just come, and is refused if it could not keep what is promised.
         """
+        if arrives and routed.original.deadline_ms is not None:
+            decision = self._fleet.choose(routed.view)
+            refusal = self._refusal(routed, decision)
+            if refusal is not None:
+                return [*self._forget(routed), Fail(routed.request_id, refusal)]
         if routed.attempts == 0 and self.tenants.several:
             routed.crowded = self._places.is_crowded(routed.account.tenant)
             if routed.crowded:
@@ -315,6 +336,19 @@ class RequestTable:
             begin = [Add(decode.key, routed.aggregated_request())]
         return [Explain(routed.request_id, facts), *begin]
 
+    def _refusal(
+        self, routed: RoutedRequest, decision: Decision | None
+    ) -> EngineOverloadedError | None:
+        """Why a new request is not taken on; None: it is."""
+        first = None if decision is None else self._fleet.first_token(routed.view, decision)
+        if decision is None or first is None:
+            return None  # nothing is known: it may be served in time
+        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decision.decode
+        refusal = self.promises.refusal(routed, first)
+        if refusal is not None:
+            log.info("request %s is refused: %s", routed.request_id, refusal)
+        return refusal
+
     def _begin_pair(self, routed: RoutedRequest, prefill: Engine, decode: Engine) -> list[Action]:
         """Let P compute, and D get ready meanwhile."""
         self._place(routed, prefill, Stage.PREFILL, plans=decode)
@@ -344,15 +378,19 @@ class RequestTable:
         crowded_out = EngineOverloadedError("too many requests wait, most of this API key")
         return [WakeAt(until), *self._fail(surplus, crowded_out)]
 
-    def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:
+    def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
         offered, unread = _offered(output), routed.lease
-        if routed.absorb(output):
+        its_turn_ends = routed.absorb(output)
+        if output.new_token_ids and routed.first_at is None:
+            self.promises.saw_first(routed, now)
+        if its_turn_ends:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
             return [] if unread is None else [Release(routed.core_id, unread)]
         if output.finished:
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
+            self.promises.saw_end(routed, now)
             return [*offered, *self._forget(routed)]
         return offered
 
@@ -406,6 +444,7 @@ class RequestTable:
     def _fail(
         self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError
     ) -> list[Action]:
+        self.promises.saw_failure(routed)
         return [*self._forget(routed), Fail(routed.request_id, error)]
 
     def _forget(self, routed: RoutedRequest) -> list[Action]:

@@ -26,6 +26,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.wire import ErrorKind
+from diptych_router.first_token import FirstToken
 from diptych_router.policy import RequestView
 from diptych_router.prefixes.block_keys import BlockNaming, block_keys
 from diptych_router.prefixes.hash_table import Keys
@@ -97,6 +98,12 @@ class RoutedRequest:
     """Its engine was asked to hand it off."""
     full: set[str] = field(default_factory=set)
     """Keys of the engines that had no room for it since it last got on."""
+    arrived_at: float = 0.0
+    """When it came, by the loop's clock."""
+    expected: FirstToken | None = None
+    """When its first token was expected, when it was taken on; None: nobody could say."""
+    first_at: float | None = None
+    """When its first token was delivered."""
     account: Account = field(default_factory=Account)
     """The account of its tenant."""
     crowded: bool = False
@@ -123,6 +130,12 @@ class RoutedRequest:
         return f"{self.original.request_id}/{placement}"
 
     @property
+    def urgency(self) -> tuple[int, float]:
+        """Smaller is sooner: by priority, then by when its first token is due."""
+        due_at = self.original.arrival_time + (self.original.deadline_ms or 0) / 1e3
+        return self.original.priority, due_at
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.original.prompt_token_ids or ())
 
@@ -141,6 +154,7 @@ class RoutedRequest:
             prefill_only=self.prefill_only,
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,
+            tenant=self.original.tenant,
         )
 
     def _keys(self, naming: BlockNaming) -> Keys:
@@ -261,6 +275,7 @@ class RoutedRequest:
             request_id=self.core_id,
             sampling_params=params,
             generated_token_ids=list(self.generated) or None,
+            deadline_ms=None if self.generated else self.original.deadline_ms,
         )
 
     def absorb(self, output: EngineCoreOutput) -> bool:

@@ -95,12 +95,13 @@ def test_contract_M03_golden_bytes() -> None:
     )
 
 
-def test_contract_M03_golden_bytes_end_with_the_tenant() -> None:
-    first, *_ = wire.encoder.encode(make_request(tenant="alice"))
-    assert bytes(first).hex().endswith("c0c0c2c0c0c2c0" + "a5616c696365")
-    assert wire.request_decoder.decode([first]).tenant == "alice"
-    older = make_request()
-    assert wire.request_decoder.decode(wire.encoder.encode(older)).tenant == ""
+def test_contract_M03_golden_bytes_end_with_the_tenant_and_the_deadline() -> None:
+    first, *_ = wire.encoder.encode(make_request(tenant="alice", deadline_ms=7))
+    assert bytes(first).hex().endswith("c0c0c2c0c0c2c0" + "a5616c696365" + "07")
+    decoded = wire.request_decoder.decode([first])
+    assert (decoded.tenant, decoded.deadline_ms) == ("alice", 7)
+    older = wire.request_decoder.decode(wire.encoder.encode(make_request()))
+    assert (older.tenant, older.deadline_ms) == ("", None)
 
 
 def test_contract_M03_golden_bytes_of_pooling_adapter_and_embeddings() -> None:

@@ -19,10 +19,13 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     KVTransferParams,
+    Slo,
     fingerprint,
 )
 from diptych_router import actions
+from diptych_router.first_token import FirstToken
 from diptych_router.policy import Decision, RequestView, Role
+from diptych_router.promises import Promises
 from diptych_router.request_table import RequestTable
 
 RECONNECT_S = 0.2
@@ -113,6 +116,9 @@ class Links:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
         return choose(request, prefill, decode, full)
 
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        return None
+
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
@@ -146,6 +152,7 @@ class SimRouter:
             self.links,
             hold_seconds=HOLD_S,
             max_held=MAX_HELD,
+            promises=Promises(Slo(ttft_ms=1000, inter_token_ms=50)),
             random_bits=network.random.getrandbits,
         )
         self._to_do: deque[actions.Action] = deque()
@@ -300,7 +307,7 @@ class SimRouter:
             link.posture = message
             self._news()
             return
-        self._carry_out(self.table.receive(link.name, message))
+        self._carry_out(self.table.receive(link.name, message, self._clock.now))
         self._carry_out(self.table.take_turns(self._clock.now))
 
     def _news(self) -> None:

@@ -38,6 +38,7 @@ from diptych_protocol import (
     KVTransferParams,
     KVTransferStats,
     RequestOutput,
+    Slo,
     fingerprint,
 )
 from diptych_protocol.config import Staging
@@ -51,7 +52,9 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
+from diptych_router.first_token import FirstToken
 from diptych_router.policy import ROLES, Decision, RequestView, Role
+from diptych_router.promises import Promises
 from diptych_router.request_table import RequestTable
 
 BLOCK = 4
@@ -260,6 +263,9 @@ class LocalFleet:
         prefill, decode = ([seat.view for seat in self.of(role)] for role in ROLES)
         return choose(request, prefill, decode, full)
 
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        return None
+
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
@@ -287,7 +293,9 @@ class LocalRouter:
     ) -> None:
         """move_after: when a stream has so many tokens, the first decode engine begins to leave."""
         self.fleet = LocalFleet(prefill, decode)
-        self.table = RequestTable(self.fleet, hold_seconds=PATIENCE_S, max_held=8)
+        self.table = RequestTable(
+            self.fleet, hold_seconds=PATIENCE_S, max_held=8, promises=Promises(Slo())
+        )
         self.outputs = OutputProcessor(tokenizer)
         self._move_after = move_after
 
@@ -330,7 +338,7 @@ class LocalRouter:
         if not any(outputs for _, outputs in made):
             wait_for_news(self.engines)
         for key, outputs in made:
-            self._carry_out(self.table.receive(key, outputs))
+            self._carry_out(self.table.receive(key, outputs, time.monotonic()))
             self._carry_out(self.table.take_turns(time.monotonic()))
         self._let_go()
 
