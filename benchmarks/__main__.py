@@ -33,6 +33,7 @@ from benchmarks.scenarios import (
     replay,
     router,
     startup,
+    streams,
 )
 from benchmarks.traces.arguments import add_trace, count, positive
 from benchmarks.traces.formats import TraceError
@@ -42,7 +43,8 @@ from rich.console import Console
 SCENARIOS: tuple[Scenario, ...] = tuple(
     module.SCENARIO
     for module in (
-        overhead, startup, online, offline, pair, mixed, growth, parallel, router, fair, replay
+        overhead, startup, online, offline, pair, mixed, growth, parallel, router, streams, fair,
+        replay,
     )
 )  # fmt: skip
 

@@ -1,12 +1,15 @@
 """Engines that compute nothing: what is left of a request's time is the router's.
 
 `python -m benchmarks.instant_core PREFILL_PORT DECODE_PORT` speaks the wire of two EngineCores.
-Every request has its whole answer at once; prefill lends blocks that nobody will read.
+Every request has its whole answer at once; prefill lends blocks that nobody will read. With a third
+argument, STEP_MS, decode takes steps of so many milliseconds, and each gives all requests a token.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -74,22 +77,72 @@ def replies(
             return None
 
 
-def main(ports: dict[str, int]) -> None:
+class Steps:
+    """Requests that get a token each step."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._next = 0.0
+        self._left: dict[bytes, dict[str, int]] = {}
+        """Tokens to come, by client and request."""
+
+    def add(self, client: bytes, request: EngineCoreRequest) -> None:
+        if not self._left:
+            self._next = time.monotonic() + self._step_s
+        tokens = len(answer(request).new_token_ids)
+        self._left.setdefault(client, {})[request.request_id] = tokens
+
+    def wait_ms(self) -> int | None:
+        """Until the next step; None: nobody waits for one."""
+        if not self._left:
+            return None
+        return max(0, math.ceil((self._next - time.monotonic()) * 1e3))
+
+    def due(self) -> list[tuple[bytes, EngineCoreOutputs]]:
+        """A step's messages, if it is time for one."""
+        if not self._left or time.monotonic() < self._next:
+            return []
+        self._next += self._step_s
+        messages = []
+        for client, left in list(self._left.items()):
+            outputs = []
+            for name, tokens in list(left.items()):
+                end = FinishReason.LENGTH if tokens == 1 else None
+                outputs.append(EngineCoreOutput(name, [TOKEN], finish_reason=end))
+                left[name] = tokens - 1
+                if end is not None:
+                    del left[name]
+            messages.append((client, EngineCoreOutputs(outputs=outputs)))
+            if not left:
+                del self._left[client]
+        return messages
+
+
+def main(ports: dict[str, int], step_s: float | None) -> None:
     """Serve until SIGTERM."""
     context = zmq.Context()
-    poller, names = zmq.Poller(), {}
+    poller, sockets = zmq.Poller(), {}
     for name, port in ports.items():
-        socket = context.socket(zmq.ROUTER)
+        socket = sockets[name] = context.socket(zmq.ROUTER)
         socket.bind(f"tcp://127.0.0.1:{port}")
         poller.register(socket, zmq.POLLIN)
-        names[socket] = name
+    steps = Steps(step_s or 0.0)
     while True:
-        for socket, _ in poller.poll():
+        ready = dict(poller.poll(steps.wait_ms()))
+        for name, socket in sockets.items():
+            if socket not in ready:
+                continue
             client, kind, *payload = socket.recv_multipart()
-            reply = replies(names[socket], EngineCoreRequestType(kind), payload)
+            if name == "decode" and step_s and kind == EngineCoreRequestType.ADD.value:
+                steps.add(client, wire.request_decoder.decode(payload))
+                continue
+            reply = replies(name, EngineCoreRequestType(kind), payload)
             if reply is not None:
                 socket.send_multipart([client, *wire.encoder.encode(reply)])
+        for client, message in steps.due():
+            sockets["decode"].send_multipart([client, *wire.encoder.encode(message)])
 
 
 if __name__ == "__main__":
-    main({"prefill": int(sys.argv[1]), "decode": int(sys.argv[2])})
+    step_ms = float(sys.argv[3]) if len(sys.argv) > 3 else None
+    main({"prefill": int(sys.argv[1]), "decode": int(sys.argv[2])}, step_ms and step_ms / 1e3)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,9 +32,10 @@ BODY = json.dumps({
 
 
 @contextlib.contextmanager
-def engines(module: str, ports: Sequence[int]) -> Iterator[None]:
-    """A process of engines that listens at these ports."""
-    process = subprocess.Popen([sys.executable, "-m", module, *map(str, ports)])
+def engines(module: str, ports: Sequence[int], step_ms: int | None = None) -> Iterator[None]:
+    """A process of engines that listens at these ports, and makes steps, if it is to make any."""
+    arguments = [*ports, *([] if step_ms is None else [step_ms])]
+    process = subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)])
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         for port in ports:
@@ -46,6 +49,23 @@ def engines(module: str, ports: Sequence[int]) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(START_TIMEOUT_S)
+
+
+PINNED = (
+    "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+"""A Python program that becomes another one, which stays on one core."""
+
+
+def on_one_core(system: System) -> System:
+    """The same system, which has the machine's first core and no other."""
+    core = min(os.sched_getaffinity(0))
+
+    def command(port: int, folder: Path) -> list[str]:
+        return [sys.executable, "-c", PINNED, str(core), *system.command(port, folder)]
+
+    return replace(system, command=command)
 
 
 def our_router(prefill: int, decode: int) -> System:
@@ -134,13 +154,13 @@ def run(options: Options, reporter: Reporter) -> list[Record]:
     others = other_routers(options.peers, workers)
     with ExitStack() as stack:
         stack.enter_context(engines("benchmarks.instant_core", cores))
-        routers = [stack.enter_context(running(our_router(*cores)))]
+        routers = [stack.enter_context(running(on_one_core(our_router(*cores))))]
         if others:
             for port in workers:
                 stack.enter_context(engines("benchmarks.instant_http", [port]))
         for system in others:
             try:
-                routers.append(stack.enter_context(running(system)))
+                routers.append(stack.enter_context(running(on_one_core(system))))
             except NotStartedError as exc:
                 reporter.note(f"left out: {exc}")
         return _measured(routers, seconds, options, reporter)
@@ -169,7 +189,8 @@ SCENARIO = Scenario(
     "router",
     "Router: what it adds to a request",
     "Completions of 2 tokens in front of engines that answer at once. Ours applies the "
-    "OpenAI API, tokenises, and takes each request through prefill, a lease and decode; "
+    "OpenAI API, tokenises, and takes each request through prefill, a lease and decode; all "
+    "routers have the same core; "
     "other projects' routers forward HTTP to servers that would do the first two. Processor "
     "time is the router's own, and the figure to read on a busy machine.",
     (

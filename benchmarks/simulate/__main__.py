@@ -43,6 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     promised = commands.add_parser("promises", help="what refusing late requests at once is worth")
     promised.set_defaults(run=_promises)
 
+    routers = commands.add_parser("routers", help="policies side by side, beside Dynamo's router")
+    routers.add_argument("--peer", type=Path, help="a folder with reports of dynamo.replay")
+    routers.add_argument("--only", nargs="+", default=[], help="names of traces")
+    routers.set_defaults(run=_routers)
+
     run = commands.add_parser("run", help="simulate a service under load")
     run.add_argument("--prefill", type=int, default=1, help="pods; 0: decode pods do everything")
     run.add_argument("--decode", type=int, default=1, help="pods")
@@ -98,6 +103,12 @@ def _promises(_: argparse.Namespace) -> None:
     from benchmarks.simulate import promises  # nobody else waits for its picture
 
     promises.main()
+
+
+def _routers(args: argparse.Namespace) -> None:
+    from benchmarks.simulate import routers  # nobody else waits for its pictures
+
+    routers.main(args.peer, args.only)
 
 
 def _trace(args: argparse.Namespace) -> Trace | None:

@@ -9,9 +9,9 @@ from benchmarks.simulate.engine import EngineModel, Limits, Sequence
 from benchmarks.simulate.workload import Request
 
 from diptych_protocol.config import Disaggregate
-from diptych_router.first_token import FirstToken
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Policy, Role
+from diptych_router.slo.first_token import FirstToken
 
 
 @dataclass(frozen=True, slots=True)

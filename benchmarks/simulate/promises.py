@@ -87,8 +87,8 @@ def main() -> None:
         "# Late requests refused at once", "",
         f"`python -m benchmarks.simulate promises`, {results['seconds']:.0f} s on "
         f"{results['machine']}. Step costs: {results['costs']}. {PODS} prefill and {PODS} decode "
-        f"pods. Load 1 is {CASES[0].capacity:g} requests/s, about the largest rate at which 95 % of "
-        "all requests keep both promises when none is refused.", "",
+        f"pods. Load 1 is {CASES[0].capacity:g} requests/s, about the largest rate at which 95 % "
+        "of all requests keep both promises when none is refused.", "",
         f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}",
         *(
             f"| {row['case']} | {row['load']:g} | {row['good/s without']:.1f} "

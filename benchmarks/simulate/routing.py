@@ -10,12 +10,12 @@ from benchmarks.simulate.plan import Plan, Pod
 from benchmarks.simulate.workload import Request
 
 from diptych_protocol.wire import PrefixChanges, SchedulerStats
-from diptych_router.caution import Caution
-from diptych_router.first_token import FirstToken
 from diptych_router.fleet_table import FleetTable
 from diptych_router.policy import Decision
 from diptych_router.pools import EXPECTED_S
 from diptych_router.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
+from diptych_router.slo.caution import Caution
+from diptych_router.slo.first_token import FirstToken
 
 FINGERPRINT = "same"
 

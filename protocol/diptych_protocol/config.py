@@ -358,7 +358,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "able to. least_loaded: the tokens that this router has open there. round_robin: whose "
             "turn it is."
         ),
-    ] = "least_loaded"
+    ] = "prefix_aware"
     disaggregate: Annotated[
         Disaggregate,
         Meta(
@@ -394,6 +394,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         Meta(description="How the model marks its reasoning; the same as the engines'."),
     ] = "none"
     otlp_traces_endpoint: TracesEndpoint | None = None
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Processes of the router that share its port. One uses one core; each "
+            "further one needs a core and memory of its own.",
+        ),
+    ] = 1
     slo: Annotated[Slo, Meta(description="What is promised to each request.")] = Slo()
 
     def check(self) -> None:

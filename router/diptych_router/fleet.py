@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from diptych_protocol import KVTransferParams
-from diptych_router.first_token import FirstToken
 from diptych_router.policy import Decision, RequestView
+from diptych_router.slo.first_token import FirstToken
 
 
 class Engine(Protocol):

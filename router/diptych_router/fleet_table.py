@@ -13,7 +13,6 @@ import numpy as np
 from diptych_protocol.config import Disaggregate
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.engine_table import EngineRow, EngineTable, Flags, FleetRates, Floats, distinct
-from diptych_router.first_token import FirstToken, expected
 from diptych_router.policy import (
     Decision,
     Draw,
@@ -27,6 +26,7 @@ from diptych_router.policy import (
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import KnownPrefixes
 from diptych_router.prefixes.prefix_index import Lengths
+from diptych_router.slo.first_token import FirstToken, expected
 
 ANY_REQUEST = RequestView()
 Tokens = dict[Role, Floats]

@@ -8,6 +8,7 @@ who still comes for some seconds more, and asks them to come on another connecti
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,10 +25,10 @@ class Leaving:
         self._linger_s = linger_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
+        def send_last(message: Message) -> Awaitable[None]:
             if self._client.leaving and message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
+            return send(message)  # not awaited here: that would be one more coroutine a token
 
         await self._app(scope, receive, send_last)
 

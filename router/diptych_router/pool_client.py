@@ -47,8 +47,8 @@ from diptych_router.discovery import Target
 from diptych_router.engine_link import EngineLink, ReadKeys
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
-from diptych_router.promises import Promises
 from diptych_router.request_table import RequestTable
+from diptych_router.slo.promises import Promises
 
 if TYPE_CHECKING:
     from diptych_router.router_tracer import RouterTracer
@@ -211,7 +211,8 @@ class PoolClient(AsyncEngine, WithoutControl):
                 ended_here = self._hand_out(outputs)
                 if self.router_tracer is not None:
                     self.router_tracer.delivered(outputs, ended_here)
-                self._withdraw(ended_here)
+                if ended_here:
+                    self._withdraw(ended_here)
             case Add():
                 self._add(action)
             case Abort(engine, core_ids):

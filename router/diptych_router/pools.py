@@ -29,11 +29,11 @@ from diptych_router.canary_run import run_canary
 from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
-from diptych_router.first_token import FirstToken
 from diptych_router.fleet_table import ANY_REQUEST, FleetTable
 from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.serving import Serving, ServingFile
+from diptych_router.slo.first_token import FirstToken
 
 log = logging.getLogger(__name__)
 

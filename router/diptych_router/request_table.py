@@ -56,9 +56,9 @@ from diptych_router.actions import (
 from diptych_router.fleet import Engine, Fleet
 from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Decision
-from diptych_router.promises import Promises
 from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
 from diptych_router.siblings import Siblings, same_way
+from diptych_router.slo.promises import Promises
 from diptych_router.tenant_places import TenantPlaces
 
 log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.first_token import FirstToken
 from diptych_router.policy import RequestView
 from diptych_router.prefixes.block_keys import BlockNaming, block_keys
 from diptych_router.prefixes.hash_table import Keys
+from diptych_router.slo.first_token import FirstToken
 
 MAX_ERRORS = 3
 """How often engines may report that they failed with a request."""

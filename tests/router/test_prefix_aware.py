@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -138,6 +139,68 @@ def test_reports_that_stay_the_same_do_not_gather_requests_at_one_engine() -> No
             given[str(fleet.go(request(60, start=10_000 * (number + 1)))[0])] += 1
     assert max(given.values()) <= 16
     assert len(given) == 10
+
+
+def busy_holder(seconds: float, lends: float = 1.0) -> Fleet:
+    """`p0` remembers a long prefix, and has a queue of so many seconds."""
+    fleet = Fleet(3, 1)
+    for row in fleet.rows.values():
+        row["lends"] = lends
+    fleet.remembers("p0", chain(0, 500))
+    fleet.rows["p0"]["free_at"] = seconds
+    return fleet
+
+
+def test_another_engine_fetches_a_prefix_whose_holder_is_busy() -> None:
+    fleet = busy_holder(1.0)
+    decision = fleet.table.choose(request(501), 0.0)
+    assert decision is not None
+    assert decision.prefill in ("p1", "p2")
+    assert (decision.fetch, decision.fetch_tokens) == ("p0", 500 * SIZE)
+    assert decision.to_compute == 501 * SIZE + 1 - 500 * SIZE
+    assert decision.terms["fetch_s"] > 0
+
+
+def test_a_holder_that_is_idle_computes_the_rest_itself() -> None:
+    decision = busy_holder(0.0).table.choose(request(501), 0.0)
+    assert decision is not None
+    assert (decision.prefill, decision.fetch, decision.fetch_tokens) == ("p0", None, 0)
+
+
+def none_lends() -> Fleet:
+    return busy_holder(1.0, lends=0.0)
+
+
+def of_another_revision() -> Fleet:
+    fleet = busy_holder(1.0)
+    fleet.table.is_up(fleet.rows["p0"], "other")
+    snapshot = PrefixChanges(0, chain(0, 500).tobytes(), whole=True)
+    fleet.table.take_prefixes("p0", snapshot, 10_000)
+    return fleet
+
+
+def only_expected() -> Fleet:
+    """The engine computes it at this moment."""
+    fleet = busy_holder(1.0)
+    fleet.table.take_prefixes("p0", PrefixChanges(2, removed=chain(0, 500).tobytes()), 10_000)
+    fleet.table.known.expect("p0", chain(0, 500))
+    return fleet
+
+
+@pytest.mark.parametrize("fleet", [none_lends, of_another_revision, only_expected])
+def test_what_cannot_be_fetched_is_computed(fleet: Callable[[], Fleet]) -> None:
+    decision = fleet().table.choose(request(501), 0.0)
+    assert decision is not None
+    assert (decision.fetch, decision.fetch_tokens) == (None, 0)
+
+
+def test_a_prefix_that_is_faster_to_compute_is_not_fetched() -> None:
+    fleet = busy_holder(1.0)
+    for row in fleet.rows.values():
+        row["prompt_token_s"] = row["trip_token_s"] / 2
+    decision = fleet.table.choose(request(501), 0.0)
+    assert decision is not None
+    assert decision.fetch is None
 
 
 @pytest.mark.parametrize("slow", ["p0", "d0"])

@@ -19,10 +19,10 @@ from diptych_protocol import (
     Slo,
     TenantOverloadedError,
 )
-from diptych_router.caution import MOST_FACTOR, Caution
-from diptych_router.first_token import FirstToken, expected
-from diptych_router.promises import MOST_RETRY_S, Kind, Promises
 from diptych_router.routed_request import RoutedRequest
+from diptych_router.slo.caution import MOST_FACTOR, Caution
+from diptych_router.slo.first_token import FirstToken, expected
+from diptych_router.slo.promises import MOST_RETRY_S, Kind, Promises
 
 PROMISED_MS = 1000
 seconds = st.floats(0.0, 100.0)
@@ -30,9 +30,10 @@ queues = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 10_000))
 
 
 def routed(tenant: str = "", *, pooled: bool = False) -> RoutedRequest:
-    params = (None, PoolingParams("embed")) if pooled else (SamplingParams(max_tokens=9), None)
+    sampling = None if pooled else SamplingParams(max_tokens=9)
+    pooling = PoolingParams("embed") if pooled else None
     request = EngineCoreRequest(
-        "r", [1, 2], None, *params, None, 0.0, None, None, None, tenant=tenant
+        "r", [1, 2], None, sampling, pooling, None, 0.0, None, None, None, tenant=tenant
     )
     made = RoutedRequest(request, 100, account=Account(tenant))
     made.prefill_engine, made.decode_engine, made.attempts = "p", "d", 1
@@ -149,7 +150,10 @@ class TestExpectation:
         """Its own prompt has 10 tokens; the queue takes 10 s."""
         terms = {"wait_s": 10.0, "compute_s": 0.5, "fetch_s": 0.25}
         first = expected(terms, queued, of_tenants, tenant, 10.0)
-        assert first == FirstToken(pytest.approx(wait_s), pytest.approx(alone_s), 0.75)
+        assert first is not None
+        assert first.wait_s == pytest.approx(wait_s)
+        assert first.wait_for_others_s == pytest.approx(alone_s)
+        assert first.compute_s == 0.75
 
     @pytest.mark.parametrize("terms", [{}, {"open_tokens": 3.0}, {"wait_s": 1.0}])
     def test_a_policy_that_does_not_predict_expects_nothing(self, terms: dict[str, float]) -> None:

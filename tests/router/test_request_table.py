@@ -38,10 +38,10 @@ from diptych_router.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.first_token import FirstToken
 from diptych_router.policy import Decision, RequestView
-from diptych_router.promises import Promises
 from diptych_router.request_table import RequestTable
+from diptych_router.slo.first_token import FirstToken
+from diptych_router.slo.promises import Promises
 
 PROMPT = 10
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from free_ports import free_port
 from service_kit import all_usable, engine_config, generate, routing, start_engine
 from waits import PATIENCE_S
 
@@ -21,8 +23,8 @@ from diptych_protocol import (
     TenantOverloadedError,
 )
 from diptych_router.pool_client import PoolClient
-from diptych_router.promise_metrics import PromiseCollector
 from diptych_router.report import router_report
+from diptych_router.slo.metrics import PromiseCollector
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROWS = 2
@@ -35,6 +37,14 @@ async def engine(smollm2: str, keys_dir: Path) -> AsyncIterator[tuple[AsyncLLM, 
     started = await start_engine(engine_config("decode-0", smollm2, max_num_seqs=ROWS), keys_dir)
     yield started
     started[0].shutdown()
+
+
+def alone(
+    model: str, keys_dir: Path, decode: str, **settings: object
+) -> AbstractAsyncContextManager[PoolClient]:
+    """A router of one decode engine; nobody answers where a prefill engine could be."""
+    nobody = f"127.0.0.1:{free_port()}"
+    return routing(model, keys_dir, [nobody], [decode], **settings)
 
 
 async def ask(client: PoolClient, prompt: str, max_tokens: int, tenant: str) -> None:
@@ -51,7 +61,7 @@ async def ask(client: PoolClient, prompt: str, max_tokens: int, tenant: str) -> 
 async def until_rates_are_known(client: PoolClient) -> None:
     """Have the engine work until its reports teach the router how fast it is."""
     async with asyncio.timeout(PATIENCE_S):
-        while not all(link.row["told_steps"] for link in client.pools.links.values()):
+        while not all(link.row["told_steps"] for link in client.pools.of("decode")):
             await generate(client, "One more.", max_tokens=2)
             await client.refresh_stats()
 
@@ -69,7 +79,7 @@ async def test_requests_that_would_be_late_are_refused_at_once_and_counted(
     """No real prompt is done in a millisecond, so any wait is too long: of several at once the
     first is served, and the others are not."""
     settings = {"policy": "prefix_aware", "slo": Slo(ttft_ms=1, inter_token_ms=60_000)}
-    async with routing(smollm2, keys_dir, [], [engine[1]], **settings) as client:
+    async with alone(smollm2, keys_dir, engine[1], **settings) as client:
         await all_usable(client, 1)
         await until_rates_are_known(client)
         before = sum(client.table.promises.counts.values())
@@ -99,10 +109,9 @@ async def test_a_key_with_many_requests_at_one_router_leaves_turns_to_a_key_at_a
     engine: tuple[AsyncLLM, str], smollm2: str, keys_dir: Path
 ) -> None:
     """The engine's queue is one for both routers, and its reports tell each whose requests wait."""
-    address = [engine[1]]
     async with (
-        routing(smollm2, keys_dir, [], address, policy="prefix_aware") as first,
-        routing(smollm2, keys_dir, [], address, policy="prefix_aware") as second,
+        alone(smollm2, keys_dir, engine[1], policy="prefix_aware") as first,
+        alone(smollm2, keys_dir, engine[1], policy="prefix_aware") as second,
     ):
         for router in (first, second):
             await all_usable(router, 1)
@@ -112,7 +121,7 @@ async def test_a_key_with_many_requests_at_one_router_leaves_turns_to_a_key_at_a
             while (await engine[0].refresh_stats()).num_waiting < 30:
                 await asyncio.sleep(0.01)
             await second.refresh_stats()
-        [link] = second.pools.links.values()
+        [link] = second.pools.of("decode")
         queued, of_tenants = link.row.queue()
         assert of_tenants["greedy"] == queued > 0
         done_before = sum(task.done() for task in greedy)
@@ -131,8 +140,8 @@ async def test_a_more_urgent_request_at_one_router_goes_before_those_of_another(
     core, address = await start_engine(config, keys_dir)
     try:
         async with (
-            routing(smollm2, keys_dir, [], [address]) as first,
-            routing(smollm2, keys_dir, [], [address]) as second,
+            alone(smollm2, keys_dir, address) as first,
+            alone(smollm2, keys_dir, address) as second,
         ):
             for router in (first, second):
                 await all_usable(router, 1)

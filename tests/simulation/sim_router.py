@@ -23,10 +23,10 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_router import actions
-from diptych_router.first_token import FirstToken
 from diptych_router.policy import Decision, RequestView, Role
-from diptych_router.promises import Promises
 from diptych_router.request_table import RequestTable
+from diptych_router.slo.first_token import FirstToken
+from diptych_router.slo.promises import Promises
 
 RECONNECT_S = 0.2
 HOLD_S = 2.0

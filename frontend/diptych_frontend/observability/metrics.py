@@ -13,7 +13,7 @@ from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from diptych_frontend.observability.tallies import Tallies
 from diptych_protocol import (
     EngineOverloadedError,
     InvalidRequestError,
@@ -58,12 +59,16 @@ class ServerMetrics:
         ProcessCollector(registry=self.registry)
         if stats_by_engine is not None:
             self.registry.register(EngineStatsCollector(model_name, stats_by_engine))
+        tallies = Tallies(model_name)
+        self.registry.register(tallies)
         self._http_requests = Counter(
             f"{PREFIX}http_requests",
             "HTTP requests by route and status; 499: the client left first.",
             ("model_name", "route", "status"),
             registry=self.registry,
         )
+        self._answers: dict[tuple[str, int], Counter] = {}
+        """The counters of `_http_requests`, whose labels take longer to look up."""
         self._of_tenants = Counter(
             f"{PREFIX}tenant_requests",
             "HTTP requests that came with an API key, by the key's name and status.",
@@ -76,46 +81,47 @@ class ServerMetrics:
             ("model_name", "finished_reason"),
             registry=self.registry,
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of served requests.")
-        self.cached_tokens = self._counter(
-            "prompt_tokens_cached", "Prompt tokens that a prefix cache had: nobody computed them."
+        self.prompt_tokens = tallies.count(
+            f"{PREFIX}prompt_tokens", "Prompt tokens of served requests."
         )
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.cached_tokens = tallies.count(
+            f"{PREFIX}prompt_tokens_cached",
+            "Prompt tokens that a prefix cache had: nobody computed them.",
+        )
+        self.generation_tokens = tallies.count(f"{PREFIX}generation_tokens", "Tokens generated.")
         self._tenant_tokens = Counter(
             f"{PREFIX}tenant_tokens",
             "Tokens served, by the name of the API key: those of prompts, and generated ones.",
             ("model_name", "tenant", "kind"),
             registry=self.registry,
         )
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Streams: arrival to first token.", _TTFT_BUCKETS_S
+        self.ttft = tallies.times(
+            f"{PREFIX}time_to_first_token_seconds",
+            "Streams: arrival to first token.",
+            _TTFT_BUCKETS_S,
         )
-        self.itl = self._histogram(
-            "inter_token_latency_seconds", "Streams: between two deliveries.", _ITL_BUCKETS_S
+        self.itl = tallies.times(
+            f"{PREFIX}inter_token_latency_seconds",
+            "Streams: between two deliveries.",
+            _ITL_BUCKETS_S,
         )
-        self.loop_lag = self._histogram(
-            "event_loop_lag_seconds",
+        self.loop_lag = tallies.times(
+            f"{PREFIX}event_loop_lag_seconds",
             "How late the event loop was, ten times a second.",
             _LAG_BUCKETS_S,
         )
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS_S
+        self.e2e = tallies.times(
+            f"{PREFIX}e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS_S
         )
-
-    def _counter(self, name: str, meaning: str) -> Counter:
-        family = Counter(PREFIX + name, meaning, ("model_name",), registry=self.registry)
-        return family.labels(self._model_name)
-
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(
-            PREFIX + name, meaning, ("model_name",), registry=self.registry, buckets=buckets
-        )
-        return family.labels(self._model_name)
 
     def count_answer(self, route: str, status: int, tenant: str = "") -> None:
         """Count one HTTP answer; `route` is the route's pattern and `tenant` the name of a key or
         empty, so that labels stay few."""
-        self._http_requests.labels(self._model_name, route, str(status)).inc()
+        counter = self._answers.get((route, status))
+        if counter is None:
+            counter = self._http_requests.labels(self._model_name, route, str(status))
+            self._answers[route, status] = counter
+        counter.inc()
         if tenant:
             self._of_tenants.labels(self._model_name, tenant, str(status)).inc()
 
@@ -138,6 +144,11 @@ class ServerMetrics:
         """
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
+
+    async def scraped(self, accept: str) -> tuple[bytes, str]:
+        """What whoever asks this server for metrics gets: `exposition`, unless a subclass speaks
+        for several processes."""
+        return self.exposition(accept)
 
 
 class RequestProgress:

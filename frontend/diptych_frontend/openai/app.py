@@ -141,7 +141,7 @@ class Probes:
         accept = OPEN_METRICS if OPEN_METRICS.partition(";")[0] in wanted else "text/plain"
         written = self._written.get(accept)
         if written is None or time.monotonic() - written[0] >= METRICS_AGE_S:
-            written = (time.monotonic(), *self._metrics.exposition(accept))
+            written = (time.monotonic(), *await self._metrics.scraped(accept))
             self._written[accept] = written
         return Response(written[1], headers={"content-type": written[2]})
 

@@ -161,6 +161,7 @@ class Boundary:
 def _recording(send: Send, exchange: Exchange) -> Send:
     """`send` with a deadline, that stamps the request id on the answer and notes how far it is."""
     id_header = (b"x-request-id", exchange.request_id.encode())
+    deadline = exchange.deadline
 
     async def recording_send(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -168,10 +169,15 @@ def _recording(send: Send, exchange: Exchange) -> Send:
             message["headers"] = [*message.get("headers", ()), id_header]
         elif not message.get("more_body", False):
             exchange.completed = True
+        deadline.begin(WRITE_TIMEOUT_S)
         try:
-            await exchange.deadline.within(WRITE_TIMEOUT_S, send(message))
-        except TimeoutError as exc:
-            raise ClientStalledError from exc
+            await send(message)
+        except asyncio.CancelledError as exc:
+            if deadline.has_cancelled():
+                raise ClientStalledError from exc
+            raise
+        finally:
+            deadline.end()
 
     return recording_send
 

@@ -28,6 +28,7 @@ from diptych_frontend.openai.responses import (
     Delta,
     Envelope,
     FunctionCall,
+    PlainEvents,
     ResponseWriter,
     Tally,
     TokenLogprob,
@@ -36,6 +37,7 @@ from diptych_frontend.openai.responses import (
     Usage,
     by_likelihood,
     encode,
+    is_plain,
     logprob_value,
     prompt_logprobs,
     sse,
@@ -179,8 +181,23 @@ class ChatWriter(ResponseWriter):
         self._parsers: dict[int, ToolCallParser] = {}
         self._reasoning = reasoning
         self._begun: set[int] = set()
+        self._is_quick = reasoning is None and parallel_calls is None and not self._continuous_usage
+        """The text of an answer goes into events as it is."""
+        self._plain: dict[int, PlainEvents] = {}
+        """By the choice's index."""
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        if not self._is_quick or not is_plain(output) or output.outputs[0].index not in self._begun:
+            return self._event(output, tally)
+        choice = output.outputs[0]
+        plain = self._plain.get(choice.index)
+        if plain is None:
+            text, choice.text = choice.text, ""
+            plain = PlainEvents(self._event(output, tally), b"content")
+            self._plain[choice.index], choice.text = plain, text
+        return plain.event(choice.text)
+
+    def _event(self, output: RequestOutput, tally: Tally) -> bytes:
         choices = [self._chunk_choice(choice) for choice in output.outputs]
         self._tell_reasoning_tokens(tally)
         chunk = self._chunk(choices, self._chunk_usage(tally))

@@ -12,11 +12,13 @@ from diptych_frontend.openai.responses import (
     CompletionChoice,
     CompletionLogprobs,
     Envelope,
+    PlainEvents,
     ResponseWriter,
     Tally,
     Usage,
     by_likelihood,
     encode,
+    is_plain,
     logprob_value,
     prompt_logprobs,
     sse,
@@ -76,8 +78,22 @@ class CompletionWriter(ResponseWriter):
     def __init__(self, envelope: Envelope) -> None:
         super().__init__(envelope)
         self._text_offsets: dict[int, int] = {}
+        self._plain: dict[int, PlainEvents] = {}
+        """By the choice's index."""
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        if self._continuous_usage or not is_plain(output):
+            return self._event(prompt_index, output, tally)
+        choice = output.outputs[0]
+        index = self._index(prompt_index, choice)
+        plain = self._plain.get(index)
+        if plain is None:
+            text, choice.text = choice.text, ""
+            plain = PlainEvents(self._event(prompt_index, output, tally), b"text")
+            self._plain[index], choice.text = plain, text
+        return plain.event(choice.text)
+
+    def _event(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
         message = self._message(
             [self._choice(prompt_index, choice) for choice in output.outputs], output
         )
@@ -114,8 +130,11 @@ class CompletionWriter(ResponseWriter):
         shaped.prompt_logprobs = prompt_logprobs(output)
         return shaped
 
+    def _index(self, prompt_index: int, output: CompletionOutput) -> int:
+        return prompt_index * self._envelope.n + output.index
+
     def _choice(self, prompt_index: int, output: CompletionOutput) -> CompletionChoice:
-        index = prompt_index * self._envelope.n + output.index
+        index = self._index(prompt_index, output)
         return CompletionChoice(
             index=index,
             text=output.text,

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.errors import error_answer
+from diptych_frontend.openai.one_write import HeadKept
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 MAX_HEADERS: Final = 128
@@ -164,6 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
             )
             raise self._fault
         super().on_headers_complete()
+        HeadKept(self.cycle, self.loop)
         self._unanswered = [each for each in self._unanswered if not each.response_complete]
         self._unanswered.append(self.cycle)
 

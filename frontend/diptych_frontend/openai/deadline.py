@@ -34,18 +34,31 @@ class Deadline:
 
     async def within(self, seconds: float, step: Awaitable[T]) -> T:
         """Await the step. Raises `TimeoutError` if it takes longer: it is cancelled then."""
+        self.begin(seconds)
+        try:
+            return await step
+        except asyncio.CancelledError as exc:
+            if self.has_cancelled():
+                raise TimeoutError from exc
+            raise
+        finally:
+            self.end()
+
+    def begin(self, seconds: float) -> None:
+        """What the task does from now on may take so long, until `end`; then it is cancelled. Who
+        catches that asks whether it `has_cancelled`. This is `within` without its coroutine."""
         self._late = False
         self._due = self._loop.time() + seconds
         if self._due < self._rings_at:
             self._set_timer()
-        try:
-            return await step
-        except asyncio.CancelledError as exc:
-            if self._late and self.task.uncancel() <= self._cancelling:
-                raise TimeoutError from exc
-            raise
-        finally:
-            self._due = math.inf
+
+    def has_cancelled(self) -> bool:
+        """Whether the `CancelledError` just caught was the deadline's, and nobody else's."""
+        return self._late and self.task.uncancel() <= self._cancelling
+
+    def end(self) -> None:
+        """The step is over."""
+        self._due = math.inf
 
     def close(self) -> None:
         """Stop the timer."""

@@ -316,8 +316,9 @@ async def _run_prompt(
             async with aclosing(outputs):
                 async for output in outputs:
                     exchange.admitted = True
-                    if any(choice.finish_reason == "error" for choice in output.outputs):
-                        raise EngineGenerateError("the engine could not finish this request")
+                    for choice in output.outputs:
+                        if choice.finish_reason == "error":
+                            raise EngineGenerateError("the engine could not finish this request")
                     progress.saw(output)
                     finished = output.finished
                     yield index, output

@@ -240,6 +240,30 @@ def sse(message: msgspec.Struct) -> bytes:
     return b"data: " + encode(message) + b"\n\n"
 
 
+class PlainEvents:
+    """Events that differ in one text and in nothing else, as nearly all of a stream do: to encode
+    only the text takes a third of the time."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, event: bytes, field: bytes) -> None:
+        """event: one of them, whose text is empty. field: the text's name. An event's other texts
+        have their quotation marks escaped, so this cannot be found in them."""
+        self._before, _, self._after = event.partition(b'"%b":""' % field)
+        self._before += b'"%b":' % field
+
+    def event(self, text: str) -> bytes:
+        return b"".join((self._before, encode(text), self._after))
+
+
+def is_plain(output: RequestOutput) -> bool:
+    """The output has some more text of one answer, and nothing else to tell."""
+    if len(output.outputs) != 1 or output.kv_transfer_params is not None:
+        return False
+    choice = output.outputs[0]
+    return choice.finish_reason is None and choice.logprobs is None and choice.stop_reason is None
+
+
 def transfer_params(output: RequestOutput) -> KVParams:
     return UNSET if output.kv_transfer_params is None else output.kv_transfer_params
 

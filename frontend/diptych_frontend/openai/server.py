@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from diptych_frontend.observability.loop_watch import LoopWatch
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.connection_limits import Connections, LimitedProtocol
+from diptych_protocol import InvalidRequestError
 
 BACKLOG = 256
 """Connections that come together are taken together, and each takes the event loop some 0.1 ms."""
@@ -45,32 +46,73 @@ Drain = Callable[[], Awaitable[None]]
 """Called at the first signal; returns when nothing is left to do."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A listening socket; port 0 takes a free one.
 
     Exits with a one-line message and code 1 if the address cannot be had, so call it before
     anything slow is started.
+
+    Args:
+        shared: other processes may listen there, too, for whom the port is reserved
+            (`reserve_port`). The system deals new connections out among them.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    with _or_exit(host, port):
+        family, address, dual = _address(host, port)
         listener = socket.create_server(
-            address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=dual
+            address, family=family, backlog=BACKLOG, dualstack_ipv6=dual, reuse_port=shared
         )
-    except (OSError, OverflowError, UnicodeError) as exc:
-        remedy = "choose another port, or stop what listens there" if port else "check the host"
-        code = exc.errno if isinstance(exc, OSError) else None
-        # Positive codes are the system's; those of name resolution are negative.
-        reason = os.strerror(code) if code and code > 0 else exc
-        raise SystemExit(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
     listener.setblocking(False)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # What the system has taken of an answer, it too keeps no longer for who reads nothing.
         milliseconds = int(WRITE_TIMEOUT_S * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """A socket that takes no connections, but holds a port that processes are to share; port 0
+    takes a free one.
+
+    Exits as `listen` does, also if somebody else listens there already. Raises
+    `InvalidRequestError` where ports cannot be shared.
+    """
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise InvalidRequestError(
+            "several processes cannot share a port on this system (no SO_REUSEPORT): set it to 1",
+            param="processes",
+        )
+    listen(host, port).close()  # it would not be told from our own processes afterwards
+    with _or_exit(host, port):
+        family, address, dual = _address(host, port)
+        reserved = socket.socket(family, socket.SOCK_STREAM)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
+        reserved.bind(address)
+    return reserved
+
+
+def _address(host: str, port: int) -> tuple[int, tuple[str, int], bool]:
+    """Family and address of a socket, and whether it is one for both versions of IP."""
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return family, (str(address[0]), int(address[1])), dual
+
+
+@contextlib.contextmanager
+def _or_exit(host: str, port: int) -> Iterator[None]:
+    """Turn what keeps a socket from its address into the end of the program."""
+    try:
+        yield
+    except (OSError, OverflowError, UnicodeError) as exc:
+        remedy = "choose another port, or stop what listens there" if port else "check the host"
+        code = exc.errno if isinstance(exc, OSError) else None
+        # Positive codes are the system's; those of name resolution are negative.
+        reason = os.strerror(code) if code and code > 0 else exc
+        raise SystemExit(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +145,7 @@ async def serve_sites(
     on_ready: OnReady | None = None,
     on_lag: OnLag = lambda lag: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or cancellation, then leave.
+    """Serve until SIGTERM, SIGINT or cancellation, then leave. Without sites there is only `drain`.
 
     Leaving: all sites are served as before until `drain` returns; then there are no new
     connections, and answers under way may finish. `drain_timeout_s` is for both together; what is
@@ -122,7 +164,8 @@ async def serve_sites(
             _Server(site, connections, drain_timeout_s, on_ready if site is sites[0] else None)
             for site in sites
         ]
-        servers[0].on_each_tick = watch.tick
+        if servers:
+            servers[0].on_each_tick = watch.tick
         await _serve(servers, drain, drain_timeout_s)
 
 
@@ -135,13 +178,15 @@ async def _serve(servers: Sequence[_Server], drain: Drain | None, drain_timeout_
             await asyncio.wait((*serving, leaving), return_when=asyncio.FIRST_COMPLETED)
             if leaving.done():
                 leaving.result()
-            await asyncio.wait(serving)
+            if serving:
+                await asyncio.wait(serving)
     finally:
         if leaving is not None:
             leaving.cancel()
         for server in servers:
             server.should_exit = True
-        await asyncio.wait(serving)
+        if serving:
+            await asyncio.wait(serving)
         for server in servers:
             await server.end_requests()
             server.listener.close()
@@ -161,7 +206,8 @@ async def _leave(
             await _bounded(drain, hurry, timeout_s)
         for server in servers:
             server.leave(within_s=max(LAST_WORDS_S, deadline - time.monotonic()))
-        await hurry
+        if servers:
+            await hurry
         for server in servers:
             server.force_exit = True
     finally:

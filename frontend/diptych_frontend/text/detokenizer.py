@@ -171,6 +171,10 @@ class Detokenizer:
             The text to emit, how many of the tokens belong to the answer, and the stop string that
             ended it, if one did.
         """
+        if self._matcher is None and not finished:  # most steps are like this
+            self.num_tokens += len(token_ids)
+            texts = [self._stream.push(token_id) for token_id in token_ids]
+            return "".join(texts), len(token_ids), None
         silent = len(token_ids) - 1 if stop_token and not self._include_stop else len(token_ids)
         pieces = []
         for index, token_id in enumerate(token_ids):

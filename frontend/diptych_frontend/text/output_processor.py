@@ -303,14 +303,15 @@ class _Answer:
             logprobs = of_output(output.new_logprobs, len(token_ids), self._token_text)
             for token_id, row in zip(token_ids, logprobs, strict=True):
                 self._cumulative_logprob += row[token_id].logprob
+        shared = self._shared
         if output.new_prompt_logprobs_tensors is not None:
-            self._shared.prompt_logprobs = PromptLogprobs(
+            shared.prompt_logprobs = PromptLogprobs(
                 output.new_prompt_logprobs_tensors, self._token_text
             )
         if output.routed_experts is not None:
             self._routed.append(output.routed_experts)
-        if self._shared.num_cached_tokens is None:
-            self._shared.num_cached_tokens = output.num_cached_tokens
+        if shared.num_cached_tokens is None:
+            shared.num_cached_tokens = output.num_cached_tokens
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         reason = None if finish is None else str(finish)
@@ -366,7 +367,7 @@ class _Answer:
                 answers = self.parent.gather(answer)
                 if not all_finished:
                     return
-        delta = self._kind is RequestOutputKind.DELTA
+        delta, shared = self._kind is RequestOutputKind.DELTA, self._shared
         self.collector.put(
             RequestOutput(
                 self.external_id,
@@ -374,14 +375,14 @@ class _Answer:
                 self._prompt_token_ids,
                 answers,
                 all_finished,
-                self._shared.num_cached_tokens or 0,
+                shared.num_cached_tokens or 0,
                 self._kv_transfer_params,
-                self._shared.prompt_logprobs,
+                shared.prompt_logprobs,
             ),
             delta=delta,
         )
         if delta:
-            self._shared.prompt_logprobs = None  # said once
+            shared.prompt_logprobs = None  # said once
 
     @property
     def _shared(self) -> _Answer | ParentRequest:

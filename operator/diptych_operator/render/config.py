@@ -80,6 +80,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         policy=_POLICIES[service.spec.router.policy],
         disaggregate=service.spec.router.disaggregate,
         hold_seconds=service.spec.router.hold_seconds,
+        processes=service.spec.router.processes,
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,

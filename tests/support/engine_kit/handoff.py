@@ -52,10 +52,10 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
-from diptych_router.first_token import FirstToken
 from diptych_router.policy import ROLES, Decision, RequestView, Role
-from diptych_router.promises import Promises
 from diptych_router.request_table import RequestTable
+from diptych_router.slo.first_token import FirstToken
+from diptych_router.slo.promises import Promises
 
 BLOCK = 4
 MAX_MODEL_LEN = 96

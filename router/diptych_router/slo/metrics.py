@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diptych_frontend.observability.metrics import PREFIX
-from diptych_router.promises import Kind, Promises
+from diptych_router.slo.promises import Kind, Promises
 
 
 class PromiseCollector(Collector):

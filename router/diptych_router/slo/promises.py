@@ -12,10 +12,10 @@ from collections import Counter
 from typing import Final, Literal, NamedTuple
 
 from diptych_protocol import EngineOverloadedError, Slo, TenantOverloadedError
-from diptych_router.caution import Caution
-from diptych_router.first_token import FirstToken
 from diptych_router.policy import Role
 from diptych_router.routed_request import RoutedRequest
+from diptych_router.slo.caution import Caution
+from diptych_router.slo.first_token import FirstToken
 
 Promise = Literal["first_token", "inter_token"]
 Outcome = Literal["kept", "missed", "refused"]

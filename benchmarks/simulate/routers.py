@@ -1,0 +1,177 @@
+"""Policies of the router side by side on the same traces, and beside the router of NVIDIA Dynamo.
+
+`python -m benchmarks.simulate routers` writes benchmarks/results/routing.{md,json,png}. What it
+means stands in docs/performance.md. The engines cost what those of Dynamo's simulator cost
+(`mocker.py`), so its own reports can be set beside ours: `--peer DIRECTORY` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from benchmarks.machine import RESULTS, machine
+from benchmarks.simulate import mocker
+from benchmarks.simulate.calibration import on_paper
+from benchmarks.simulate.cluster import Simulation
+from benchmarks.simulate.metrics import Objectives
+from benchmarks.simulate.workload import of_trace
+from benchmarks.traces.generate import generate
+from benchmarks.traces.recorded import Trace
+from matplotlib.figure import Figure
+
+from diptych_protocol.config import Disaggregate
+from diptych_router.policies import POLICIES
+
+TRACES: Final = {
+    "agents": ("agents", 1500, 0.64, 3.9),
+    "conversations": ("conversations", 2500, 0.366, 3.4),
+}
+"""Name -> kind, requests, ideal hit rate, requests a second; the seed is 0."""
+SPEEDS: Final = {"agents": (1, 2, 3, 4, 6), "conversations": (2, 4, 6, 8, 12)}
+"""Multiples of the rate for 4+4 engines."""
+LARGE_SPEEDS: Final = {"agents": (16, 48), "conversations": (32, 96)}
+"""And for 64+64."""
+OBJECTIVES: Final = Objectives(1.0, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run."""
+
+    trace: str
+    pods: int
+    """Of each pool."""
+    speed: int
+    policy: str
+    routers: int = 1
+    disaggregate: Disaggregate = "always"
+    engines: str = "mocker"
+    """`mocker`, or `paper`: engines whose decode steps also compute prompts."""
+
+
+def cases() -> Iterator[Case]:
+    """All runs."""
+    for trace, speeds in SPEEDS.items():
+        for speed in speeds:
+            for policy in ("round_robin", "least_loaded", "prefix_aware"):
+                yield Case(trace, 4, speed, policy)
+            yield Case(trace, 4, speed, "prefix_aware", routers=4)
+        for speed in LARGE_SPEEDS[trace]:
+            yield Case(trace, 64, speed, "least_loaded")
+            yield Case(trace, 64, speed, "prefix_aware")
+            yield Case(trace, 64, speed, "prefix_aware", routers=4)
+    for speed in (2, 4, 8):
+        for way in ("always", "auto", "never"):
+            yield Case("agents", 4, speed, "prefix_aware", 1, way, "paper")
+
+
+@cache
+def trace_of(name: str) -> Trace:
+    kind, requests, hit_rate, rate = TRACES[name]
+    return generate(kind, requests, hit_rate, rate, 0)
+
+
+def simulate(case: Case) -> dict[str, Any]:
+    """What users saw of one run."""
+    trace = trace_of(case.trace)
+    costs = mocker.costs() if case.engines == "mocker" else on_paper()
+    plan = replace(
+        costs.plan(case.pods, case.pods, case.routers, POLICIES[case.policy]),
+        disaggregate=case.disaggregate,
+    )
+    log = Simulation(plan).run(of_trace(trace.faster(case.speed)))
+    ttft = np.array([job.first_at - job.arrival for job in log.jobs])
+    tpot = np.array(
+        [(job.ended_at - job.first_at) / max(1, job.request.output - 1) for job in log.jobs]
+    )
+    good = (ttft <= OBJECTIVES.ttft_s) & (tpot <= OBJECTIVES.tpot_s)
+    hits = log.cached_tokens / sum(job.request.prompt for job in log.jobs)
+    return asdict(case) | _milliseconds(ttft) | {
+        "hits_of_ideal": hits / trace.ideal_hit_rate(),
+        "attained": float(good.mean()),
+        "tpot_p99_ms": float(np.percentile(tpot, 99) * 1e3),
+    }  # fmt: skip
+
+
+def _milliseconds(ttft: np.ndarray[Any, Any]) -> dict[str, float]:
+    percentiles = {f"ttft_p{p}_ms": float(np.percentile(ttft, p) * 1e3) for p in (50, 90, 99)}
+    return {"ttft_mean_ms": float(ttft.mean() * 1e3)} | percentiles
+
+
+def peer_rows(directory: Path) -> list[dict[str, Any]]:
+    """Reports of `dynamo.replay`, named TRACE-PODS-SPEED-MODE.json."""
+    rows = []
+    for path in sorted(directory.glob("*-*-*-*.json")):
+        trace, pods, speed, mode = path.stem.split("-")
+        raw = json.loads(path.read_text())
+        hits = raw["first_admission_prefix_cache_reused_ratio"]
+        rows.append({
+            "trace": trace, "pods": int(pods), "speed": int(speed), "policy": f"dynamo {mode}",
+            "ttft_mean_ms": raw["mean_ttft_ms"], "ttft_p50_ms": raw["median_ttft_ms"],
+            "ttft_p90_ms": raw["p90_ttft_ms"], "ttft_p99_ms": raw["p99_ttft_ms"],
+            "hits_of_ideal": hits / trace_of(trace).ideal_hit_rate(),
+        })  # fmt: skip
+    return rows
+
+
+def main(peer: Path | None, only: Sequence[str]) -> None:
+    """only: names of traces, if not all."""
+    wanted = [case for case in cases() if not only or case.trace in only]
+    with ProcessPoolExecutor(os.cpu_count()) as workers:
+        rows = list(workers.map(simulate, wanted))
+    rows += peer_rows(peer) if peer is not None else []
+    facts = {"machine": machine(), "objectives": asdict(OBJECTIVES), "rows": rows}
+    (RESULTS / "routing.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (RESULTS / "routing.md").write_text(_table(rows))
+    _plot(rows, RESULTS / "routing.png")
+
+
+def _name(row: dict[str, Any]) -> str:
+    routers = f", {row['routers']} routers" if row.get("routers", 1) > 1 else ""
+    way = f", {row['disaggregate']}" if row.get("engines") == "paper" else ""
+    return f"{row['policy']}{routers}{way}"
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| trace | engines | speed | router | hits of ideal | TTFT mean ms | p50 | p90 | p99 "
+        "| attained |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in sorted(rows, key=lambda r: (r["trace"], r["pods"], r["speed"])):
+        attained = f"{row['attained']:.1%}" if "attained" in row else ""
+        lines.append(
+            f"| {row['trace']} | {row['pods']}+{row['pods']} | {row['speed']} | {_name(row)} "
+            f"| {row['hits_of_ideal']:.3f} | {row['ttft_mean_ms']:.0f} | {row['ttft_p50_ms']:.0f} "
+            f"| {row['ttft_p90_ms']:.0f} | {row['ttft_p99_ms']:.0f} | {attained} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Mean and p90 TTFT and hits against load, 4+4 engines."""
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    grid = figure.subplots(2, 3)
+    whats = {"ttft_mean_ms": "TTFT mean ms", "ttft_p90_ms": "TTFT p90 ms"}
+    whats["hits_of_ideal"] = "hits of the ideal"
+    for line, trace in zip(grid, TRACES, strict=True):
+        mine = [r for r in rows if (r["trace"], r["pods"]) == (trace, 4)]
+        mine = [r for r in mine if r.get("engines", "mocker") == "mocker"]
+        for axes, (what, label) in zip(line, whats.items(), strict=True):
+            for name in sorted({_name(row) for row in mine}):
+                points = sorted((r["speed"], r[what]) for r in mine if _name(r) == name)
+                axes.plot(*zip(*points, strict=True), "-o", label=name)
+            axes.set_title(f"{trace}, 4+4 engines")
+            axes.set_xlabel("multiple of the trace's rate")
+            axes.set_ylabel(label)
+            axes.set_yscale("linear" if what == "hits_of_ideal" else "log")
+        line[0].legend()
+    figure.savefig(path, dpi=110)

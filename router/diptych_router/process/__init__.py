@@ -1,0 +1,1 @@
+"""One process that serves the router: its command line, its parts, its admin port."""

@@ -1,0 +1,137 @@
+"""The head of an answer and its body are one write; a head does not wait for a body for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http import httptools_impl
+from waits import PATIENCE_S
+
+from diptych_frontend.openai import serve_http
+
+HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]}
+BODY = {"type": "http.response.body", "body": b"body"}
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a server of the app."""
+    ready: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        serve_http(app, "127.0.0.1", 0, on_ready=lambda *address: ready.set_result(address))
+    )
+    reader, writer = await asyncio.open_connection(*await ready)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the server hands to the connection's transport, write by write."""
+    seen: list[bytes] = []
+    connected = httptools_impl.HttpToolsProtocol.connection_made
+
+    def connection_made(self: Any, transport: Any) -> None:
+        connected(self, Listening(transport, seen))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(httptools_impl.HttpToolsProtocol, "connection_made", connection_made)
+    return seen
+
+
+class Listening:
+    """A real transport whose writes are noted."""
+
+    def __init__(self, transport: asyncio.Transport, seen: list[bytes]) -> None:
+        self._transport = transport
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._seen.append(data)
+        self._transport.write(data)
+
+
+async def read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
+    return await asyncio.wait_for(reader.readuntil(end), PATIENCE_S)
+
+
+async def test_an_answer_is_one_write_again_and_again(writes: list[bytes]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(HEAD)
+        await send(BODY)
+
+    async with serving(app) as (reader, writer):
+        for _ in range(3):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await read_until(reader, b"body")).startswith(b"HTTP/1.1 200 OK\r\n")
+    assert len(writes) == 3
+
+
+async def test_events_of_a_stream_go_out_one_by_one(writes: list[bytes]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({**HEAD, "headers": []})
+        for text in (b"one", b"two", b"three"):
+            await send({"type": "http.response.body", "body": text, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async with serving(app) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await read_until(reader, b"\r\n0\r\n\r\n")
+    assert answer == b"".join(writes)
+    assert writes[0].endswith(b"\r\n\r\n3\r\none\r\n")
+    assert writes[1:] == [b"3\r\ntwo\r\n", b"5\r\nthree\r\n", b"0\r\n\r\n"]
+
+
+async def test_a_head_does_not_wait_for_a_body_that_is_late() -> None:
+    asked = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(HEAD)
+        await asked.wait()
+        await send(BODY)
+
+    async with serving(app) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in await read_until(reader, b"\r\n\r\n")
+        asked.set()
+        assert await read_until(reader, b"body") == b"body"
+
+
+async def test_an_answer_without_a_body_has_its_head() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(HEAD)
+        await send(BODY)
+
+    async with serving(app) as (reader, writer):
+        for last in (False, True):
+            close = b"connection: close\r\n" if last else b""
+            writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n%b\r\n" % close)
+            assert b"content-length: 4" in await read_until(reader, b"\r\n\r\n")
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+
+
+async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        await send(HEAD)
+        await send({**BODY, "body": body})
+
+    async with serving(app) as (reader, writer):
+        writer.write(
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\nexpect: 100-continue\r\n\r\n"
+        )
+        assert await read_until(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"ping")
+        assert (await read_until(reader, b"ping")).startswith(b"HTTP/1.1 200 OK\r\n")
