@@ -75,8 +75,8 @@ def test_no_test_asserts_that_something_was_quick() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-MOVES = {"add", "can_add", "finish", "hold", "load_ended", "preempt_all", "queue_held"}
-MOVES |= {"resume", "surplus", "suspend"}
+MOVES = {"add", "can_add", "finish", "go_on_without", "hold", "load_ended", "preempt_all"}
+MOVES |= {"queue_held", "resume", "surplus", "suspend"}
 """What other rooms may call of `SchedulerState`; its other moves are parts of a step."""
 OF_ADAPTERS = {"max_loras", "pinned_adapters"}
 """Two fields in which the scheduler is told of adapters."""

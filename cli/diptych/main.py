@@ -196,7 +196,7 @@ def status(as_json: bool) -> None:
     from diptych import status as view
     from diptych.laptop import rundir
 
-    states = [view.with_cpus(state) for state in rundir.running()]
+    states = [view.with_facts(state) for state in rundir.running()]
     if as_json:
         click.echo(view.as_json(states))
     else:

@@ -18,17 +18,22 @@ from diptych.laptop.rundir import RunState
 METRICS_TIMEOUT_S = 2.0
 
 
-def with_cpus(state: RunState) -> RunState:
-    """Ask the service's router what its engines say of their processors."""
+def with_facts(state: RunState) -> RunState:
+    """Ask the service's router what its engines say of their processors, and how they fare."""
     try:
         response = httpx.get(
             f"{state.url.removesuffix('/v1')}/metrics", timeout=METRICS_TIMEOUT_S, **options(state)
         )
         response.raise_for_status()
-        cpus = read_cpus(response.text)
+        cpus, health = read_cpus(response.text), read_health(response.text)
     except (httpx.HTTPError, OSError, ValueError):  # it may be starting, or leaving
         return state
-    pods = [msgspec.structs.replace(pod, cpu=cpus.get(pod.name, "")) for pod in state.pods]
+    pods = [
+        msgspec.structs.replace(
+            pod, cpu=cpus.get(pod.name, ""), health=health.get(pod.name, pod.health)
+        )
+        for pod in state.pods
+    ]
     return msgspec.structs.replace(state, pods=pods)
 
 
@@ -48,6 +53,20 @@ def read_cpus(metrics: str) -> dict[str, str]:
     return {engine: ", ".join(own) for engine, own in words.items()}
 
 
+def read_health(metrics: str) -> dict[str, str]:
+    """How a router judges each engine, by its name. Raises `ValueError` as `read_cpus` does."""
+    found: dict[str, str] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            engine = sample.labels.get("engine", "").rpartition("/")[2]
+            if sample.name == "diptych:engine_silent":
+                found[engine] = "silent" if sample.value else found.get(engine, "ok")
+            elif sample.name == "diptych:engine_breaker_state":
+                failing = sample.labels["state"] != "closed" and found.get(engine) != "silent"
+                found[engine] = "failing" if failing else found.get(engine, "ok")
+    return found
+
+
 def as_json(states: list[RunState]) -> str:
     """A list of services, the newest first."""
     return msgspec.json.format(msgspec.json.encode(states), indent=2).decode()
@@ -63,13 +82,12 @@ def show(states: list[RunState], console: Console) -> None:
         title = f"{state.service}: {ready}, {state.url}, {minutes:.0f} min"
         logs = {str(Path(pod.log).parent) for pod in state.pods}
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in ("POD", "STATE", "PORT", "PID", "RESTARTS", "CPU"):
+        for column in ("POD", "STATE", "PORT", "PID", "RESTARTS", "CPU", "HEALTH"):
             table.add_column(column)
         for pod in state.pods:
             port, pid = pod.ports.get("http", "-"), pod.pid if pod.pid is not None else "-"
-            table.add_row(
-                pod.name, pod.phase, str(port), str(pid), str(pod.restarts), pod.cpu or "-"
-            )
+            facts = (pod.cpu or "-", pod.health or "-")
+            table.add_row(pod.name, pod.phase, str(port), str(pid), str(pod.restarts), *facts)
         console.print(table)
         if state.access:
             console.print(f"the API: {state.access}", markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,14 @@
 
 from diptych_kv_transfer.connector import KVConnector, open_connector
 from diptych_kv_transfer.signing.references import UnprovenReferenceError
-from diptych_kv_transfer.tables.actions import LeaseEnded, LoadEnded
+from diptych_kv_transfer.tables.actions import LeaseEnded, LoadEnded, PrefixAsked, PrefixLate
 
-__all__ = ["KVConnector", "LeaseEnded", "LoadEnded", "UnprovenReferenceError", "open_connector"]
+__all__ = [
+    "KVConnector",
+    "LeaseEnded",
+    "LoadEnded",
+    "PrefixAsked",
+    "PrefixLate",
+    "UnprovenReferenceError",
+    "open_connector",
+]

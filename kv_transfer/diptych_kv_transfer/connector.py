@@ -18,10 +18,10 @@ from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.signing.references import References
-from diptych_kv_transfer.tables.actions import LeaseEnded, LoadEnded
+from diptych_kv_transfer.tables.actions import Report
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.leases import LeaseTable
-from diptych_kv_transfer.tables.load import LeaseRef
+from diptych_kv_transfer.tables.load import LeaseRef, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_kv_transfer.transports import transport_named
@@ -56,8 +56,8 @@ class HingeDriver(Protocol):
     def tell(self, command: Command) -> None:
         """Queue a command, which the driver carries out soon."""
 
-    def poll_events(self) -> list[LeaseEnded | LoadEnded]:
-        """Return the leases and loads that have ended since the last call."""
+    def poll_events(self) -> list[Report]:
+        """Return what has ended, and what was asked, since the last call."""
 
     def stats(self) -> KVTransferStats:
         """Return totals since the start, and what is held now."""
@@ -223,6 +223,15 @@ class KVConnector:
         )
         return self._references.sign(lent, self._lease_seconds)
 
+    def lend_prefix(self, lease_id: str, block_ids: list[int], last_name: bytes) -> None:
+        """Answer a `PrefixAsked`: lend these blocks, or nothing. `last_name` names the last one.
+
+        `LeaseEnded` gives them back, for as long as one lease at most.
+        """
+        self._driver.tell(
+            lambda hinge, now: hinge.leases.lend_prefix(lease_id, block_ids, last_name, now)
+        )
+
     def _named(self) -> KVTransferParams:
         """Return the fields that describe this engine in all its leases."""
         return KVTransferParams(
@@ -323,6 +332,31 @@ class KVConnector:
             )
         )
 
+    def fetch_prefix(
+        self,
+        request_id: str,
+        params: KVTransferParams,
+        prefix: Prefix,
+        indices: list[int],
+        local_block_ids: list[int],
+    ) -> None:
+        """Fetch what another engine remembers of a prefix: block `indices[i]` into
+        `local_block_ids[i]`, both counted in our size. Ends in LoadEnded, which says how many
+        tokens of the prefix are there.
+
+        `params` are what that engine says of itself in announcements.
+        """
+        self._references.check_engine(params)
+        lease_id, tag = f"{self._random_bits(128):032x}", self._random_bits(60)
+        lease = self._lease_of(msgspec.structs.replace(params, lease_id=lease_id))
+        wanted = dict(zip(indices, local_block_ids, strict=True))
+        num_tokens = len(prefix.names) * prefix.name_tokens
+        self._driver.tell(
+            lambda hinge, now: hinge.loads.start(
+                request_id, lease, "", tag, wanted, num_tokens, now, prefix=prefix
+            )
+        )
+
     def adopt_load(self, request_id: str) -> None:
         """Tell the hinge that the request of an early load has arrived."""
         self._driver.tell(lambda hinge, now: hinge.loads.adopt(request_id, now))
@@ -342,8 +376,9 @@ class KVConnector:
 
     # --- the driver ---------------------------------------------------------------------------
 
-    def poll_events(self) -> list[LeaseEnded | LoadEnded]:
-        """Return the leases and loads that have ended since the last call.
+    def poll_events(self) -> list[Report]:
+        """Return the leases and loads that have ended since the last call, and the prefixes that
+        other engines asked for.
 
         Raises `RuntimeError` if the driver has failed. The engine cannot continue without it.
         """

@@ -25,7 +25,10 @@ from diptych_kv_transfer.tables.actions import (
     Fence,
     LeaseEnded,
     LoadEnded,
+    PrefixAsked,
+    PrefixLate,
     ReceiveBlocks,
+    Report,
     Send,
     SendBlocks,
     Stage,
@@ -67,7 +70,7 @@ class HingeThread:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable while `poll_events` has something to return."""
         self._commands: deque[Command] = deque()
-        self._events: deque[LeaseEnded | LoadEnded] = deque()
+        self._events: deque[Report] = deque()
         self._broken: dict[str, str] = {}
         """Loads for whose blocks there was no room, and why."""
         self._totals = KVTransferStats()
@@ -83,8 +86,8 @@ class HingeThread:
         self._commands.append(command)
         self._transport.wake()
 
-    def poll_events(self) -> list[LeaseEnded | LoadEnded]:
-        """What has ended since the last call.
+    def poll_events(self) -> list[Report]:
+        """What has ended, and what was asked, since the last call.
 
         Raises `RuntimeError` when the thread has failed: the engine cannot go on without it.
         """
@@ -124,6 +127,10 @@ class HingeThread:
         totals.seconds_receiving = loads.seconds_waited
         totals.hand_off_counts = list(loads.waited)
         totals.stale_reads_refused = leases.stale_reads_refused
+        totals.prefix_fetches_now = loads.prefixes_in_flight
+        totals.prefix_seconds = loads.prefix_seconds
+        totals.prefixes_lent = leases.prefixes_lent
+        totals.prefixes_refused = leases.prefixes_refused
         totals.transport = self._transport.name
         return totals
 
@@ -185,7 +192,7 @@ class HingeThread:
                     self._transport.connect(address)
                 case Fence(peer):
                     self._transport.fence(peer)
-                case LeaseEnded() | LoadEnded():
+                case LeaseEnded() | LoadEnded() | PrefixAsked() | PrefixLate():
                     self._report(action)
 
     @contextmanager
@@ -226,7 +233,7 @@ class HingeThread:
             case _:
                 pass
 
-    def _report(self, event: LeaseEnded | LoadEnded) -> None:
+    def _report(self, event: Report) -> None:
         if isinstance(event, LoadEnded):
             staged_bytes = self._regions.drop(event.request_id)
             problem = self._broken.pop(event.request_id, None)

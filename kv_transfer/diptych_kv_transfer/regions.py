@@ -86,9 +86,13 @@ class Regions:
         return _cut(self._shards if staged_for is None else self._staged[staged_for][1], runs)
 
     def stage(self, request_id: str, staging: Staging) -> None:
-        """Make room for what comes for a request."""
+        """Make room for what comes for a request. What has room already keeps it: less will come
+        than was thought."""
         layout = staging.layout
-        shards = [self._room(staging.num_blocks, layout) for _ in range(layout.num_ranks)]
+        if request_id in self._staged:
+            shards = self._staged[request_id][1]
+        else:
+            shards = [self._room(staging.num_blocks, layout) for _ in range(layout.num_ranks)]
         self._staged[request_id] = staging, shards
 
     def unpack(self, request_id: str) -> None:

@@ -69,6 +69,20 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     stale_reads_refused: int
     paused: bool = False
     """Somebody paused it or put it to sleep; it gets no new requests meanwhile."""
+    prefix_fetches: int = 0
+    """Prefixes that it was to fetch from engines that remember them."""
+    prefix_fetches_failed: int = 0
+    """Those that it had to compute."""
+    prefix_tokens_fetched: int = 0
+    silent: bool = False
+    """A heartbeat of its loop is overdue, or it has work and makes no steps."""
+    breaker: str = "closed"
+    """State of its circuit breaker: closed, open or half-open."""
+    kept_out: bool = False
+    """Its breaker is open, and it gets no requests while others of its pool can take them."""
+    failures: dict[str, int] = {}
+    """What it did wrong since the router knows its address -> how often: error, lost, hang or late
+    (with a first token)."""
 
 
 class PromiseCount(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,11 @@ LEASE_FIELDS = (
     "proof",
 )
 """The fields that identify a lease: which one it is, whose it is, and the proof of both."""
+ENGINE_FIELDS = ("remote_engine_id", "epoch", "remote_host", "remote_port", "compat")
+"""The fields that name an engine, in announcements and in all its leases."""
 PARAM = "kv_transfer_params"
+MAX_PREFIX_BLOCKS = 1 << 15
+"""Limit on the blocks of a prefix that one engine fetches from another at a time."""
 
 
 class KVTransferParams(msgspec.Struct, omit_defaults=True):
@@ -117,6 +121,12 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
         self._require_literal()
         if self.remote_block_ids is not None and len(self.remote_block_ids) != 1:
             raise bad_params("remote_block_ids must hold one list (one KV-cache group)")
+
+    def require_prefix(self) -> None:
+        """Raises `InvalidRequestError` unless this names an engine, and how much it remembers of a
+        prompt."""
+        self._require((*ENGINE_FIELDS, "proof", "remote_num_tokens"))
+        self._require_literal()
 
     def _require(self, needed: tuple[str, ...]) -> None:
         missing = [name for name in needed if getattr(self, name) is None]

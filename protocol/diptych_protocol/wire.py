@@ -28,6 +28,7 @@ import msgspec
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.journey import RequestJourneyEvent
+from diptych_protocol.kv_transfer_params import KVTransferParams
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.pooling import PoolingParams
@@ -43,11 +44,14 @@ block to a router, and cost it a better choice."""
 FOLLOW_PREFIXES = "follow_prefixes"
 """The call after which a core tells its caller what it remembers, and each change of that. It has
 no answer but these messages."""
+FOLLOW_HEARTBEAT = "follow_heartbeat"
+"""The call after which a core's loop tells its caller every half second that it turns, with its
+statistics. It has no answer but these messages."""
 MAX_TENANT_LENGTH = 256
+"""Characters of the name of an API key."""
 MAX_TENANTS_TOLD = 32
 """A report tells the queues of so many tenants."""
 MAX_DEADLINE_MS = 600_000
-"""Characters of the name of an API key."""
 
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
 
@@ -128,6 +132,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     tenant: str = ""
     """Whose request it is: the name of the API key that it came with. Tenants share an engine
     fairly."""
+    prefix_source: KVTransferParams | None = None
+    """The engine that may remember the beginning of the prompt, as it is named in announcements,
+    and in `remote_num_tokens` how much of it. The core fetches what it lacks of that, and computes
+    what it does not get."""
     deadline_ms: int | None = None
     """Its first token is due so many milliseconds after `arrival_time`; None: at once."""
 
@@ -186,6 +194,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     They close: promised = granted + withdrawn + `leases_promised_now`, granted = released + revoked
     + expired + `leases_held`, started = completed + failed + in flight, and early loads begun =
     adopted + dropped + `early_loads_now`.
+    Fetches of prefixes are no loads here: fetches = completed + failed + `prefix_fetches_now`.
     """
 
     leases_held: int = 0
@@ -237,6 +246,20 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Loads in flight that wait until there is room for the staging area that they need."""
     staging_bytes: int = 0
     """Room that staging areas take now."""
+    prefix_fetches: int = 0
+    """Prefixes that were to be fetched from an engine that was thought to remember them."""
+    prefix_fetches_completed: int = 0
+    prefix_fetches_failed: int = 0
+    """Those that brought nothing: their requests compute the prefix."""
+    prefix_fetches_now: int = 0
+    prefix_tokens_fetched: int = 0
+    """Tokens that completed fetches brought, and that were not here."""
+    prefix_seconds: float = 0.0
+    """Sum over completed fetches of the time that the request waited."""
+    prefixes_lent: int = 0
+    """Leases of prefixes that other engines asked for."""
+    prefixes_refused: int = 0
+    """Prefixes that other engines asked for in vain."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -284,6 +307,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """Image tokens whose features are kept."""
     seconds_stepping: float = 0.0
     """Sum over steps of the time from a step's start until its results were there."""
+    adapters_loaded: int = 0
+    """How often an adapter was loaded."""
+    seconds_loading_adapters: float = 0.0
+    """Sum over these of how long it took."""
     queued_tokens_of: dict[str, int] = {}
     """The tokens of `queued_prompt_tokens` by tenant, of the `MAX_TENANTS_TOLD` tenants that have
     most; empty if no request names a tenant."""
@@ -368,6 +395,17 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     computed depend on both."""
 
 
+class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """The loop of a core says that it turns, to those who called `FOLLOW_HEARTBEAT`."""
+
+    within_s: float
+    """The core promises its next heartbeat within so many seconds."""
+    in_call: bool = False
+    """A control call begins that may take long: requests that come now wait for its end."""
+    adapters: list[str] | None = None
+    """Names of the adapters that are loaded; None: this message does not tell."""
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One message per client and step."""
 
@@ -389,6 +427,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     prefix_changes: PrefixChanges | None = None
     requests_received: int = 0
     """Beside statistics: how many requests of this client had come when they were made."""
+    heartbeat: Heartbeat | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

@@ -29,8 +29,9 @@ from diptych_protocol import (
     UtilityError,
     fingerprint,
 )
-from diptych_protocol.wire import FOLLOW_PREFIXES
+from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engine_table import EngineRow
+from diptych_router.health.heartbeats import Heartbeats
 from diptych_router.policy import Role
 
 log = logging.getLogger(__name__)
@@ -38,15 +39,19 @@ log = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 30.0
 STATS_TIMEOUT_S = 5.0
 STATS_INTERVAL_S = 1.0
-"""An engine sends its statistics along with what it computes for this router. An engine that
-computes nothing for this router is asked for them at this interval."""
+"""An engine sends its statistics with its heartbeats. One that does not know what heartbeats are is
+asked at this interval."""
 RETRY_S = 0.2
 PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
 
 SILENT_S = 10.0
-"""An engine that has work but makes no step for this long gets no further work while there are
-other engines. Its socket may well be alive: it belongs to other threads than the one that hangs."""
+"""An engine whose loop turns, and has work, but that makes no step for this long gets no further
+work while there are other engines. How soon a loop that hangs is found out is in
+`health.heartbeats`."""
+HANGS_S = PATIENCE_S
+"""An engine that has been silent for so long after a missed heartbeat keeps no request that another
+engine can take."""
 
 CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
 """How a utility call fails."""
@@ -73,11 +78,13 @@ class EngineLink:
         on_news: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
+        on_hang: Callable[[EngineLink], None],
     ) -> None:
         """Connect in the background.
 
         `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
-        computed for others than `complete`. `on_lost`: every request on it is gone.
+        computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: its
+        loop has been silent for `HANGS_S`; called again and again until it speaks.
         """
         self.role: Role = role
         self.endpoint = endpoint
@@ -95,10 +102,14 @@ class EngineLink:
         self.row = row
         """Its numbers in the table of its pool."""
         self.silent = False
-        """It has made no step for so long that it may hang."""
+        """It may hang: a heartbeat is overdue, or it makes no steps. It gets no requests while
+        others can take them."""
+        self.kept_out = False
+        """Its breaker is open; see `keep_out`."""
         self._on_news = on_news
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._on_hang = on_hang
         self._read_keys = read_keys
         self._key: CurveKeys | None = None
         """The key pair that was tried last."""
@@ -106,6 +117,7 @@ class EngineLink:
         """Connections that failed for their key, one after the other."""
         self._own: dict[str, _OwnRequest] = {}
         self._pulse = Pulse()
+        self._heartbeats = Heartbeats()
         self._gone = asyncio.Event()
         self.client = self._connect()
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
@@ -145,12 +157,29 @@ class EngineLink:
         """It says that it leaves, or that somebody has paused it: new requests would wait there."""
         return self.stats.draining or self.stats.paused
 
-    def _judge(self) -> None:
-        was_silent, self.silent = self.silent, self._pulse.doubtful_s(time.monotonic()) > SILENT_S
-        self.row["silent"] = self.silent
+    def _judge(self, now: float) -> None:
+        stuck = self._pulse.doubtful_s(now) > SILENT_S
+        was_silent, self.silent = self.silent, self._heartbeats.silent or stuck
+        self._refresh_row()
         if self.silent != was_silent:
-            what = f"made no step for {SILENT_S:g} s" if self.silent else "makes steps again"
+            what = "works again"
+            if self.silent:
+                what = f"has made no step for {SILENT_S:g} s" if stuck else "missed a heartbeat"
             log.warning("%s engine %s %s", self.role, self.name, what)
+
+    @property
+    def is_bad(self) -> bool:
+        """It hangs, or fails too often."""
+        return self.silent or self.kept_out
+
+    def keep_out(self, kept_out: bool) -> None:
+        """It gets no requests while others of its pool can take them, or does again."""
+        if kept_out != self.kept_out:
+            self.kept_out = kept_out
+            self._refresh_row()
+
+    def _refresh_row(self) -> None:
+        self.row["silent"] = self.silent or self.kept_out or self._heartbeats.in_call
 
     @property
     def lends(self) -> KVTransferParams | None:
@@ -166,6 +195,7 @@ class EngineLink:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            remote_block_size=about.block_size,
             proof=about.kv_transfer_proof,
         )
 
@@ -274,20 +304,32 @@ class EngineLink:
             self.times_up += 1
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
             self._tell_news()
-            await self._follow_stats()
+            await self._follow_health()
 
-    async def _follow_stats(self) -> None:
+    async def _follow_health(self) -> None:
         """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask, and
-        take its pulse by that."""
-        self._pulse, self.silent = Pulse(), False
-        self.row["silent"] = False
-        while not await self._lost_within(STATS_INTERVAL_S):
-            self._pulse.asked(time.monotonic())
-            try:
-                await self.refresh_stats()
-            except (*CALL_ERRORS, msgspec.ValidationError) as exc:
-                log.debug("no statistics from %s: %s", self.name, exc)
-            self._judge()
+        judge whether it hangs."""
+        self._pulse, self._heartbeats, self.silent = Pulse(), Heartbeats(), False
+        self._refresh_row()
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.tell(FOLLOW_HEARTBEAT)
+        wait_s = STATS_INTERVAL_S
+        while not await self._lost_within(wait_s):
+            now = time.monotonic()
+            if self._heartbeats.heard:
+                wait_s = self._heartbeats.look(now)
+            else:
+                await self._ask_for_stats()
+            self._judge(now)
+            if self._heartbeats.silent and self._heartbeats.missed_s(now) >= HANGS_S:
+                self._on_hang(self)
+
+    async def _ask_for_stats(self) -> None:
+        self._pulse.asked(time.monotonic())
+        try:
+            await self.refresh_stats()
+        except (*CALL_ERRORS, msgspec.ValidationError) as exc:
+            log.debug("no statistics from %s: %s", self.name, exc)
 
     async def _lost_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -304,16 +346,29 @@ class EngineLink:
     def _handle_outputs(self, message: EngineCoreOutputs) -> None:
         if message.scheduler_stats is not None:
             self._take_stats(message.scheduler_stats, message.requests_received)
+        if message.heartbeat is not None:
+            self._take_heartbeat(message.heartbeat)
+            return
         if self._own:
             others = [output for output in message.outputs if not self._take_own(output)]
             message.outputs = others
         self._on_outputs(self, message)
 
+    def _take_heartbeat(self, heartbeat: Heartbeat) -> None:
+        now = time.monotonic()
+        was_in_call = self._heartbeats.in_call
+        self._heartbeats.beat(heartbeat, now)
+        self._pulse.asked(now)
+        if heartbeat.adapters is not None:
+            self.row.adapters.tell(heartbeat.adapters, now)
+        if self.silent or was_in_call or heartbeat.in_call:
+            self._judge(now)
+
     def _take_stats(self, stats: SchedulerStats, num_received: int) -> None:
         # An answer may be older than what the engine said unasked. None ceases to drain.
         self._pulse.heard(stats)
         if self.silent:
-            self._judge()
+            self._judge(time.monotonic())
         former, self.stats = self.stats, stats
         self.row.report(stats, num_received, time.monotonic())
         stats.draining |= former.draining

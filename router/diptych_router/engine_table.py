@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from diptych_protocol import SchedulerStats
 from diptych_router.learned_rates import LearnedRates
+from diptych_router.prefixes.loaded_adapters import LoadedAdapters
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -24,6 +25,8 @@ STEP_PRIOR: Final = (5e-3, 1e-4, 1e-4)
 engine of which nothing is known."""
 TRIP_PRIOR: Final = (5e-3, 5e-6)
 """Seconds that a request waits for a hand-off, and for each token of its KV."""
+ADAPTER_PRIOR: Final = (0.2,)
+"""Seconds to load an adapter."""
 FLEET_PRIOR_S: Final = 1e-4
 OWN_PRIOR_S: Final = 2.0
 """What is known beforehand of the fleet, and of one engine from the others, counts as much as so
@@ -39,6 +42,7 @@ FIELDS: Final = (
     "usable", "silent", "lends", "fingerprint", "block_size", "open_tokens", "given",
     "free_at", "rows", "coming", "free_tokens", "all_tokens",
     "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
+    "adapter_s", "told_adapters",
 )  # fmt: skip
 
 
@@ -56,6 +60,7 @@ class FleetRates:
     def __init__(self) -> None:
         self.steps = LearnedRates(STEP_PRIOR, FLEET_PRIOR_S)
         self.trips = LearnedRates(TRIP_PRIOR, FLEET_PRIOR_S)
+        self.adapters = LearnedRates(ADAPTER_PRIOR, FLEET_PRIOR_S)
         self._step_prior, self._trip_prior = np.array(STEP_PRIOR), np.array(TRIP_PRIOR)
 
     def saw_steps(self, amounts: tuple[float, ...], seconds: float) -> None:
@@ -110,6 +115,7 @@ class EngineTable:
         for told, places, learned in (
             ("told_steps", _STEP_RATES, fleet.steps),
             ("told_trips", _TRIP_RATES, fleet.trips),
+            ("told_adapters", _ADAPTER_RATES, fleet.adapters),
         ):
             silent = (self.column(told) == 0).nonzero()[0]
             if len(silent):
@@ -151,6 +157,8 @@ class EngineRow:
         self._table = table
         self._steps = LearnedRates(STEP_PRIOR, OWN_PRIOR_S)
         self._trips = LearnedRates(TRIP_PRIOR, OWN_PRIOR_S)
+        self._adapters = LearnedRates(ADAPTER_PRIOR, OWN_PRIOR_S)
+        self.adapters = LoadedAdapters()
         self._last: SchedulerStats | None = None
         self.num_sent = 0
         """Requests sent over this connection."""
@@ -202,6 +210,7 @@ class EngineRow:
         self._last = None
         self.num_sent = 0
         self._unheard.clear()
+        self.adapters = LoadedAdapters()
 
     def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
         """The engine says how it is, as of `now`, with so many of the requests sent to it."""
@@ -238,15 +247,26 @@ class EngineRow:
             self._steps.saw(steps, seconds, fleet.steps.rates)
         before, after = last.kv_transfer, stats.kv_transfer
         if before is not None and after is not None:
-            blocks = after.blocks_received - before.blocks_received
-            trips = (after.loads_completed - before.loads_completed, blocks * size)
+            trips = (
+                after.loads_completed - before.loads_completed
+                + after.prefix_fetches_completed - before.prefix_fetches_completed,
+                (after.blocks_received - before.blocks_received) * size
+                + after.prefix_tokens_fetched - before.prefix_tokens_fetched,
+            )  # fmt: skip
             seconds = after.seconds_receiving - before.seconds_receiving
+            seconds += after.prefix_seconds - before.prefix_seconds
             if trips[0] > 0 and seconds > 0:
                 fleet.saw_trips(trips, seconds)
                 self._trips.saw(trips, seconds, fleet.trips.rates)
+        loads = (stats.adapters_loaded - last.adapters_loaded,)
+        seconds = stats.seconds_loading_adapters - last.seconds_loading_adapters
+        if loads[0] > 0 and seconds > 0:
+            fleet.adapters.saw(loads, seconds, np.array(ADAPTER_PRIOR))
+            self._adapters.saw(loads, seconds, fleet.adapters.rates)
         if stats.steps != last.steps:
             self._take_over("told_steps", _STEP_RATES, self._steps)
             self._take_over("told_trips", _TRIP_RATES, self._trips)
+            self._take_over("told_adapters", _ADAPTER_RATES, self._adapters)
             self._table.share_rates()
 
     def _take_over(self, told: str, places: list[int], learned: LearnedRates) -> None:
@@ -265,3 +285,4 @@ _REPORTED: Final = [
 ]
 _STEP_RATES: Final = [_PLACE_OF[name] for name in ("step_s", "prompt_token_s", "row_s")]
 _TRIP_RATES: Final = [_PLACE_OF[name] for name in ("trip_s", "trip_token_s")]
+_ADAPTER_RATES: Final = [_PLACE_OF["adapter_s"]]

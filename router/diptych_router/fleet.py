@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from diptych_protocol import KVTransferParams
+from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView
 from diptych_router.slo.first_token import FirstToken
 
@@ -41,13 +42,22 @@ class Fleet(Protocol):
 
     def get(self, key: str) -> Engine | None: ...
     def may_begin_at(self, key: str) -> bool:
-        """This engine may get new requests."""
+        """This engine may get new requests, and does not hang."""
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """The engines for a new attempt, but none of `full`; None: there are none now."""
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         """When the first token is expected after this choice; None: too little is known."""
+
+    def went_well(self, *keys: str) -> None:
+        """These engines have done their parts of a request. Empty keys mean nobody."""
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        """This engine failed at a request, by its own fault."""
+
+    def was_full(self, key: str) -> None:
+        """This engine had no room for a request just now."""
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""

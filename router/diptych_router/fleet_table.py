@@ -92,9 +92,20 @@ class FleetTable:
             how = "always"
         cached, held = self._cached(request)
         elsewhere = self._elsewhere(cached, held)
+        adapter = request.adapter
+        loading: dict[Role, Floats] = {}
+        if adapter:
+            loading = {role: _adapter_s(t, adapter, now) for role, t in self.tables.items()}
         for lively in (True, False):
             prefill, decode = (
-                Engines(table, _usable(table, lively), cached[role], elsewhere[role], now)
+                Engines(
+                    table,
+                    _usable(table, lively),
+                    cached[role],
+                    elsewhere[role],
+                    now,
+                    loading[role] if adapter else None,
+                )
                 for role, table in self.tables.items()
             )
             for role, row in full_at:
@@ -150,6 +161,8 @@ class FleetTable:
                 continue
             _, row = known
             row["given"] += 1
+            if request.adapter:
+                row.adapters.expect(request.adapter, now)
             if key == computes:
                 row.place(decision.to_compute, now, request.tenant)
             naming = self._naming(request, row)
@@ -217,6 +230,13 @@ class FleetTable:
         """How an engine names the blocks of a prompt; None: that is not known."""
         digest = self.known.adapters(row.key).get(request.adapter) if request.adapter else ""
         return None if digest is None else BlockNaming(int(row["block_size"]), digest)
+
+
+def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
+    """[engines] Seconds to load the adapter of this name; 0 where it is loaded."""
+    lacking = np.array([not row.adapters.has(name, now) for row in table.rows], np.float64)
+    seconds: Floats = lacking * table.column("adapter_s")
+    return seconds
 
 
 def _usable(table: EngineTable, lively: bool) -> Flags:

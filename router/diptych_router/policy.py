@@ -61,6 +61,8 @@ class Engines:
     elsewhere: Floats
     """The same of the engine that has most of it, of those that each could fetch it from."""
     now: float = 0.0
+    adapter_s: Floats | None = None
+    """Seconds that each needs to load the adapter that the request wants; None: it wants none."""
 
     def column(self, name: str) -> Floats:
         """See `engine_table.FIELDS`."""
@@ -201,6 +203,15 @@ def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -
     return None if chosen is None else decode.key(chosen)
 
 
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The terms of a pair."""
+    both = {**one, **other}
+    for name in one:
+        if name in other:
+            both[name] = one[name] + other[name]
+    return both
+
+
 def _pick_pair(
     policy: Policy,
     request: RequestView,
@@ -222,7 +233,7 @@ def _pick_pair(
         decode.key(d),
         f"{policy.reason} pair",
         fetch_tokens=first.fetches(p),
-        terms=first.terms(p) | second.terms(d),
+        terms=_added(first.terms(p), second.terms(d)),
         to_compute=first.to_compute(p),
         weighed=(first, second),
     )

@@ -86,6 +86,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             on_change=self._pools_changed,
             on_outputs=self._handle_outputs,
             on_lost=self._engine_lost,
+            on_hang=self._engine_hangs,
         )
         self._model_limit = inputs.max_model_len
         self.table = RequestTable(
@@ -176,9 +177,14 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
         self._carry_out(self.table.engine_lost(link.key, str(cause), self._loop.time()))
 
+    def _engine_hangs(self, link: EngineLink) -> None:
+        self._carry_out(self.table.engine_hangs(link.key, self._loop.time()))
+
     def _pools_changed(self) -> None:
         self._follow_engines()
-        self._carry_out(self.table.fleet_changed(self._loop.time()))
+        now = self._loop.time()
+        self._carry_out(self.table.fleet_changed(now))
+        self._carry_out(self.table.give_up_late(now))
 
     def _follow_engines(self) -> None:
         """Every usable engine can take every request. While there is none, nothing new is known."""

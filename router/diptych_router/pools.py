@@ -24,12 +24,14 @@ from diptych_protocol import (
 )
 from diptych_protocol.admin import CanaryReport
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.canary import Candidate, Trial, TrialBook
-from diptych_router.canary_run import run_canary
+from diptych_router.canaries.canary import run_canary
+from diptych_router.canaries.health_watch import HealthWatch
+from diptych_router.canaries.trials import Candidate, Trial, TrialBook
 from diptych_router.compat_mismatch import compat_mismatch
 from diptych_router.discovery import Target, resolve
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.fleet_table import ANY_REQUEST, FleetTable
+from diptych_router.health.health_book import Failure
 from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.serving import Serving, ServingFile
@@ -59,6 +61,7 @@ class Pools:
         on_change: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
+        on_hang: Callable[[EngineLink], None],
     ) -> None:
         """`on_change`: it may be that more, fewer or other engines are usable."""
         self.links: dict[str, EngineLink] = {}
@@ -75,12 +78,21 @@ class Pools:
         self._on_change = on_change
         self._on_outputs = on_outputs
         self._on_lost = on_lost
+        self._on_hang = on_hang
         self.fleet = FleetTable(POLICIES[config.policy], Random().randrange, config.disaggregate)
         self._follows_prefixes = config.policy == "prefix_aware"
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
         self._trials = TrialBook()
+        self.health = HealthWatch(
+            self.links,
+            self.usable,
+            release=self.release,
+            spawn=self.spawn,
+            on_change=self._changed,
+            pairs=config.verify != "off",
+        )
         self._unresolved: set[Role] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -134,14 +146,23 @@ class Pools:
         return self.links.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        """This engine may get new requests."""
-        return key in self.links and self.usable(self.links[key])
+        """This engine may get new requests, and does not hang."""
+        return self._may_get_work(key) and not self.links[key].is_bad
 
     def choose(
         self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
     ) -> Decision | None:
-        """As `FleetTable.choose`, for the engines that are usable now."""
+        """As `FleetTable.choose`, for the engines that are usable now. Those that have refused a
+        request a moment ago are asked if nobody else has room."""
         now = time.monotonic()
+        refusing = self.health.full(now)
+        if refusing:
+            decision = self._choose(request, now, refusing.union(full))
+            if decision is not None:
+                return decision
+        return self._choose(request, now, full)
+
+    def _choose(self, request: RequestView, now: float, full: Collection[str]) -> Decision | None:
         decision = self.fleet.choose(request, now, full)
         if decision is None or self._holds(decision):
             return decision
@@ -150,7 +171,11 @@ class Pools:
 
     def _holds(self, decision: Decision) -> bool:
         """Its engines are still usable. Whether they are is looked at when there is news."""
-        return all(self.may_begin_at(key) for key in (decision.prefill, decision.decode) if key)
+        prefill, decode = decision.prefill, decision.decode
+        return (not prefill or self._may_get_work(prefill)) and self._may_get_work(decode)
+
+    def _may_get_work(self, key: str) -> bool:
+        return key in self.links and self.usable(self.links[key])
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         """When the first token is expected after this choice; None: too little is known."""
@@ -159,6 +184,18 @@ class Pools:
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
         self.fleet.placed(request, decision, time.monotonic())
+
+    def went_well(self, *keys: str) -> None:
+        """See `Fleet`."""
+        self.health.went_well(keys)
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        """See `Fleet`."""
+        self.health.went_badly(key, failure)
+
+    def was_full(self, key: str) -> None:
+        """See `Fleet`."""
+        self.health.was_full(key)
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
         """An engine tells what it remembers."""
@@ -174,7 +211,7 @@ class Pools:
         fit = [
             link.key
             for link in self.of("decode")
-            if link.open_to_work and self._trusted(link) and not link.silent
+            if link.open_to_work and self._trusted(link) and not link.is_bad
         ]
         chosen = self.fleet.successor(fingerprint, fit, time.monotonic())
         return self.links[chosen] if chosen is not None else None
@@ -288,12 +325,14 @@ class Pools:
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
+                    on_hang=self._on_hang,
                 )
             except (InvalidRequestError, zmq.ZMQError) as exc:
                 log.warning("cannot connect to %s: %s", endpoint, exc)
                 self.fleet.remove(row.key)
                 continue
             self.links[link.key] = link
+            self.health.add(link.key)
         for endpoint, key in known.items():
             link = self.links[key]
             link.listed = endpoint in endpoints
@@ -302,6 +341,7 @@ class Pools:
                 del self.links[key]
                 self.fleet.remove(key)
                 self._followed.pop(key, None)
+                self.health.forget(key)
         self._trials.keep({link.epoch for link in self.links.values()})
 
     def _changed(self) -> None:
@@ -311,6 +351,7 @@ class Pools:
         self._greet()
         self._refresh_rows()
         now = time.monotonic()
+        self.health.look(now)
         decision = self.fleet.choose(ANY_REQUEST, now, disaggregate="always")
         self.had_pair = self.had_pair or (decision is not None and decision.prefill is not None)
         if decision is not None:

@@ -1,12 +1,22 @@
-"""What a router tells the operator: `GET /admin/state`."""
+"""What a router tells the operator (`GET /admin/state`), and scrapers of its engines' health."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from diptych_protocol import KVTransferStats
 from diptych_protocol.admin import EngineReport, PromiseCount, RouterReport
 from diptych_router.engine_link import EngineLink
+from diptych_router.health.health_book import Failure
 from diptych_router.pool_client import PoolClient
 from diptych_router.pools import Pools
+
+PREFIX: Final = "diptych:engine_"
 
 
 def router_report(client: PoolClient) -> RouterReport:
@@ -31,6 +41,7 @@ def router_report(client: PoolClient) -> RouterReport:
 def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
     stats = link.stats
     transfer = stats.kv_transfer or KVTransferStats()
+    health = pools.health.of(link.key)
     held = stats.blocks_total - stats.blocks_free
     return EngineReport(
         engine_id=link.name,
@@ -51,4 +62,51 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         loads_failed=transfer.loads_failed,
         leases_expired=transfer.leases_expired,
         stale_reads_refused=transfer.stale_reads_refused,
+        prefix_fetches=transfer.prefix_fetches,
+        prefix_fetches_failed=transfer.prefix_fetches_failed,
+        prefix_tokens_fetched=transfer.prefix_tokens_fetched,
+        silent=link.silent,
+        breaker=health.breaker.state,
+        kept_out=link.kept_out,
+        failures={str(kind): count for kind, count in health.failures.items()},
     )
+
+
+class HealthCollector(Collector):
+    """As of the time of the scrape. Totals begin with the router, or with the engine's address."""
+
+    def __init__(self, model_name: str, pools: Pools) -> None:
+        self._model_name, self._pools = model_name, pools
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("model_name", "engine")
+        silent = GaugeMetricFamily(
+            f"{PREFIX}silent", "1: a heartbeat is overdue, or it makes no steps.", labels=labels
+        )
+        breaker = GaugeMetricFamily(
+            f"{PREFIX}breaker_state",
+            "1 for the state of its circuit breaker: closed, open or half-open.",
+            labels=(*labels, "state"),
+        )
+        opened = CounterMetricFamily(
+            f"{PREFIX}breaker_opened", "How often its circuit breaker opened.", labels=labels
+        )
+        failures = CounterMetricFamily(
+            f"{PREFIX}failures",
+            "What it did wrong: error, lost, hang, or late with a first token.",
+            labels=(*labels, "kind"),
+        )
+        for link in self._pools.links.values():
+            if not link.up:
+                continue
+            health = self._pools.health.of(link.key)
+            own = (self._model_name, f"{link.role}/{link.name}")
+            silent.add_metric(own, link.silent)
+            breaker.add_metric((*own, health.breaker.state), 1)
+            opened.add_metric(own, health.opened)
+            for kind in Failure:
+                failures.add_metric((*own, kind), health.failures[kind])
+        yield from (silent, breaker, opened, failures)

@@ -17,9 +17,10 @@ What always holds:
 - **What is announced comes, or is withdrawn**: an engine that was told to expect a request gets it
   under that id, or an `Abort` of it, even if that is all that is left to do.
 - **Every request ends**: with a last output that is delivered, or with one `Fail`, or because it is
-  withdrawn. Attempts are bounded (`MAX_ERRORS`, `MAX_LOSSES`) and so is the time without an engine
-  (`WakeAt`); who waits for another answer to its prompt begins when that is over, at the latest.
-  What an engine takes to answer is its own affair and that of who watches the line.
+  withdrawn. Attempts are bounded (`MAX_ERRORS`, `MAX_LOSSES`, `MAX_LATE`) and so is the time
+  without an engine (`WakeAt`); who waits for another answer to its prompt begins when that is over,
+  at the latest. An engine that brings no token in time (`give_up_late`) or hangs (`engine_hangs`)
+  loses it, if another can take it.
 
 Pure but for the log: no socket, thread or clock. Who calls it carries out what it returns, in
 order; what an event returns that came of carrying something out is done after what is left of that.
@@ -29,9 +30,12 @@ The fleet answers questions of the moment.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from diptych_protocol import (
     EngineCoreOutput,
@@ -39,6 +43,7 @@ from diptych_protocol import (
     EngineGenerateError,
     EngineOverloadedError,
     FinishReason,
+    KVTransferParams,
 )
 from diptych_router.actions import (
     Abort,
@@ -54,9 +59,11 @@ from diptych_router.actions import (
     WakeAt,
 )
 from diptych_router.fleet import Engine, Fleet
+from diptych_router.health.health_book import Failure
+from diptych_router.health.patience import LEAST_S, patience_s
 from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Decision
-from diptych_router.routed_request import RoutedRequest, Setback, Stage, is_given_up
+from diptych_router.routed_request import MAX_LATE, RoutedRequest, Setback, Stage, is_given_up
 from diptych_router.siblings import Siblings, same_way
 from diptych_router.slo.promises import Promises
 from diptych_router.tenant_places import TenantPlaces
@@ -90,8 +97,10 @@ class RequestTable:
         max_held: int,
         promises: Promises,
         random_bits: Callable[[int], int] = secrets.randbits,
+        first_token_s: float = LEAST_S,
     ) -> None:
-        """`random_bits(k)` is k bits nobody can guess; only a simulation brings its own."""
+        """`random_bits(k)` is k bits nobody can guess. `first_token_s`: the shortest deadline of a
+        first token. Only a simulation brings its own of both."""
         self.requests: dict[str, RoutedRequest] = {}
         """By the request's own id."""
         self.promises = promises
@@ -99,7 +108,7 @@ class RequestTable:
         self.tenants = self._places.accounts
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self._fleet = fleet
-        self._random_bits = random_bits
+        self._random_bits, self._first_token_s = random_bits, first_token_s
         self._placed: dict[str, RoutedRequest] = {}
         """By the id under which an engine has it now."""
         self._charges: dict[str, list[tuple[Engine, int]]] = {}
@@ -139,6 +148,8 @@ class RequestTable:
             routed = self.requests.get(request_id)
             if routed is None:
                 continue
+            if routed.has_decoded:
+                self._fleet.went_well(routed.engine, routed.prefill_engine)
             if routed.core_id in self._placed:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
             actions += self._forget(routed)
@@ -163,6 +174,8 @@ class RequestTable:
                     strays.append(output.request_id)
             elif output.finish_reason is None and output.kv_transfer_params is None:
                 routed.absorb(output)  # most outputs are like this one
+                if routed.suspects:
+                    self._clear_up(routed)
                 if output.new_token_ids:
                     deliver.append(output)
                     if routed.first_at is None:
@@ -170,7 +183,12 @@ class RequestTable:
             elif output.finish_reason is FinishReason.ERROR:
                 why = output.error or "the engine gave no reason"
                 actions += _offered(output)
-                self._pass_turn(routed, routed.setback_of(output.error_kind), why)
+                setback = routed.setback_of(output.error_kind)
+                if setback is Setback.FULL:
+                    self._fleet.was_full(engine)
+                elif output.error_param is None:
+                    routed.suspect()  # with a parameter it is the request that is wrong
+                self._pass_turn(routed, setback, why)
             elif is_given_up(output):
                 link = self._fleet.get(engine)
                 setback = Setback.MOVE if link is not None and link.withdrawn else Setback.LOSS
@@ -209,9 +227,49 @@ class RequestTable:
         link = self._fleet.get(engine)
         setback = Setback.MOVE if link is not None and link.withdrawn else Setback.LOSS
         actions: list[Action] = []
-        for routed in [r for r in self._placed.values() if r.engine == engine]:
+        lost = [r for r in self._placed.values() if r.engine == engine]
+        if lost and setback is Setback.LOSS:
+            self._fleet.went_badly(engine, Failure.LOST)
+        for routed in lost:
             actions += self._retry(routed, setback, why, now)
         return self._and_followers(actions, now)
+
+    def engine_hangs(self, engine: str, now: float) -> Sequence[Action]:
+        """An engine says nothing, though its line stands: what is there begins again elsewhere, as
+        far as others can take it. The rest waits until it speaks or is lost."""
+        link = self._fleet.get(engine)
+        name = link.name if link is not None else engine
+        actions: list[Action] = []
+        for routed in [r for r in self._placed.values() if r.engine == engine]:
+            decision = self._fleet.choose(routed.view, routed.full)
+            if decision is None or not self._is_lively(decision):
+                continue
+            actions.append(Abort(engine, [routed.core_id]))
+            actions += self._retry(routed, Setback.LOSS, f"engine {name} hangs", now)
+        if actions:
+            self._fleet.went_badly(engine, Failure.HANG)
+        return self._and_followers(actions, now)
+
+    def give_up_late(self, now: float) -> Sequence[Action]:
+        """Try requests elsewhere whose engines keep them waiting for a token for too long. Call it
+        every second or so."""
+        actions: list[Action] = []
+        for routed in [r for r in self._placed.values() if r.first_token_by <= now]:
+            engine, routed.first_token_by = routed.engine, math.inf
+            self._fleet.went_badly(engine, Failure.LATE)
+            decision = self._fleet.choose(routed.view, {*routed.avoided, engine})
+            if decision is None or not self._is_lively(decision):
+                continue
+            routed.suspects[engine] = None
+            actions.append(Abort(engine, [routed.core_id]))
+            why = f"no token within {routed.patience_s:.0f} s"
+            actions += self._retry(routed, Setback.LATE, why, now)
+        return self._and_followers(actions, now)
+
+    def _is_lively(self, decision: Decision) -> bool:
+        """None of its engines hangs."""
+        keys = (decision.prefill, decision.decode)
+        return all(self._fleet.may_begin_at(key) for key in keys if key)
 
     def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """An engine was asked to hand a placement off, and could not: begin again elsewhere."""
@@ -310,12 +368,15 @@ class RequestTable:
             if routed.crowded:
                 return self._hold(routed, now, "", "your other requests keep the engines busy")
         if decision is None:
-            decision = self._fleet.choose(routed.view, routed.full)
+            decision = self._fleet.choose(routed.view, routed.avoided)
+            if decision is None and routed.suspects:
+                decision = self._fleet.choose(routed.view, routed.full)
         decode = self._fleet.get(decision.decode) if decision is not None else None
         if decision is None or decode is None:
             return self._hold(routed, now, before)
         prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
         routed.attempts += 1
+        routed.patience_s = patience_s(decision.terms, routed.prompt_tokens, self._first_token_s)
         if routed.attempts == 1:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
@@ -329,11 +390,14 @@ class RequestTable:
         }
         level = logging.DEBUG if routed.attempts == 1 else logging.INFO
         log.log(level, "request %s: %s", routed.request_id, facts)
+        source = self._source_of(decision, prefill)
+        if source is not None:
+            facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
         if prefill is not decode:
-            begin = self._begin_pair(routed, prefill, decode)
+            begin = self._begin_pair(routed, prefill, decode, source, now)
         else:
-            self._place(routed, decode, Stage.DECODE)
-            begin = [Add(decode.key, routed.aggregated_request())]
+            self._place(routed, decode, Stage.DECODE, now)
+            begin = [Add(decode.key, routed.aggregated_request(source))]
         return [Explain(routed.request_id, facts), *begin]
 
     def _refusal(
@@ -349,11 +413,32 @@ class RequestTable:
             log.info("request %s is refused: %s", routed.request_id, refusal)
         return refusal
 
-    def _begin_pair(self, routed: RoutedRequest, prefill: Engine, decode: Engine) -> list[Action]:
+    def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
+        """Who the engine that computes the prompt may ask for a prefix; None: nobody.
+
+        The router has no part in what follows: the two engines make the lease between them.
+        """
+        if decision.fetch is None or decision.fetch_tokens <= 0:
+            return None
+        holder = self._fleet.get(decision.fetch)
+        if holder is None or holder is computing or holder.fingerprint != computing.fingerprint:
+            return None
+        if holder.lends is None:
+            return None
+        return msgspec.structs.replace(holder.lends, remote_num_tokens=decision.fetch_tokens)
+
+    def _begin_pair(
+        self,
+        routed: RoutedRequest,
+        prefill: Engine,
+        decode: Engine,
+        source: KVTransferParams | None,
+        now: float,
+    ) -> list[Action]:
         """Let P compute, and D get ready meanwhile."""
-        self._place(routed, prefill, Stage.PREFILL, plans=decode)
+        self._place(routed, prefill, Stage.PREFILL, now, plans=decode)
         lease_id = f"{self._random_bits(128):032x}"
-        add = Add(prefill.key, routed.prefill_request(lease_id))
+        add = Add(prefill.key, routed.prefill_request(lease_id, source))
         if prefill.lends is None or not routed.worth_announcing:
             return [add]
         return [add, Announce(decode.key, routed.announce(decode.key, prefill.lends, lease_id))]
@@ -381,14 +466,17 @@ class RequestTable:
     def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
         offered, unread = _offered(output), routed.lease
-        its_turn_ends = routed.absorb(output)
+        again = routed.absorb(output)
+        if routed.suspects:
+            self._clear_up(routed)
         if output.new_token_ids and routed.first_at is None:
             self.promises.saw_first(routed, now)
-        if its_turn_ends:
+        if again:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
             return [] if unread is None else [Release(routed.core_id, unread)]
         if output.finished:
+            self._fleet.went_well(routed.engine, routed.prefill_engine)
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
             self.promises.saw_end(routed, now)
             return [*offered, *self._forget(routed)]
@@ -401,6 +489,11 @@ class RequestTable:
         del self._placed[routed.core_id]
         self._turns.append(_Turn(routed, setback, why))
 
+    def _clear_up(self, routed: RoutedRequest) -> None:
+        """It gets on: whoever failed at what was done now is to blame."""
+        for engine in routed.take_guilty():
+            self._fleet.went_badly(engine, Failure.ERROR)
+
     def _hand_over(self, routed: RoutedRequest, now: float) -> list[Action]:
         """An engine lends its KV: let the next one take over."""
         taker = self._taker(routed)
@@ -410,7 +503,7 @@ class RequestTable:
             routed.announced, actions = None, []  # its next placement has the id announced there
         else:
             actions = self._unannounce(routed)
-        self._place(routed, taker, Stage.DECODE)
+        self._place(routed, taker, Stage.DECODE, now)
         routed.decode_engine = taker.key
         return [*actions, Add(taker.key, routed.decode_request())]
 
@@ -460,11 +553,18 @@ class RequestTable:
         return [] if lease is None else [Release(routed.core_id, lease)]
 
     def _place(
-        self, routed: RoutedRequest, engine: Engine, stage: Stage, plans: Engine | None = None
+        self,
+        routed: RoutedRequest,
+        engine: Engine,
+        stage: Stage,
+        now: float,
+        plans: Engine | None = None,
     ) -> None:
         """Put a request to an engine's account, and to that of the one to take over later."""
         self._leave_engine(routed)
         routed.place(engine.key, stage)
+        if routed.late < MAX_LATE:
+            routed.first_token_by = now + routed.patience_s
         self._placed[routed.core_id] = routed
         cost = routed.prompt_tokens + len(routed.generated)
         charges = [(account, cost) for account in (engine, plans) if account is not None]

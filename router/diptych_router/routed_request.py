@@ -12,6 +12,8 @@ Pure: it says what to send next; `RequestTable` says where to.
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,9 @@ MAX_LOSSES = 8
 More than `MAX_ERRORS`, because it is seldom the request's fault: engines whose pods are deleted
 without warning, one after the other, must not end a stream. But bounded, because a request that
 does kill engines must not kill them all for ever."""
+MAX_LATE = 2
+"""How often a request is taken from an engine that keeps it waiting for its first token. After that
+it waits, because everybody seems to be slow."""
 
 
 class Stage(enum.Enum):
@@ -56,6 +61,8 @@ class Setback(enum.Enum):
     FULL = enum.auto()
     """The engine has no room for it now. Another may have; if none has, the client is to come back
     later."""
+    LATE = enum.auto()
+    """The engine missed the deadline of its first token."""
     MOVE = enum.auto()
     """Its engine leaves in good order. That is nobody's fault and not counted."""
 
@@ -82,6 +89,14 @@ class RoutedRequest:
     """How often it began with a choice of engines."""
     errors: int = 0
     losses: int = 0
+    late: int = 0
+    patience_s: float = math.inf
+    """An engine of this attempt is to bring a token within so many seconds."""
+    first_token_by: float = math.inf
+    """When the engine that works on it now is late, by the loop's clock."""
+    suspects: dict[str, Stage | None] = field(default_factory=dict)
+    """Keys of engines that failed it since it last got on -> at what. If another engine does that,
+    the request was not to blame. None: this engine was blamed at once."""
     stage: Stage = Stage.PREFILL
     engine: str = ""
     """Key of the engine that works on it now."""
@@ -182,14 +197,38 @@ class RoutedRequest:
         """It goes to this engine now; the next `*_request` says what to send."""
         self.placements += 1
         self.engine, self.stage, self.moving = engine, stage, False
+        self.first_token_by = math.inf
 
     def set_back(self, setback: Setback) -> bool:
         """Count what went wrong; True if it deserves another attempt."""
         self.errors += setback is Setback.ERROR
         self.losses += setback in (Setback.LOSS, Setback.FULL)
+        self.late += setback is Setback.LATE
         if setback is Setback.FULL:
             self.full.add(self.engine)
         return self.errors < MAX_ERRORS and self.losses < MAX_LOSSES
+
+    @property
+    def avoided(self) -> Collection[str]:
+        """Keys of engines that should not get it again while there are others."""
+        return self.full | self.suspects.keys() if self.suspects else self.full
+
+    def suspect(self) -> None:
+        """The engine that works on it failed. If that was a hand-off, both sides are suspects."""
+        self.suspects[self.engine] = self.stage
+        if self.stage is Stage.DECODE and self.lease is not None and self.prefill_engine:
+            self.suspects[self.prefill_engine] = self.stage
+
+    def take_guilty(self) -> list[str]:
+        """Another engine has done what these failed at."""
+        guilty = [
+            engine
+            for engine, stage in self.suspects.items()
+            if stage is self.stage and engine != self.engine
+        ]
+        for engine in [e for e, s in self.suspects.items() if s in (self.stage, None)]:
+            del self.suspects[engine]
+        return guilty
 
     def setback_of(self, kind: ErrorKind) -> Setback:
         """What an engine's error means: with a lease unread it is the hand-off that failed."""
@@ -198,14 +237,17 @@ class RoutedRequest:
         handing_off = self.stage is Stage.DECODE and self.lease is not None
         return Setback.LOSS if handing_off else Setback.ERROR
 
-    def prefill_request(self, lease_id: str | None = None) -> EngineCoreRequest:
+    def prefill_request(
+        self, lease_id: str | None = None, source: KVTransferParams | None = None
+    ) -> EngineCoreRequest:
         """For P: compute the KV, sample one token, keep the KV for a decode engine.
 
         When one token is all that is wanted there is nothing to hand off.
-        lease_id: the id that the lease is to have, 32 random hexadecimal digits.
+        lease_id: the id that the lease is to have, 32 random hexadecimal digits. source: who may
+        have the KV of a prefix.
         """
         if self.tokens_left <= 1:
-            return self.aggregated_request()
+            return self.aggregated_request(source)
         params = self.original.sampling
         max_tokens = len(self.generated) + 1
         lent = KVTransferParams(do_remote_decode=True, lease_id=lease_id)
@@ -215,7 +257,7 @@ class RoutedRequest:
             min_tokens=min(params.min_tokens, max_tokens),
             extra_args=self._extra_args(lent.to_dict()),
         )
-        return self._with(first)
+        return self._with(first, source)
 
     @property
     def worth_announcing(self) -> bool:
@@ -254,13 +296,12 @@ class RoutedRequest:
             msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(self.lease))
         )
 
-    def aggregated_request(self) -> EngineCoreRequest:
-        """For one engine that does everything."""
+    def aggregated_request(self, source: KVTransferParams | None = None) -> EngineCoreRequest:
+        """For one engine that does everything. source: who may have the KV of a prefix."""
         if self.prefill_only:
-            return self._with(None)
-        return self._with(
-            msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
-        )
+            return self._with(None, source)
+        params = msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
+        return self._with(params, source)
 
     def _extra_args(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
         extra = dict(self.original.sampling.extra_args or {})
@@ -269,12 +310,15 @@ class RoutedRequest:
             extra["kv_transfer_params"] = kv_transfer_params
         return extra or None
 
-    def _with(self, params: SamplingParams | None) -> EngineCoreRequest:
+    def _with(
+        self, params: SamplingParams | None, source: KVTransferParams | None = None
+    ) -> EngineCoreRequest:
         return msgspec.structs.replace(
             self.original,
             request_id=self.core_id,
             sampling_params=params,
             generated_token_ids=list(self.generated) or None,
+            prefix_source=source,
             deadline_ms=None if self.generated else self.original.deadline_ms,
         )
 
@@ -287,6 +331,7 @@ class RoutedRequest:
         self.generated += output.new_token_ids
         self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
         self.hold_until = None
+        self.first_token_by = math.inf
         self.full.clear()
         prefill_done = (
             self.stage is Stage.PREFILL

@@ -17,6 +17,9 @@ from pathlib import Path
 
 from chaos_kit.campaign import Report, campaign, failures, summary
 from chaos_kit.faulty_network import why_no_networks
+from chaos_kit.service import Service
+
+from diptych_protocol import KVTransferStats
 
 MAX_BAD = 5
 """After so many runs with problems there is nothing to learn from more of them."""
@@ -72,7 +75,20 @@ async def play_at(seeds: list[int], done: int, runs: int, *, networked: bool) ->
             bad = [report for report in playing.reports if report.problems]
             if len(bad) >= MAX_BAD or (report.problems and not playing.service.is_ready):
                 break
+        print(await fetches(playing.service))
     return playing.reports
+
+
+async def fetches(service: Service) -> str:
+    """What the engines that live now say of the prefixes that they were to fetch."""
+    hinges = [(await engine.stats()).kv_transfer or KVTransferStats() for engine in service.engines]
+    asked, fetched, tokens = (
+        sum(getattr(hinge, name) for hinge in hinges)
+        for name in ("prefix_fetches", "prefix_fetches_completed", "prefix_tokens_fetched")
+    )
+    return (
+        f"prefixes: {asked} asked for, {fetched} fetched, {tokens} tokens (since engines started)"
+    )
 
 
 def tell(report: Report, number: int, runs: int) -> None:

@@ -72,6 +72,16 @@ async def test_chaos_costs_no_answer_and_leaves_nothing_behind(
     assert not report.problems, str(report)
 
 
+async def test_prefixes_were_fetched_meanwhile(chaos: Campaign) -> None:
+    """The requests of chaos do fetch, so that its faults meet that, too."""
+    load = Load(lambda: chaos.service.router, chaos.asked, 2)
+    load.burst(40)
+    await load.finish(PATIENCE_S)
+    hinges = [(await engine.stats()).kv_transfer for engine in chaos.service.engines]
+    assert sum(hinge.prefix_fetches_completed for hinge in hinges if hinge is not None) > 0
+    assert await chaos.service.at_rest(REST_S) == []
+
+
 async def canary(service: Service, asked: list[Question]) -> None:
     """Some questions, which must all be answered right, and nothing may be left of them."""
     load = Load(lambda: service.router, asked, 1)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from diptych.laptop.rundir import PodState, RunState
-from diptych.status import read_cpus, show, with_cpus
+from diptych.status import read_cpus, read_health, show, with_facts
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import SchedulerStats
 
@@ -53,16 +53,31 @@ def state(url: str) -> RunState:
 
 
 def test_engines_are_shown_with_their_level_and_what_is_set_aside(router: str) -> None:
-    found = with_cpus(state(router))
+    found = with_facts(state(router))
     assert [pod.cpu for pod in found.pods] == ["", "vnni", "avx2, 2 kernels set aside", ""]
     text = StringIO()
     show([found], Console(file=text, width=120))
     assert "avx2, 2 kernels set aside" in text.getvalue()
 
 
+def test_engines_are_shown_with_how_the_router_judges_them() -> None:
+    states = {"a": (0, "closed"), "b": (1, "open"), "c": (0, "open"), "d": (0, "half-open")}
+    lines = [
+        line
+        for name, (silent, state) in states.items()
+        for line in (
+            f'diptych:engine_silent{{engine="decode/{name}"}} {silent}',
+            f'diptych:engine_breaker_state{{engine="decode/{name}",state="{state}"}} 1',
+        )
+    ]
+    for order in (lines, lines[::-1]):
+        found = read_health("\n".join(order) + "\n")
+        assert found == {"a": "ok", "b": "silent", "c": "failing", "d": "failing"}
+
+
 def test_a_service_that_does_not_answer_is_shown_without() -> None:
     gone = state("http://127.0.0.1:1/v1")
-    assert with_cpus(gone) == gone
+    assert with_facts(gone) == gone
 
 
 def test_what_is_no_exposition_is_an_error() -> None:

@@ -69,6 +69,7 @@ FEATURES: dict[str, list[Any]] = {
     "max_tokens": [20, 1, 2],
     "kind": list(RequestOutputKind),
     "moved": [False, True],
+    "fetched": [False, True],
 }
 Case = dict[str, Any]
 
@@ -122,13 +123,16 @@ class Panels:
         [outputs] = LocalRouter(self.tokenizer, decode=[self.alone]).run(message)
         return Answer.of(outputs, message.sampling.output_kind)
 
-    def disaggregated(self, message: EngineCoreRequest, *, moved: bool) -> Answer:
+    def disaggregated(self, message: EngineCoreRequest, *, moved: bool, fetched: bool) -> Answer:
+        """fetched: prefill gets what it lacks of the prompt from the engine alone."""
         route = LocalRouter(
             self.tokenizer,
             prefill=[self.prefill],
             decode=[self.decode, self.other],
             move_after=MOVE_AFTER if moved else None,
         )
+        if fetched:
+            route.fleet.fetch_from(self.alone)
         [outputs] = route.run(message)
         return Answer.of(outputs, message.sampling.output_kind)
 
@@ -239,14 +243,18 @@ def test_P5_what_crosses_the_hinge_equals_what_one_engine_says(panels: Panels, c
         engine.forget_prefixes()
         if case["remembered"] in (engine.name, "both") and engine is not panels.other:
             warm(engine, message)
-    computed = panels.decode.prompt_tokens_computed
-    answer = panels.disaggregated(message, moved=case["moved"])
+    computed, fetches = panels.decode.prompt_tokens_computed, panels.prefill.hinge.prefix_fetches
+    answer = panels.disaggregated(message, moved=case["moved"], fetched=case["fetched"])
     assert answer.texts == expected.texts
     assert answer.token_ids == expected.token_ids
     assert answer.ends == expected.ends
     assert answer.rows == expected.rows
     assert answer.numbers == pytest.approx(expected.numbers, abs=1e-4)
     assert panels.decode.prompt_tokens_computed == computed, "decode computes nothing of a prompt"
+    may_fetch = case["fetched"] and message.sampling.prompt_logprobs is None
+    if may_fetch and case["remembered"] in ("nowhere", "decode"):
+        assert panels.prefill.hinge.prefix_fetches > fetches
+        assert panels.prefill.hinge.prefix_fetches_failed == 0
 
 
 def test_the_cases_bring_every_two_features_together() -> None:

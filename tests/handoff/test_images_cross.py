@@ -139,3 +139,28 @@ def test_P2_kv_of_another_image_is_not_taken(published: Published, trio: list[En
         refused = any(output.error is not None for output in outputs)
         assert refused is not taken, outputs
     decode.core.abort_all()
+
+
+def test_P5_a_prefix_with_an_image_is_fetched_and_another_image_s_is_not(
+    published: Published, trio: list[Engine]
+) -> None:
+    """The names of blocks cover the images: no engine takes the KV of another picture."""
+    alone, taker, _ = trio
+    messages = [longer(asked(published, seed)) for seed in (1, 2)]
+    expected = [through(message, decode=[alone])[0] for message in messages]
+    alone.forget_prefixes()
+    through(messages[0], decode=[alone])
+    encoded_before = encoded_by(taker)
+    for message, known in zip(messages, (True, False), strict=True):
+        router = LocalRouter(None, decode=[taker])
+        router.fleet.fetch_from(alone)
+        [outputs] = router.run(message)
+        assert outputs[-1].outputs[0].token_ids == expected[not known]
+        assert taker.hinge.prefix_fetches_completed == 1
+    assert encoded_by(taker)[0] - encoded_before[0] == 1, "only the picture that nobody had"
+
+
+def longer(message: EngineCoreRequest) -> EngineCoreRequest:
+    """With more than a block of text behind the image."""
+    prompt = message.prompt_token_ids or []
+    return msgspec.structs.replace(message, prompt_token_ids=prompt + prompt[-1:] * 20)

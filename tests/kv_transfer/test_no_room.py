@@ -14,6 +14,7 @@ from waits import PATIENCE_S, Deadline
 
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded, open_connector
 from diptych_kv_transfer.memory.region import MemoryRegion
+from diptych_kv_transfer.tables.actions import Report
 from diptych_protocol import KVTransferConfig
 
 GEOMETRY = {"block_size": 16, "tensor_parallel_size": 1}
@@ -51,10 +52,10 @@ class End:
 
     memory: Failing
     connector: KVConnector
-    events: list[LeaseEnded | LoadEnded] = field(default_factory=list)
+    events: list[Report] = field(default_factory=list)
     """They have come, and nobody has asked for them yet."""
 
-    def next_event(self) -> LeaseEnded | LoadEnded:
+    def next_event(self) -> Report:
         deadline = Deadline("an event", PATIENCE_S)
         while not self.events:
             deadline.check()

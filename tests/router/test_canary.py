@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diptych_protocol import EngineCoreOutput, FinishReason
-from diptych_router.canary import (
+from diptych_router.canaries.trials import (
     LONGEST_RETRY_S,
     Candidate,
     Trial,

@@ -62,6 +62,7 @@ async def test_pools_that_do_not_fit_are_why_a_router_is_not_ready(eventually: A
     pools = Pools(
         RouterConfig(model="m"), targets, None, None,
         on_change=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+        on_hang=lambda _: None,
     )  # fmt: skip
     pools.start()
     try:

@@ -30,6 +30,7 @@ async def test_an_engine_that_drains_is_never_taken_for_one_that_does_not(
     link = EngineLink(
         "decode", "tcp://127.0.0.1:1", None, EngineTable(FleetRates()).add("decode", 0),
         on_news=hear, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+        on_hang=lambda _: None,
     )  # fmt: skip
     try:
         link.description = DESCRIPTION

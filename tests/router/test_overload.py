@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from service_kit import Streaming, engine_config, generate, healthy, routing, start_engine
-from waits import PATIENCE_S
+from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import EngineOverloadedError, RequestOutput
+from diptych_router.health import full_engines
+from diptych_router.policy import Decision
 
 PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
 Engine = tuple[AsyncLLM, str]
@@ -85,9 +87,14 @@ async def test_when_every_prefill_engine_is_full_the_client_is_told_to_come_back
     assert len(output.outputs[0].token_ids) == 16
 
 
-async def test_another_engine_is_tried_before(
-    smollm2: str, keys_dir: Path, engines: dict[str, Engine], eventually: Any
+async def test_another_engine_is_tried_before_and_the_full_one_is_spared_until_it_has_room(
+    smollm2: str,
+    keys_dir: Path,
+    engines: dict[str, Engine],
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(full_engines, "REMEMBERED_S", FOR_EVER_S)
     (busy, at_busy), (_, at_free), (_, at_d) = engines.values()
     async with routing(smollm2, keys_dir, [at_busy, at_free], [at_d], verify="warn") as client:
         await healthy(client)
@@ -97,8 +104,14 @@ async def test_another_engine_is_tried_before(
         await eventually(lambda: all(map(client.pools.verified, client.pools.links.values())))
         async with full(busy):
             links["prefill-1"].open_tokens += 1000  # so that the busy one is asked first
-            output = await generate(client, PROMPT)
-    assert (output.metrics["prefill"], output.metrics["attempts"]) == ("prefill-1", 2)
+            outputs = [await generate(client, PROMPT) for _ in range(2)]
+        ways = [(x.metrics["prefill"], x.metrics["attempts"]) for x in outputs]
+        assert ways == [("prefill-1", 2), ("prefill-1", 1)]
+        await eventually(lambda: prefill_of(client.pools.choose()) == links["prefill-0"].key)
+
+
+def prefill_of(decision: Decision | None) -> str | None:
+    return None if decision is None else decision.prefill
 
 
 async def test_a_stream_that_has_begun_waits_for_room_in_the_decode_pool(

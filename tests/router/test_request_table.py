@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -38,8 +38,11 @@ from diptych_router.actions import (
     Release,
     WakeAt,
 )
+from diptych_router.health.health_book import Failure
+from diptych_router.health.patience import LEAST_S
 from diptych_router.policy import Decision, RequestView
 from diptych_router.request_table import RequestTable
+from diptych_router.routed_request import MAX_LATE
 from diptych_router.slo.first_token import FirstToken
 from diptych_router.slo.promises import Promises
 
@@ -54,6 +57,7 @@ class ToyEngine:
     fingerprint: str = "f"
     up: bool = True
     withdrawn: bool = False
+    silent: bool = False
     open_tokens: int = 0
     planned: int = 0
     open: dict[str, EngineCoreRequest] = field(default_factory=dict)
@@ -80,16 +84,29 @@ class ToyFleet:
     engines: dict[str, ToyEngine]
     first: FirstToken | None = None
     """When the next request's first token is expected."""
+    refused: list[str] = field(default_factory=list)
+    well: list[str] = field(default_factory=list)
+    badly: list[tuple[str, str]] = field(default_factory=list)
+
+    def was_full(self, key: str) -> None:
+        self.refused.append(key)
+
+    def went_well(self, *keys: str) -> None:
+        self.well += filter(None, keys)
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        self.badly.append((key, failure.value))
 
     def get(self, key: str) -> ToyEngine | None:
         return self.engines.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        return self.engines[key].up and not self.engines[key].withdrawn
+        engine = self.engines[key]
+        return engine.up and not engine.withdrawn and not engine.silent
 
     def views(self, role: str) -> list[EngineView]:
         return [
-            EngineView(e.key, e.fingerprint, e.open_tokens, self.may_begin_at(e.key))
+            EngineView(e.key, e.fingerprint, e.open_tokens, e.up and not e.withdrawn, e.silent)
             for e in self.engines.values()
             if e.key.startswith(role) and e.up
         ]
@@ -104,7 +121,7 @@ class ToyFleet:
         pass
 
     def successor(self, fingerprint: str) -> ToyEngine | None:
-        key = successor(self.views("d"), fingerprint)
+        key = successor([v for v in self.views("d") if not v.silent], fingerprint)
         return self.engines[key] if key is not None else None
 
     def num_decoding(self) -> int:
@@ -165,6 +182,15 @@ class World:
         link = self.fleet.engines[engine]
         link.up, link.open, link.announced = False, {}, {}
         self.carry_out(self.table.engine_lost(engine, "lost", self.now))
+
+    def hang(self, engine: str) -> None:
+        """Its heartbeats are overdue for long."""
+        self.fleet.engines[engine].silent = True
+        self.carry_out(self.table.engine_hangs(engine, self.now))
+
+    def look_for_late_ones(self, now: float) -> None:
+        self.now = now
+        self.carry_out(self.table.give_up_late(now))
 
     def change(self, engine: str, **facts: bool) -> None:
         for name, value in facts.items():
@@ -480,6 +506,7 @@ def test_full_engines_turn_away_who_has_nothing_yet() -> None:
     world.say("p", full)
     failed = [action for action in world.log if isinstance(action, Fail)]
     assert isinstance(failed[0].error, EngineOverloadedError)
+    assert (world.fleet.refused, world.fleet.badly) == (["p"], [])
     world.check_end()
 
 
@@ -526,6 +553,154 @@ def test_sending_may_find_out_first_that_an_engine_is_gone() -> None:
     assert {at for at, _ in world.placements()} == {"p2"}
     world.leave("r1")
     world.leave("r2")
+    world.check_end()
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_what_hangs_begins_again_elsewhere_and_its_engine_is_told(where: str) -> None:
+    world = World("p1", "p2", "d1", "d2")
+    world.submit("r")
+    engine = "p1"
+    if where == "decode":
+        prefilled(world)
+        world.say("d1", world.answer("r/2"))
+        engine = "d1"
+    [(_, core_id)] = world.placements()
+    world.hang(engine)
+    assert Abort(engine, [core_id]) in world.log
+    assert [key for key, _ in world.placements()] == ["p2" if where == "prefill" else "p1"]
+    world.say(engine, world.answer(core_id))  # it goes on before it hears that
+    assert world.delivered["r"] == ([] if where == "prefill" else [0, 1])
+    again = "p2" if where == "prefill" else "p1"
+    world.say(again, world.answer(world.placements()[0][1], FinishReason.LENGTH, lease="L2"))
+    assert [key for key, _ in world.placements()] == ["d1" if where == "prefill" else "d2"]
+    world.leave("r")
+    world.check_end()
+
+
+def test_what_hangs_stays_where_it_is_while_nobody_else_can_take_it() -> None:
+    world = World("p", "d1", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.hang("d1")
+    assert world.placements() == [("p", "r/3")]
+    world.say("p", world.answer("r/3", FinishReason.LENGTH, lease="L2"))
+    assert world.placements() == [("d2", "r/4")]
+    world.hang("d2")
+    assert world.placements() == [("d2", "r/4")]
+    world.change("d1", silent=False)
+    world.hang("d2")
+    assert [key for key, _ in world.placements()] == ["p"]
+    world.leave("r")
+    world.check_end()
+
+
+def fails(core_id: str, error: str = "no", param: str | None = None) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        core_id, [], finish_reason=FinishReason.ERROR, error=error, error_param=param
+    )
+
+
+def test_an_engine_is_blamed_when_another_does_what_it_failed_at() -> None:
+    world = World("p1", "p2", "d1", "d2")
+    world.submit("r")
+    world.say("p1", fails("r/1"))
+    assert world.fleet.badly == []
+    [(engine, core_id)] = world.placements()
+    assert engine == "p2", "it is not given to the same one again"
+    world.say("p2", world.answer(core_id, FinishReason.LENGTH, lease="L1"))
+    assert world.fleet.badly == [("p1", "error")]
+    [(engine, core_id)] = world.placements()
+    world.say(engine, fails(core_id))  # the hand-off fails: either side may be to blame
+    assert world.fleet.badly == [("p1", "error")]
+    prefilled(world, lease="L2")
+    [(other, core_id)] = world.placements()
+    assert {engine, other} == {"d1", "d2"}
+    world.say(other, world.answer(core_id))
+    assert sorted(world.fleet.badly[1:]) == [(engine, "error"), ("p2", "error")]
+    world.say(other, world.answer(core_id, FinishReason.STOP))
+    assert world.fleet.well == [other, "p1"]
+    world.check_end()
+
+
+@pytest.mark.parametrize("param", [None, "lora_request"])
+def test_a_request_that_fails_everywhere_is_to_blame_itself(param: str | None) -> None:
+    world = World("p1", "p2", "p3", "d")
+    world.submit("r")
+    while world.placements():
+        [(engine, core_id)] = world.placements()
+        world.say(engine, fails(core_id, "wrong", param))
+    assert world.ended == {"r": "failed"}
+    assert not world.fleet.badly
+    assert not world.fleet.well
+    world.check_end()
+
+
+def test_the_only_engine_is_tried_again() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    world.say("p", fails("r/1"))
+    assert [key for key, _ in world.placements()] == ["p"]
+    world.leave("r")
+    world.check_end()
+
+
+def test_a_refusal_of_the_request_is_nobodys_fault() -> None:
+    world = World("p1", "p2", "d")
+    world.submit("r")
+    world.say("p1", fails("r/1", param="sampling_params"))
+    [(engine, core_id)] = world.placements()
+    world.say(engine, world.answer(core_id, FinishReason.LENGTH, lease="L1"))
+    assert world.fleet.badly == []
+    world.leave("r")
+
+
+def test_the_loss_of_an_engine_is_one_failure_however_much_was_there() -> None:
+    world = World("p1", "p2", "d")
+    for name in "abcdef":
+        world.submit(name)
+    world.lose("p1")
+    world.lose("p1")
+    assert world.fleet.badly == [("p1", "lost")]
+
+
+def test_who_is_late_with_a_first_token_loses_the_request() -> None:
+    world = World("p1", "p2", "d")
+    world.submit("r")
+    world.look_for_late_ones(LEAST_S - 1.0)
+    assert world.placements() == [("p1", "r/1")]
+    world.look_for_late_ones(LEAST_S + 1.0)
+    assert world.fleet.badly == [("p1", "late")]
+    [(engine, core_id)] = world.placements()
+    assert engine == "p2"
+    prefilled(world)
+    [(engine, core_id)] = world.placements()
+    world.say("d", world.answer(core_id))
+    world.look_for_late_ones(100 * LEAST_S)
+    assert world.placements() == [("d", core_id)], "only the first token has a deadline"
+    world.leave("r")
+    world.check_end()
+
+
+def test_a_request_stays_with_a_late_engine_that_is_the_only_one() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    world.look_for_late_ones(2 * LEAST_S)
+    world.look_for_late_ones(9 * LEAST_S)
+    assert world.fleet.badly == [("p", "late")]
+    assert world.placements() == [("p", "r/1")]
+    world.leave("r")
+    world.check_end()
+
+
+def test_where_all_are_late_a_request_moves_only_a_few_times_and_does_not_fail() -> None:
+    world = World("p1", "p2", "p3", "p4", "d")
+    world.submit("r")
+    for turn in range(20):
+        world.look_for_late_ones(turn * 2 * LEAST_S)
+    assert len(world.fleet.badly) == MAX_LATE
+    assert not world.ended
+    world.leave("r")
     world.check_end()
 
 
@@ -709,7 +884,7 @@ def play(seed: int, tenants: list[str]) -> None:
             routed.core_id for routed in world.table.requests.values() if routed.engine
         }
     for engine in world.fleet.engines:
-        world.change(engine, up=True, withdrawn=False)
+        world.change(engine, up=True, withdrawn=False, silent=False)
     for step in range(200):
         if not world.placements():
             break
@@ -721,7 +896,7 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
     """One event."""
     engine = random.choice(list(world.fleet.engines))
     link = world.fleet.engines[engine]
-    match random.randrange(12):
+    match random.randrange(15):
         case 0 | 1 if step < 40:
             ahead = random.choice([None, *world.delivered])
             world.submit(f"r{step}", ahead, tenant, max_tokens=random.choice([1, 2, 5]))
@@ -742,6 +917,12 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
         case 8 if link.up:
             world.say(engine, EngineCoreOutput(f"r{random.randrange(40)}/0", [999],
                                                kv_transfer_params=None))  # fmt: skip
+        case 9 if link.up:
+            world.hang(engine)
+        case 10:
+            link.silent = False
+        case 11 if random.random() < 0.3:
+            world.look_for_late_ones(world.now + 2 * LEAST_S)
         case _:
             progress(world, random, f"L{step}", faults=True)
 
@@ -778,6 +959,67 @@ def progress(world: World, random: Random, lease: str, *, faults: bool = False) 
     if fault == 4 and output.finished:  # what was its last word is not heard twice
         outputs += [EngineCoreOutput(core_id, [998]), copy(output)]
     world.say(engine, *outputs)
+
+
+# --- prefixes that other engines remember ---------------------------------------------------------
+
+
+def fetching(world: World, **changes: Any) -> None:
+    """Have every decision name a holder."""
+    honest = world.fleet.choose
+
+    def choose_and_fetch(request: RequestView, full: Collection[str] = ()) -> Decision | None:
+        decision = honest(request, full)
+        return None if decision is None else replace(decision, **changes)
+
+    world.fleet.choose = choose_and_fetch  # type: ignore[method-assign]
+
+
+def source_given(world: World, engine: str) -> KVTransferParams | None:
+    [request] = world.fleet.engines[engine].open.values()
+    return request.prefix_source
+
+
+@pytest.mark.parametrize("holder", ["d0", "p1"])
+def test_who_computes_the_prompt_is_told_who_remembers_it(holder: str) -> None:
+    world = World("p0", "d0", "p1")
+    world.fleet.engines["p1"].withdrawn = True
+    fetching(world, fetch=holder, fetch_tokens=6)
+    world.submit("r")
+    source = source_given(world, "p0")
+    assert source is not None
+    assert (source.remote_engine_id, source.remote_num_tokens) == (holder, 6)
+    assert source.lease_id is None, "the engines make the lease between them"
+    [explained] = [x for x in world.log if isinstance(x, Explain)]
+    assert explained.facts["fetches"] == f"6 tokens from {holder}"
+    [announced] = world.fleet.engines["d0"].announced.values()
+    assert announced.prefix_source is None
+
+
+def test_a_decode_engine_that_does_everything_may_fetch_too() -> None:
+    world = World("d0", "d1")
+    world.fleet.engines["d1"].withdrawn = True
+    fetching(world, fetch="d1", fetch_tokens=6)
+    world.submit("r")
+    assert source_given(world, "d0") is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fetch": "p0", "fetch_tokens": 6},
+        {"fetch": "nobody", "fetch_tokens": 6},
+        {"fetch": "d0", "fetch_tokens": 0},
+        {"fetch": "other", "fetch_tokens": 6},
+    ],
+    ids=["itself", "gone", "nothing", "another fingerprint"],
+)
+def test_a_source_that_is_none_is_not_told(changes: dict[str, Any]) -> None:
+    world = World("p0", "d0", "other")
+    world.fleet.engines["other"].fingerprint = "g"
+    fetching(world, **changes)
+    world.submit("r")
+    assert source_given(world, "p0") is None
 
 
 class TestPromises:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -18,6 +20,7 @@ from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
 from diptych_protocol import DiptychError, RequestOutput, SamplingParams
 from diptych_router.pool_client import PoolClient
+from diptych_router.prefixes.loaded_adapters import LoadedAdapters
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,6 +84,23 @@ async def test_contract_B10_adapters_cross_the_hinge_and_do_not_mix(service: Ser
         made = list(answer.outputs[0].token_ids)
         assert made == generate_alone(alone, PROMPT, max_tokens=LENGTH), name
         assert await service.received() - before >= len(PROMPT) - 16, name
+
+
+async def test_routers_learn_which_adapters_are_loaded(service: Service, eventually: Any) -> None:
+    """From the engines, not only from what they have sent there themselves."""
+    rows = [link.row for link in service.pools.pools.links.values()]
+    for row in rows:
+        row.adapters = LoadedAdapters()
+    for engine in (service.prefill, service.decode):
+        await engine.add_lora(service.pools.adapters["two"])
+    await eventually(lambda: all(row.adapters.has("two", time.monotonic()) for row in rows))
+    for engine in (service.prefill, service.decode):
+        assert await engine.remove_lora(2)
+    await eventually(lambda: not any(row.adapters.has("two", time.monotonic()) for row in rows))
+    for engine in (service.prefill, service.decode):
+        stats = await engine.refresh_stats()
+        assert stats.adapters_loaded > 0
+        assert stats.seconds_loading_adapters > 0
 
 
 async def test_contract_B10_other_files_under_one_name_exchange_no_kv(service: Service) -> None:

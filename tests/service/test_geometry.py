@@ -88,6 +88,29 @@ def test_what_the_taker_remembers_is_not_fetched_and_stays_as_it_is(
     assert totals(decode).blocks_received - before == num_blocks
 
 
+@pytest.mark.parametrize(("holder", "taker"), list(product(GEOMETRIES, repeat=2)))
+@pytest.mark.parametrize("remembered", [0, 40, 100])
+def test_a_prefix_is_fetched_from_blocks_of_any_geometry(
+    engines: Engines, asked: list[Question], holder: Geometry, taker: Geometry, remembered: int
+) -> None:
+    """What is fetched ends with one of the holder's blocks, perhaps within one of the taker's."""
+    question = max(asked, key=lambda asked: len(asked.prompt))
+    source, target = engines.of("giver", holder), engines.of("taker", taker)
+    for engine in (source, target):
+        engine.core.call("reset_prefix_cache", [])
+    if remembered:
+        engines.alone(source, question.prompt[:remembered], max_tokens=1)
+    before, computed = totals(target), target.core.stats().prompt_tokens_computed
+    said = engines.fetch_prefix(source, target, question.prompt, max_tokens=ANSWER_TOKENS)
+    assert said == question.answer
+    known = min(remembered, len(question.prompt) - 1) // holder[0] * holder[0]
+    after = totals(target)
+    assert after.prefix_tokens_fetched - before.prefix_tokens_fetched == known
+    assert after.prefix_fetches_completed - before.prefix_fetches_completed == (known > 0)
+    computed = target.core.stats().prompt_tokens_computed - computed
+    assert computed == len(question.prompt) - known
+
+
 @pytest.mark.parametrize(("giver", "taker"), [((16, 2), (32, 1)), ((32, 1), (16, 2))])
 def test_blocks_travel_while_prefill_computes(
     engines: Engines, asked: list[Question], giver: Geometry, taker: Geometry

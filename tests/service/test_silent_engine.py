@@ -1,15 +1,21 @@
-"""An engine that hangs, while its socket lives on, gets no more work: real engines."""
+"""An engine whose loop hangs, while its socket lives on, loses its work to others: real engines."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import worker_extension
+import pytest_asyncio
+from engine_kit import logits_processors
+from engine_kit.wire import request
 from service_kit import (
+    Core,
     Streaming,
     all_usable,
     cores,
@@ -19,47 +25,87 @@ from service_kit import (
     routing,
 )
 
-from diptych_router import engine_link
+from diptych_router.engine_link import EngineLink
+from diptych_router.pool_client import PoolClient
 
-HANGS_S = 600.0
-"""Longer than the test."""
+HANG = "engine_kit.logits_processors:hang"
+PROMPT = "The lighthouse keeper climbed the stairs, and"
 
 
-async def test_a_hanging_engine_gets_no_more_requests_while_there_are_others(
-    smollm2: str, keys_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    support = Path(worker_extension.__file__).parents[1]
+@dataclass
+class Service:
+    """One prefill engine, and two decode engines."""
+
+    client: PoolClient
+    decode: list[Core]
+
+    def links(self) -> tuple[EngineLink, EngineLink]:
+        one, other = (link_of(self.client, core) for core in self.decode)
+        return one, other
+
+    async def stream_at_first(self, max_tokens: int) -> Streaming:
+        """A stream that the first decode engine decodes."""
+        _, other = self.links()
+        other.open_tokens += 1_000_000
+        stream = Streaming(self.client, PROMPT, max_tokens)
+        try:
+            async with asyncio.timeout(60.0):
+                while len(stream.token_ids) < 3:
+                    await asyncio.sleep(0.01)
+        finally:
+            other.open_tokens -= 1_000_000
+        return stream
+
+
+@pytest_asyncio.fixture
+async def service(
+    smollm2: str, keys_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Service]:
+    support = Path(logits_processors.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)  # for the engines
-    monkeypatch.setattr(engine_link, "SILENT_S", 1.0)
-    names = ("prefill-0", "decode-0", "decode-1")
     configs = [
-        engine_config(name, smollm2, worker_extension="engine_kit.worker_extension:Extension")
-        for name in names
+        engine_config(name, smollm2, logits_processors=[HANG])
+        for name in ("prefill-0", "decode-0", "decode-1")
     ]
     with cores(keys_dir, *configs) as (prefill, *decode):
         addresses = [core.address for core in decode]
         async with routing(smollm2, keys_dir, [prefill.address], addresses) as client:
             await all_usable(client, 3)
-            hanging, other = (link_of(client, core) for core in decode)
-            other.open_tokens += 1_000_000
-            stream = Streaming(client, "The lighthouse keeper climbed the stairs, and", 4000)
-            await eventually(lambda: len(stream.token_ids) > 3)
-            other.open_tokens -= 1_000_000
-            call = asyncio.create_task(
-                hanging.client.call("collective_rpc", "sleep", [HANGS_S], {}, timeout_s=HANGS_S)
-            )
-            try:
-                await eventually(lambda: hanging.silent)
-                assert hanging.up
-                assert pair_of(await generate(client, "Who answers?")) == other.name
-                # Alone it is better than nobody.
-                other.listed = False
-                decision = client.pools.choose()
-                assert decision is not None
-                assert decision.decode == hanging.key
-            finally:
-                call.cancel()
-                await stream.leave()
+            yield Service(client, decode)
+
+
+async def test_streams_of_an_engine_that_hangs_in_a_step_go_on_elsewhere(
+    service: Service, eventually: Any
+) -> None:
+    hanging, other = service.links()
+    whole = (await generate(service.client, PROMPT, max_tokens=200, ignore_eos=True)).outputs[0]
+    stream = await service.stream_at_first(200)
+    culprit = request("culprit", [1, 2, 3], max_tokens=50, logits_processors=[HANG])
+    in_vain = asyncio.create_task(hanging.complete(culprit))
+    await eventually(lambda: hanging.silent)
+    assert hanging.up
+    assert await stream.done() == whole.token_ids
+    assert pair_of(await generate(service.client, "Who answers?")) == other.name
+    # Alone it is better than nobody.
+    other.listed = False
+    decision = service.client.pools.choose()
+    assert decision is not None
+    assert decision.decode == hanging.key
+    in_vain.cancel()
+
+
+async def test_an_engine_that_goes_on_is_taken_in_again(service: Service, eventually: Any) -> None:
+    stopped, other = service.links()
+    service.decode[0].signal(signal.SIGSTOP)
+    try:
+        await eventually(lambda: stopped.silent)
+        assert pair_of(await generate(service.client, "Who answers?")) == other.name
+    finally:
+        service.decode[0].signal(signal.SIGCONT)
+    await eventually(lambda: service.client.pools.may_begin_at(stopped.key))
+    stream = await service.stream_at_first(8)
+    await stream.done()
+    assert stopped.times_up in (1, 2), "a router that was slow to look has lost it meanwhile"
 
 
 def pair_of(output: Any) -> str:

@@ -30,7 +30,10 @@ def check_engine_at_rest(engine: SimEngine) -> None:
         "load orders": scheduler.load_orders, "parked": scheduler.gate.parked,
         "promises": engine.core.hand_offs._promises, "leases": hinge.leases.leases,
         "early opens": hinge.leases._early, "loads": hinge.loads.loads,
-        "rejects": hinge.loads.rejects,
+        "rejects": hinge.loads.rejects, "asked for": hinge.leases._asks,
+        "unanswered": range(hinge.leases._asks._num_unanswered),
+        "blocks in prefixes": scheduler.leased._in_prefixes,
+        "fetches": engine.core.hand_offs.fetches._under_way,
         "remotes that never answered": [r for r in hinge.loads.remotes.values() if not r.hello],
     }  # fmt: skip
     left = {what: table for what, table in tables.items() if len(table)}
@@ -45,8 +48,11 @@ def check_engine_at_rest(engine: SimEngine) -> None:
     for state, number in ended.items():
         reported = reports[f"lease {state.value}"]
         assert reported == number, f"P6: {number} leases of {name} {state.value}, {reported} told"
+    fetches = engine.core.hand_offs.fetches
+    assert fetches.begun == fetches.completed + fetches.failed, f"P6: {name}: {fetches}"
     told = reports["load ok"] + reports["load failed"]
-    assert loads.started == told, f"P6: {loads.started} loads of {name}, the ends of {told} told"
+    started = loads.started + loads.prefixes_started
+    assert started == told, f"P6: {started} loads of {name}, the ends of {told} told"
 
 
 def check_router_at_rest(router: SimRouter) -> None:

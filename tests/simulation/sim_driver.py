@@ -20,13 +20,16 @@ from diptych_kv_transfer.tables.actions import (
     Fence,
     LeaseEnded,
     LoadEnded,
+    PrefixAsked,
+    PrefixLate,
     ReceiveBlocks,
+    Report,
     Send,
     SendBlocks,
 )
 from diptych_kv_transfer.tables.events import Event
 from diptych_kv_transfer.tables.hinge import Hinge
-from diptych_kv_transfer.tables.messages import AnyMessage, Closed, Refused, encode
+from diptych_kv_transfer.tables.messages import AnyMessage, Closed, Open, Opened, Refused, encode
 from diptych_protocol import KVTransferStats
 
 KEPT_IN_VAIN = "nobody came for it"
@@ -51,18 +54,21 @@ class SimDriver:
         self.wake_core: Callable[[], None] = lambda: None
         self.confirmed: set[str] = set()
         """Leases that were said to have been held while they were read."""
-        self.validate: Callable[[str], None] = lambda _: None
-        """Called with the id of a request whose load is said to be good."""
+        self.validate: Callable[[str, str], None] = lambda *_: None
+        """Called with the id of a request whose load is said to be good, and that of the lease if
+        it is one of a prefix."""
+        self._prefix_leases: dict[str, str] = {}
+        """By request, the lease that was last asked for by names."""
         self.saw: Callable[[SimDriver], None] = lambda _: None
         """Called after each change of the hinge."""
         self._network = network
         self._clock: Clock = network.clock
         self._random: Random = network.random
-        self._pool = pool
+        self.pool = pool
         self._offset = self._random.random() * 1000
         """This machine's clock began earlier: times of two machines cannot be compared."""
         self._commands: deque[Command] = deque()
-        self._ended: deque[LeaseEnded | LoadEnded] = deque()
+        self._ended: deque[Report] = deque()
         self._backlog: deque[Event] = deque()
         self._timer = math.inf
 
@@ -82,7 +88,7 @@ class SimDriver:
             self._clock.after(self._random.random() * WAKE_S, self._obey)
         self._commands.append(command)
 
-    def poll_events(self) -> list[LeaseEnded | LoadEnded]:
+    def poll_events(self) -> list[Report]:
         events = list(self._ended)
         self._ended.clear()
         return events
@@ -107,7 +113,7 @@ class SimDriver:
 
     def may_touch(self, blocks: range) -> None:
         for block in blocks:
-            assert self._pool.holders(block) > 0, f"P2: block {block} is touched though it is free"
+            assert self.pool.holders(block) > 0, f"P2: block {block} is touched though it is free"
 
     def stall(self) -> None:
         """SIGSTOP: what happens from now on is noticed later."""
@@ -168,6 +174,11 @@ class SimDriver:
                     self._network.fence(peer)
                 case LeaseEnded() | LoadEnded():
                     self._report_end(action)
+                case PrefixAsked() | PrefixLate():
+                    if isinstance(action, PrefixLate):
+                        self._network.note("prefix late")
+                    self._ended.append(action)
+                    self.wake_core()
 
     def _note_message(self, message: AnyMessage) -> None:
         match message:
@@ -178,6 +189,15 @@ class SimDriver:
                     self.confirmed.add(lease_id)
                 else:
                     self._network.note("read not confirmed")
+            case Open(lease_id, names=names) if names:
+                [load] = [
+                    x for x in self.hinge.loads.loads.values() if x.lease.lease_id == lease_id
+                ]
+                self._prefix_leases[load.request_id] = lease_id
+            case Opened(lease_id, num_blocks=num_blocks) if num_blocks:
+                lease = self.hinge.leases.leases[lease_id]
+                asked = 0 if lease.claim is None else len(lease.claim.asked.names)
+                self._network.note(f"prefix lent{' in part' if num_blocks < asked else ''}")
             case _:
                 pass
 
@@ -191,8 +211,10 @@ class SimDriver:
             if not event.ok:
                 self._network.note(f"load failed: {named(event.reason, LOAD_FAILURES)}")
             ended = self.reports["load ok"] + self.reports["load failed"]
-            assert ended <= self.hinge.loads.started, "P6: a load ended twice"
+            loads = self.hinge.loads
+            assert ended <= loads.started + loads.prefixes_started, "P6: a load ended twice"
             if event.ok:
-                self.validate(event.request_id)
+                prefix = self._prefix_leases.get(event.request_id, "") if event.num_tokens else ""
+                self.validate(event.request_id, prefix)
         self._ended.append(event)
         self.wake_core()

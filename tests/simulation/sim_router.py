@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+from random import Random
 from typing import Any, Protocol
 
 from sim_engine import SimEngine
+from sim_model import BLOCK
 from sim_network import Network
 from sim_session import Abort, Add, Call, FromEngine, Posture, Session, ToEngine
 from sim_tally import ROUTER_FAILURES, named
@@ -23,8 +25,12 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_router import actions
+from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView, Role
+from diptych_router.prefixes.block_keys import BlockNaming
+from diptych_router.prefixes.known_prefixes import keys_of
 from diptych_router.request_table import RequestTable
+from diptych_router.routed_request import Setback
 from diptych_router.slo.first_token import FirstToken
 from diptych_router.slo.promises import Promises
 
@@ -32,6 +38,8 @@ RECONNECT_S = 0.2
 HOLD_S = 2.0
 MAX_HELD = 2
 HAND_OFF_TIMEOUT_S = 1.0
+FIRST_TOKEN_S = 0.8
+"""The shortest deadline of a first token, and how often routers look for those that are late."""
 
 
 class Consumer(Protocol):
@@ -55,6 +63,7 @@ class Link:
     posture: Posture = field(default_factory=lambda: Posture(False, False))
     open_tokens: int = 0
     planned: int = 0
+    silent: bool = False
 
     def plan(self, more: int) -> None:
         self.planned += more
@@ -88,8 +97,16 @@ class Link:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            remote_block_size=about.block_size,
             proof=about.kv_transfer_proof,
         )
+
+    def num_remembered(self, keys: list[int]) -> int:
+        """How many blocks of a prompt are remembered there at this very moment."""
+        if self.session is None:
+            return 0
+        known = set(keys_of(list(self.session.engine.pool.remembered())).tolist())
+        return next((n for n, key in enumerate(keys) if key not in known), len(keys))
 
     def send(self, message: ToEngine) -> None:
         """To whoever is there; nobody hears it otherwise."""
@@ -100,8 +117,9 @@ class Link:
 class Links:
     """The `Fleet` of a request table."""
 
-    def __init__(self, links: Iterable[Link]) -> None:
+    def __init__(self, links: Iterable[Link], random: Random) -> None:
         self.by_name = {link.name: link for link in links}
+        self._random = random
 
     def of(self, role: Role) -> list[Link]:
         return [link for link in self.by_name.values() if link.role == role and link.up]
@@ -110,11 +128,29 @@ class Links:
         return self.by_name.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        return key in self.by_name and self.by_name[key].usable
+        link = self.by_name.get(key)
+        return link is not None and link.usable and not link.silent
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([_view(link) for link in self.of(r)] for r in ("prefill", "decode"))
-        return choose(request, prefill, decode, full)
+        decision = choose(request, prefill, decode, full)
+        return None if decision is None else self._with_fetch(decision, request)
+
+    def _with_fetch(self, decision: Decision, request: RequestView) -> Decision:
+        """Mostly, whoever computes the prompt is to fetch the beginning from another engine: the
+        one that remembers most of it now, or any, which may be gone."""
+        computing = decision.prefill or decision.decode
+        others = [link for link in self.by_name.values() if link.name != computing]
+        if not others:
+            return decision
+        self._random.shuffle(others)
+        if request.keys is not None and self._random.random() < 0.8:
+            keys = request.keys(BlockNaming(BLOCK)).tolist()
+            others.sort(key=lambda link: -link.num_remembered(keys))
+            if not others[0].num_remembered(keys) and self._random.random() < 0.8:
+                return decision
+        count = self._random.choice((request.prompt_tokens, self._random.randrange(20)))
+        return replace(decision, fetch=others[0].key, fetch_tokens=count)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         return None
@@ -122,8 +158,18 @@ class Links:
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
+    def was_full(self, key: str) -> None:
+        pass
+
+    def went_well(self, *keys: str) -> None:
+        pass
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        pass
+
     def successor(self, fingerprint: str) -> Link | None:
-        chosen = successor([_view(link) for link in self.of("decode")], fingerprint)
+        views = [_view(link) for link in self.of("decode") if not link.silent]
+        chosen = successor(views, fingerprint)
         return self.by_name[chosen] if chosen is not None else None
 
     def num_decoding(self) -> int:
@@ -147,13 +193,14 @@ class SimRouter:
         """`engines`: who answers at each address now. `note` is told what happens to requests."""
         self.name = name
         self.alive = True
-        self.links = Links(Link(e.name, e.shape.role) for e in engines.values())
+        self.links = Links((Link(e.name, e.shape.role) for e in engines.values()), network.random)
         self.table = RequestTable(
             self.links,
             hold_seconds=HOLD_S,
             max_held=MAX_HELD,
             promises=Promises(Slo(ttft_ms=1000, inter_token_ms=50)),
             random_bits=network.random.getrandbits,
+            first_token_s=FIRST_TOKEN_S,
         )
         self._to_do: deque[actions.Action] = deque()
         self._busy = False
@@ -216,11 +263,14 @@ class SimRouter:
                 self._consumer.fail(request_id, error)
             case actions.WakeAt(time):
                 self._clock.at(time, self._wake, time)
-            case actions.Interrupted():
-                pass
+            case actions.Interrupted(_, setback):
+                if setback is Setback.LATE:
+                    self._note("first token too late for a router")
             case actions.Explain(_, facts):
                 if facts["attempts"] > 1:
                     self._note("new attempt")
+                if "fetches" in facts:
+                    self._note("prefix to be fetched")
                 if facts["prefill"] == facts["decode"]:
                     self._note("prompt computed by a decode engine")
 
@@ -228,10 +278,15 @@ class SimRouter:
         link = self.links.by_name[engine]
         if not self.table.is_placed(request.request_id):
             return
+        self._clock.after(1.5 * FIRST_TOKEN_S, self._give_up_late)
         if link.up:
             link.send(Add(request))
         else:
             self._carry_out(self.table.not_sent(request.request_id, "not there", self._clock.now))
+
+    def _give_up_late(self) -> None:
+        if self.alive:
+            self._carry_out(self.table.give_up_late(self._clock.now))
 
     def _release(self, core_id: str, params: dict[str, Any]) -> None:
         self._note("a router gives a lease back")
@@ -283,6 +338,18 @@ class SimRouter:
         self._lost(session, "cut")
         return True
 
+    def suspect(self, name: str) -> None:
+        """Heartbeats of an engine are overdue: if it is still silent, others do its work."""
+        link = self.links.by_name[name]
+        session = link.session
+        if not self.alive or session is None:
+            return
+        link.silent = not session.engine.heard_by(self.name)
+        if link.silent:
+            self._note("router suspects an engine")
+            self._carry_out(self.table.engine_hangs(name, self._clock.now))
+            self._clock.after(RECONNECT_S, self.suspect, name)
+
     def check(self, name: str) -> None:
         """Some time ago an engine fell silent: if it still is, it is lost."""
         session = self.links.by_name[name].session
@@ -295,7 +362,7 @@ class SimRouter:
         if not self.alive or link.session is not session:
             return
         self._note("router lost an engine")
-        link.session = None
+        link.session, link.silent = None, False
         self._carry_out(self.table.engine_lost(link.name, why, self._clock.now))
         self._clock.after(RECONNECT_S, self._connect, link)
 
@@ -315,4 +382,4 @@ class SimRouter:
 
 
 def _view(link: Link) -> EngineView:
-    return EngineView(link.name, link.fingerprint, link.open_tokens, link.usable)
+    return EngineView(link.name, link.fingerprint, link.open_tokens, link.usable, link.silent)

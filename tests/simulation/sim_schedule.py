@@ -22,7 +22,7 @@ def run_schedule(
     random = world.random
     for _ in range(random.choice((0, 1, 2, 2, 3, 4, 6))):
         plan(world, random.choice(faults))
-    pause_s = random.choice((0.02, 0.1))
+    pause_s = random.choice((0.02, 0.1, 0.5))
     for _ in range(random.randrange(2, 9)):
         world.submit()
         world.run(random.random() ** 2 * pause_s)
@@ -40,6 +40,9 @@ def _count(world: World) -> None:
         role, scheduler = engine.shape.role, engine.core.scheduler
         world.seen[f"preempted on {role}"] += scheduler.stats.num_preemptions
         world.seen[f"prefix evicted on {role}"] += engine.pool.evictions
+        fetches = engine.core.hand_offs.fetches
+        world.seen["prefix fetched"] += fetches.completed
+        world.seen["prefix not fetched"] += fetches.failed
         world.seen["step launched ahead"] += engine.runner.steps_ahead
         world.seen.update(engine.driver.reports)
     for stream in world.streams.values():

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from sim_driver import SimDriver
 from sim_model import Memory
 from sim_network import Network
 
 from diptych_kv_transfer.tables.actions import Address, Peer
 from diptych_kv_transfer.tables.events import Connected, Event, Received
-from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.leases import Lease
 from diptych_kv_transfer.tables.messages import (
     AnyMessage,
@@ -32,53 +32,73 @@ from diptych_kv_transfer.tables.messages import (
     encode,
 )
 
-Say = Callable[[Hinge, Random], list[AnyMessage | bytes]]
+Say = Callable[[SimDriver, Random], list[AnyMessage | bytes]]
 TIMES, EVERY_S = 4, 0.01
 ME = Hello("stranger", "1", {"model": "m"})
 
 
-def _nothing(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
+def _nothing(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
     return []
 
 
-def _nonsense(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
+def _nonsense(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
     return [ME, random.randbytes(20)]
 
 
-def _no_hello(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
+def _no_hello(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
     return [Renew(["lease"])]
 
 
-def _takes_a_lease(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
-    return [ME, *(Open(x.lease_id, x.digest, 7, [(0, x.num_blocks)], True) for x in _leases(hinge))]
+def _takes_a_lease(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
+    return [
+        ME,
+        *(Open(x.lease_id, x.digest, 7, [(0, x.num_blocks)], True) for x in _leases(victim)),
+    ]
 
 
-def _asks_for_more(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
-    return [ME, *(Open(x.lease_id, x.digest, 7, [(0, x.num_blocks + 1)]) for x in _leases(hinge))]
+def _asks_for_more(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
+    return [ME, *(Open(x.lease_id, x.digest, 7, [(0, x.num_blocks + 1)]) for x in _leases(victim))]
 
 
-def _asks_for_others(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
-    return [ME, *(Open(x.lease_id, x.digest, 7, [(x.num_blocks, 1)]) for x in _leases(hinge))]
+def _asks_for_others(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
+    return [ME, *(Open(x.lease_id, x.digest, 7, [(x.num_blocks, 1)]) for x in _leases(victim))]
 
 
-def _guesses(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
+def _guesses(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
     lease_id = f"{random.getrandbits(128):032x}"
     return [ME, Open(lease_id, "", 7, [(0, 1)]), Renew([lease_id]), Reject(lease_id)]
 
 
-def _closes(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
+def _closes(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
     """With the very tag of the claim."""
-    claimed = [x for x in _leases(hinge) if x.claim is not None]
+    claimed = [x for x in _leases(victim) if x.claim is not None]
     return [ME, *(Close(x.lease_id, True, x.claim.tag) for x in claimed if x.claim is not None)]
 
 
-def _answers_for_prefill(hinge: Hinge, random: Random) -> list[AnyMessage | bytes]:
+def _takes_a_prefix(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
+    """All that is remembered, under the id of a lease of its own, again and again."""
+    names = list(victim.pool.remembered())
+    lease_id = f"{random.getrandbits(128):032x}"
+    return [ME, Open(lease_id, "", 7, [(0, len(names) or 1)], False, names or [b"?"])]
+
+
+def _asks_foolishly(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
+    """For prefixes that cannot be lent."""
+    names, [one, two, three] = [b"?", b"!"], [f"{random.getrandbits(128):032x}" for _ in range(3)]
+    ask = Open(one, "", 7, [(0, 2)], False, names)
+    return [
+        ME, ask, Open(one, "", 8, [(0, 2)], False, names), Open(two, "", 7, [], False, names),
+        Open(three, "", 7, [(1, 2)], False, names), Open(three, "", 7, [(0, 3)], False, names),
+    ]  # fmt: skip
+
+
+def _answers_for_prefill(victim: SimDriver, random: Random) -> list[AnyMessage | bytes]:
     said: list[AnyMessage | bytes] = [ME]
-    for load in hinge.loads.loads.values():
+    for load in victim.hinge.loads.loads.values():
         lease_id, runs = load.lease.lease_id, [(index, 1) for index in load.wanted]
         said += [
             Closed(lease_id, True, load.tag),
-            Opened(lease_id, load.tag),
+            Opened(lease_id, load.tag, random.randrange(3)),
             Sending(lease_id, load.tag, load.tag, runs),
             Refused(lease_id, "no", load.tag),
         ]
@@ -94,13 +114,15 @@ STRANGERS: dict[str, Say] = {
     "asks for blocks behind the last": _asks_for_others,
     "guesses": _guesses,
     "closes what others read": _closes,
+    "takes a prefix and does not read": _takes_a_prefix,
+    "asks for prefixes that cannot be": _asks_foolishly,
     ANSWERS: _answers_for_prefill,
     "talks nonsense": _nonsense,
 }
 
 
-def _leases(hinge: Hinge) -> list[Lease]:
-    return list(hinge.leases.leases.values())
+def _leases(victim: SimDriver) -> list[Lease]:
+    return list(victim.hinge.leases.leases.values())
 
 
 class Liar:
@@ -138,7 +160,7 @@ class Stranger:
     alive = True
     compat: dict[str, int | str] = ME.compat
 
-    def __init__(self, network: Network, kind: str, victim: Hinge) -> None:
+    def __init__(self, network: Network, kind: str, victim: SimDriver) -> None:
         self.memory = Memory(0, "stranger")
         self._network = network
         self._kind = kind

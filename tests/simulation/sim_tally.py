@@ -18,6 +18,10 @@ LEASE_REFUSALS = {
     "the lease is ": "it has ended, and is still being sent",
     "more blocks are asked for": "it has fewer blocks",
     "the lease has no blocks": "it has no such blocks",
+    "nothing of the prefix": "nothing of the prefix is remembered",
+    "another reader asks": "somebody asks for a lease of this id",
+    "no block of the prefix": "no block of a prefix is asked for",
+    "behind the end of the prefix": "blocks behind the end of a prefix are asked for",
 }
 """What P answers a reader: words in it, and what they say."""
 
@@ -142,11 +146,17 @@ SECTIONS: dict[str, list[str]] = {
         *_each("lease refused: ", LEASE_REFUSALS), "read not confirmed",
         "lease expired during a read",
     ],
+    "Prefixes": [
+        "prefix to be fetched", "prefix lent", "prefix lent in part", "prefix fetched",
+        "prefix late", "prefix not fetched",
+    ],
     "Why D gives loads up": [
         *_each("load failed: ", LOAD_FAILURES), "nobody came for it",
     ],
     "What routers do about it": [
-        "router lost an engine", "new attempt", "a router gives a lease back",
+        "router lost an engine", "router suspects an engine", "new attempt",
+        "first token too late for a router",
+        "a router gives a lease back",
         "prompt computed by a decode engine", *_each("failed by a router: ", ROUTER_FAILURES),
     ],
     "How it ended": [

@@ -161,7 +161,7 @@ class World:
     def admit_stranger(self, engine: SimEngine, kind: str) -> None:
         """Somebody connects to an engine's hinge."""
         self.note(f"stranger: {kind}")
-        self.network.connect(Stranger(self.network, kind, engine.driver.hinge), engine.address)
+        self.network.connect(Stranger(self.network, kind, engine.driver), engine.address)
 
     def call(self, engine: SimEngine, method: str, *args: object) -> None:
         """An operator's utility call."""
@@ -183,11 +183,14 @@ class World:
     ) -> Stream:
         """What some client wants; prompts share beginnings."""
         random = self.random
-        own = random.choice(self._stems)[: random.randrange(6)]
+        own = random.choice(self._stems)[: random.choice((5, 5, random.randrange(6)))]
         own += self._tokens(random.choice((1, 2, 3, 6)) if length is None else length)
+        salt = random.choice(SALTS)
+        if prompt is None and length is None and self.streams and random.random() < 0.4:
+            former = random.choice(list(self.streams.values()))
+            own, salt = self._next_turn(former), former.cache_salt
         prompt = prompt or own[-(length or 0) :]
         max_tokens = random.randrange(1, max(2, min(6, MAX_MODEL_LEN - len(prompt))))
-        salt = random.choice(SALTS)
         name = f"q{len(self.streams)}{after}"
         stream = Stream(name, prompt, max_tokens, salt, None, first_token_ids)
         if random.random() < 0.15 and not first_token_ids:
@@ -196,6 +199,11 @@ class World:
         self.expect(stream)
         self.clock.after(BOUND_S, self._must_have_ended, stream)
         return stream
+
+    def _next_turn(self, former: Stream) -> tuple[int, ...]:
+        """The conversation so far, and what its user says next."""
+        so_far = former.prompt + tuple(former.delivered)
+        return so_far[: MAX_MODEL_LEN - 3] + self._tokens(self.random.randrange(1, 3))
 
     def expect(self, stream: Stream) -> None:
         """Its blocks may be remembered from now on."""
@@ -248,7 +256,12 @@ class World:
 
     def fell_silent(self, name: str) -> None:
         """An engine cannot be heard; its clients give it up if that lasts."""
+        self.clock.after(PATIENCE_S * self.random.random(), self._suspect, name)
         self.clock.after(PATIENCE_S, self._give_up, name)
+
+    def _suspect(self, name: str) -> None:
+        for router in self.routers.values():
+            router.suspect(name)
 
     def _give_up(self, name: str) -> None:
         for router in self.routers.values():
@@ -256,16 +269,16 @@ class World:
         for client in self.direct.values():
             client.check(name)
 
-    def _must_be_validated(self, engine: SimEngine, request_id: str) -> None:
+    def _must_be_validated(self, engine: SimEngine, request_id: str, lease_id: str) -> None:
         """P2: whoever lent it says that it was held throughout, if there is anybody to ask."""
         scheduler = engine.core.scheduler
         early = scheduler.early.loads.get(request_id)
         request = scheduler.loading.get(request_id) if early is None else early.announced
-        params = None if request is None else request.kv_transfer
+        params = None if request is None else request.prefix_source or request.kv_transfer
         owner = self.engines.get(str(params and params.remote_engine_id))
         if params is None or owner is None or owner.driver.hinge.me.epoch != params.epoch:
             return
-        held = params.lease_id in owner.driver.confirmed
+        held = (lease_id or params.lease_id) in owner.driver.confirmed
         assert held, f"P2: {request_id} uses KV before its lease is known to have been held"
 
     # --- watching -----------------------------------------------------------------------------

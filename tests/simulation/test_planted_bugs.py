@@ -22,10 +22,10 @@ from diptych_kv_transfer import connector
 from diptych_kv_transfer.tables import loads
 from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded
 from diptych_kv_transfer.tables.leases import NEVER, Lease, LeaseTable
-from diptych_kv_transfer.tables.load import Load, LoadState
+from diptych_kv_transfer.tables.load import Load, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
-from diptych_kv_transfer.tables.messages import FromOwner
-from diptych_protocol import EngineCoreRequest, SamplingParams
+from diptych_kv_transfer.tables.messages import FromOwner, Opened
+from diptych_protocol import EngineCoreRequest, KVTransferParams, SamplingParams
 from diptych_router.request_table import RequestTable, _Turn
 from diptych_router.routed_request import RoutedRequest, Setback
 
@@ -49,7 +49,11 @@ def decode_that_does_not_wait_for_closed(patch: pytest.MonkeyPatch) -> None:
 
 def decode_that_uses_what_failed(patch: pytest.MonkeyPatch) -> None:
     honest = Scheduler.load_ended
-    patch.setattr(Scheduler, "load_ended", lambda self, name, *, ok: honest(self, name, ok=True))
+    patch.setattr(
+        Scheduler,
+        "load_ended",
+        lambda self, name, **ended: honest(self, name, **{**ended, "ok": True}),
+    )
 
 
 def decode_that_frees_blocks_that_are_written_to(patch: pytest.MonkeyPatch) -> None:
@@ -175,8 +179,10 @@ def router_that_hears_engines_twice(patch: pytest.MonkeyPatch) -> None:
 def router_that_forgets_what_was_delivered(patch: pytest.MonkeyPatch) -> None:
     honest = RoutedRequest._with
 
-    def with_params(self: RoutedRequest, params: SamplingParams | None) -> EngineCoreRequest:
-        return msgspec.structs.replace(honest(self, params), generated_token_ids=None)
+    def with_params(
+        self: RoutedRequest, params: SamplingParams | None, *source: KVTransferParams | None
+    ) -> EngineCoreRequest:
+        return msgspec.structs.replace(honest(self, params, *source), generated_token_ids=None)
 
     patch.setattr(RoutedRequest, "_with", with_params)
 
@@ -191,6 +197,35 @@ def cache_that_ignores_the_salt(patch: pytest.MonkeyPatch) -> None:
 
 def pool_that_remembers_what_it_gave_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "_forget", lambda self, block: None)
+
+
+def taker_that_counts_what_was_not_lent(patch: pytest.MonkeyPatch) -> None:
+    honest = Load.shorten
+
+    def shorten(self: Load, prefix: Prefix, opened: Opened) -> None:
+        hoped_for = self.num_tokens
+        honest(self, prefix, opened)
+        self.num_tokens = hoped_for
+
+    patch.setattr(Load, "shorten", shorten)
+
+
+def holder_that_does_not_pin_prefixes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        LentBlocks, "lend_prefix", lambda self, _, names, known: self.pool.match(names)[: 1 + known]
+    )
+
+
+def taker_that_computes_in_blocks_that_are_written_to(patch: pytest.MonkeyPatch) -> None:
+    honest = Scheduler.go_on_without
+
+    def go_on_without(self: Scheduler, request_id: str) -> None:
+        honest(self, request_id)
+        held = self.loading.get(request_id)
+        if held is not None and held.finished:
+            self._free_blocks(held)
+
+    patch.setattr(Scheduler, "go_on_without", go_on_without)
 
 
 PLANTS: dict[Plant, str] = {
@@ -217,6 +252,9 @@ PLANTS: dict[Plant, str] = {
     router_that_forgets_a_request_in_a_loss: "P3",
     cache_that_ignores_the_salt: "P2",
     pool_that_remembers_what_it_gave_away: "P2",
+    taker_that_counts_what_was_not_lent: "P2",
+    holder_that_does_not_pin_prefixes: "P2",
+    taker_that_computes_in_blocks_that_are_written_to: "P2",
 }
 
 

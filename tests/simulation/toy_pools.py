@@ -19,6 +19,7 @@ class EngineView:
     fingerprint: str
     load: int = 0
     usable: bool = True
+    silent: bool = False
 
 
 def first(_: int) -> int:
@@ -40,6 +41,7 @@ def fleet_of(
             row = fleet.add(role, view.key)
             fleet.is_up(row, view.fingerprint)
             row["open_tokens"], row["usable"] = view.load, view.usable
+            row["silent"] = view.silent
     return fleet
 
 

@@ -31,6 +31,8 @@ class PodState(msgspec.Struct, frozen=True):
     log: str
     cpu: str = ""
     """Which instructions an engine's kernels use, and how many kernels are put aside."""
+    health: str = ""
+    """How the router judges an engine: ok, silent or failing."""
 
 
 class RunState(msgspec.Struct, frozen=True):

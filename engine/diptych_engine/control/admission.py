@@ -7,6 +7,8 @@ import json
 import secrets
 from typing import Any
 
+import msgspec
+
 from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.scheduling.adapter import Adapter, cache_identity
@@ -23,6 +25,7 @@ from diptych_protocol import (
     PoolingParams,
     SamplingParams,
 )
+from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
 from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_TENANT_LENGTH
 
 
@@ -98,7 +101,15 @@ def admit(
         num_routed=len(token_ids) - 1 if message.generated_token_ids else 0,
         said_ended=said_ended(message.reasoning_ended, message.reasoning_parser_kwargs),
         kv_transfer=_transfer_params(params.extra_args, hinged=hinged),
+        prefix_source=_prefix_source(message, len(token_ids), limits),
     )
+    handed_off = request.kv_transfer is not None and request.kv_transfer.do_remote_prefill
+    if request.prefix_source is not None and handed_off:
+        raise InvalidRequestError(
+            "prefix_source and do_remote_prefill exclude each other: all of the prompt is computed "
+            "elsewhere",
+            param="prefix_source",
+        )
     return request, _first_tokens(request, limits)
 
 
@@ -143,6 +154,7 @@ def _admit_pooling(
         adapter=adapter,
         pooling=params,
         prompt_embeds=message.prompt_embeds,
+        prefix_source=_prefix_source(message, len(prompt), limits),
         # The hidden states of cached tokens are gone: only the last token's needs no others.
         reads_prefix_cache=params.task == "embed" and limits.pooling == "last",
     )
@@ -190,6 +202,24 @@ def _transfer_params(extra_args: dict[str, Any] | None, *, hinged: bool) -> KVTr
     if not hinged:
         raise InvalidRequestError("this engine takes no part in hand-offs")
     return params
+
+
+def _prefix_source(
+    message: EngineCoreRequest, num_tokens: int, limits: EngineDescription
+) -> KVTransferParams | None:
+    """Who may remember the beginning of the prompt; None if that is nobody, or not worth a fetch.
+
+    Whole blocks are fetched, and at least one token of the prompt is always computed.
+    """
+    source = message.prefix_source
+    if source is None:
+        return None
+    source.require_prefix()
+    size = source.remote_block_size or limits.block_size
+    count = min(source.remote_num_tokens or 0, num_tokens - 1) // size
+    if count == 0 or source.remote_engine_id == limits.engine_id:
+        return None
+    return msgspec.structs.replace(source, remote_num_tokens=min(count, MAX_PREFIX_BLOCKS) * size)
 
 
 def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:

@@ -104,6 +104,8 @@ class EngineCore:
             lambda: self._ahead is None,
         ]
         """A pause is complete when all of them hold; whoever drives the core adds to them."""
+        self.before_step: Callable[[StepPlan], None] | None = None
+        """Hears of every step before it is computed; whoever drives the core sets it."""
         self.draining = False
         """This engine is about to leave; every client is to know."""
         self.leaving = False
@@ -281,6 +283,8 @@ class EngineCore:
     def start_step(self) -> tuple[StepPlan, Pending]:
         """Have the model run a step, and the one after it, if that can be known already."""
         self._step_began = perf_counter()
+        if self._ahead is not None and self.before_step is not None:
+            self.before_step(self._ahead[0])
         plan, pending = self._ahead or self._launch_next()
         self._ahead = None
         self._launched = pending
@@ -300,6 +304,8 @@ class EngineCore:
         self.hand_offs.start_loads()
         if not plan.scheduled and self.scheduler.has_waiting:
             self.hand_offs.withdraw_lent()
+        if self.before_step is not None and (plan.scheduled or plan.images):
+            self.before_step(plan)
         if self.adapters.in_use:
             for request, error in self.adapters.use(plan.scheduled, self.scheduler.now_running):
                 self._end(request, FinishReason.ERROR)
@@ -385,6 +391,8 @@ class EngineCore:
         snapshot.dummy_steps = self.dummy_steps
         snapshot.malformed_messages = self.malformed_messages
         snapshot.seconds_stepping = self._seconds_stepping
+        snapshot.adapters_loaded = self.adapters.num_loads
+        snapshot.seconds_loading_adapters = self.adapters.seconds_loading
         return snapshot
 
     def drain(self) -> DrainReport:

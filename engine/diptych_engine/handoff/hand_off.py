@@ -7,9 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diptych_engine.handoff.prefix_fetches import PrefixFetches
 from diptych_engine.scheduling.request import LoadOrder, Request, RequestStatus
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_kv_transfer import KVConnector, LeaseEnded
+from diptych_kv_transfer import (
+    KVConnector,
+    LeaseEnded,
+    PrefixAsked,
+    PrefixLate,
+    UnprovenReferenceError,
+)
+from diptych_kv_transfer.tables.load import Prefix
 from diptych_protocol import (
     DiptychError,
     EngineCoreRequest,
@@ -54,6 +62,7 @@ class HandOffs:
         self._admit_announced = admit_announced
         self._promises: dict[str, Promise] = {}
         """By the ids of the requests; those whose leases have ended are not among them."""
+        self.fetches = PrefixFetches()
         self.before_load: Callable[[Sequence[int]], None] | None = None
         """Told of the blocks that a load will fill; whoever builds the core may set it."""
 
@@ -73,6 +82,7 @@ class HandOffs:
 
     def arrived(self, request: Request) -> None:
         """A request was admitted: promise what it is to lend, keep alive what it is to fetch."""
+        self._reach_source(request)
         params = request.kv_transfer
         if self._connector is None or params is None:
             return
@@ -91,6 +101,20 @@ class HandOffs:
                 request.kv_transfer = None
             else:
                 self._connector.hold(request.request_id, params)
+
+    def _reach_source(self, request: Request) -> None:
+        """Connect to the engine that may remember a prefix of a request, if it is one of ours."""
+        source = request.prefix_source
+        if source is None:
+            return
+        try:
+            if self._connector is None:
+                request.prefix_source = None
+            else:
+                self._connector.reach(source)
+        except UnprovenReferenceError as exc:
+            request.prefix_source = None
+            self.fetches.refused(request.request_id, str(exc))
 
     def _promise(
         self, request: Request, lease_id: str | None, num_tokens: int, connector: KVConnector
@@ -183,6 +207,15 @@ class HandOffs:
     def _start(self, connector: KVConnector, order: LoadOrder, *, early: bool) -> None:
         if self.before_load is not None:
             self.before_load(order.local_block_ids)
+        size = self._description.block_size
+        if order.names is not None:
+            self.fetches.start(order, size)
+            name_tokens = order.params.remote_block_size or size
+            prefix = Prefix(order.names, name_tokens, size, order.indices[0])
+            connector.fetch_prefix(
+                order.request_id, order.params, prefix, order.indices, order.local_block_ids
+            )
+            return
         connector.start_load(
             order.request_id,
             order.params,
@@ -250,7 +283,17 @@ class HandOffs:
             if isinstance(event, LeaseEnded):
                 self._lease_ended(event)
                 continue
-            failed = self._scheduler.load_ended(event.request_id, ok=event.ok)
+            if isinstance(event, PrefixAsked):
+                self._lend_prefix(event)
+                continue
+            if isinstance(event, PrefixLate):
+                self._scheduler.go_on_without(event.request_id)
+                continue
+            failed = self._scheduler.load_ended(
+                event.request_id, ok=event.ok, num_tokens=event.num_tokens
+            )
+            if self.fetches.ended(event):
+                self.lend_computed()
             if failed is not None:
                 error = f"the KV hand-off failed: {event.reason}"
                 log.warning("request %s: %s", event.request_id, error)
@@ -258,6 +301,14 @@ class HandOffs:
                 self._scheduler.finish(failed, FinishReason.ERROR)
                 failures.append((failed, error))
         return failures
+
+    def _lend_prefix(self, asked: PrefixAsked) -> None:
+        """Another engine lacks a prefix: lend what is remembered of it."""
+        if self._connector is None:
+            return
+        blocks = self._scheduler.lend_prefix(asked.lease_id, asked.names, asked.num_known)
+        last_name = asked.names[len(blocks) - 1]
+        self._connector.lend_prefix(asked.lease_id, blocks, last_name)
 
     def _lease_ended(self, event: LeaseEnded) -> None:
         self._scheduler.end_lease(event.lease_id)
@@ -272,6 +323,7 @@ class HandOffs:
             return None
         stats = self._connector.stats()
         self._scheduler.count_early(stats)
+        self.fetches.count(stats)
         return stats
 
     # --- rejection ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,6 +32,9 @@ class AdapterTable:
         self.max_loras = max_loras
         self.pinned: set[int] = set()
         """Ids of adapters that keep their places."""
+        self.num_loads = 0
+        self.seconds_loading = 0.0
+        """Sum over these loads, the unloading of others for them included."""
         self._call_workers = call_workers
         self._loaded: OrderedDict[int, Adapter] = OrderedDict()
         """By id, the least recently used first."""
@@ -43,6 +47,11 @@ class AdapterTable:
     def in_use(self) -> bool:
         """Some request may have an adapter."""
         return len(self._known) > 0
+
+    def lacks(self, shares: Iterable[ScheduledRequest]) -> bool:
+        """Some adapter of a step is not loaded yet."""
+        wanted = (share.request.adapter for share in shares)
+        return any(x is not None and x.lora_int_id not in self._loaded for x in wanted)
 
     def resolve(self, request: LoRARequest | None) -> Adapter | None:
         """The adapter that a request names, its files checked but not necessarily loaded.
@@ -95,6 +104,7 @@ class AdapterTable:
     def _load(self, adapter: Adapter, busy: set[int]) -> None:
         lora_int_id = adapter.lora_int_id
         if lora_int_id not in self._loaded:
+            begin = perf_counter()
             while len(self._loaded) >= self.max_loras:
                 self._unload(self._least_recent(busy))
             try:
@@ -103,6 +113,8 @@ class AdapterTable:
                 self._call_workers("_unload_lora", (lora_int_id,))  # some rank may have it
                 raise
             self._loaded[lora_int_id] = adapter
+            self.num_loads += 1
+            self.seconds_loading += perf_counter() - begin
         self._loaded.move_to_end(lora_int_id)
 
     def _least_recent(self, busy: set[int]) -> int:

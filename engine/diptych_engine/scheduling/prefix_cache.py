@@ -32,6 +32,23 @@ class PrefixCache:
             return []
         return self.pool.match(self._lookup_hashes(request))
 
+    def worth_fetching(self, request: Request, num_here: int) -> bool:
+        """What another engine may remember of it is more than the tokens that are here, and of use
+        to it."""
+        return self._reads_cache(request) and request.num_remote_tokens > num_here
+
+    def names(self, request: Request) -> list[bytes]:
+        """What the blocks are called that are to be fetched of a prefix, in the other engine's
+        size."""
+        source, count = request.prefix_source, request.num_remote_tokens
+        size = source.remote_block_size if source is not None else None
+        if size is None or size == self.block_size:
+            self._extend_hashes(request)
+            return request.block_hashes[: count // self.block_size]
+        names: list[bytes] = []
+        _extend(names, request, request.token_ids[:count], size)
+        return names
+
     def remember(self, request: Request, first: int) -> None:
         """Make the request's full, computed blocks findable, from index `first` on."""
         if not self.enabled:
@@ -62,9 +79,8 @@ class PrefixCache:
         queued = Counter[str]()
         for request in requests:
             covered = request.num_computed_tokens
-            params = request.kv_transfer
-            if params is not None and params.do_remote_prefill:
-                covered = params.remote_num_tokens or 0
+            if request.fetches:
+                covered = max(covered, request.num_remote_tokens)
             elif covered == 0 and request.status in _QUEUED and self._reads_cache(request):
                 unhashed = request.num_tokens - len(request.block_hashes) * self.block_size
                 if unhashed < self.block_size or budget > 0:
@@ -84,10 +100,15 @@ class PrefixCache:
         return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
 
     def _extend_hashes(self, request: Request) -> None:
-        extend_block_hashes(
-            request.block_hashes,
-            request.token_ids,
-            self.block_size,
-            request.cache_salt,
-            partial(seen_in, [image.seen for image in request.images]) if request.images else None,
-        )
+        _extend(request.block_hashes, request, request.token_ids, self.block_size)
+
+
+def _extend(hashes: list[bytes], request: Request, token_ids: list[int], block_size: int) -> None:
+    """Append the hashes of the full blocks of a request's first tokens."""
+    extend_block_hashes(
+        hashes,
+        token_ids,
+        block_size,
+        request.cache_salt,
+        partial(seen_in, [image.seen for image in request.images]) if request.images else None,
+    )

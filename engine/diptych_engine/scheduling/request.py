@@ -110,6 +110,9 @@ class Request:
     trace_headers: Mapping[str, str] | None = None
     """Its caller's trace context, to be told with its last output."""
     kv_transfer: KVTransferParams | None = None
+    prefix_source: KVTransferParams | None = None
+    """The engine that may have the KV of its first `remote_num_tokens` tokens, in whole blocks of
+    that engine; None: nobody else has, or nobody is asked any more."""
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens whose KV stands in `block_ids`."""
@@ -188,22 +191,31 @@ class Request:
     @property
     def num_remote_tokens(self) -> int:
         """Tokens whose KV another engine has. Raises `RuntimeError` if there is none."""
-        if self.kv_transfer is None or self.kv_transfer.remote_num_tokens is None:
+        source = self.prefix_source or self.kv_transfer
+        if source is None or source.remote_num_tokens is None:
             raise RuntimeError(f"request {self.request_id} has no remote KV")
-        return self.kv_transfer.remote_num_tokens
+        return source.remote_num_tokens
 
     @property
     def fetches(self) -> bool:
-        """Its KV is to come from another engine."""
-        return self.kv_transfer is not None and bool(self.kv_transfer.do_remote_prefill)
+        """Its KV, or that of a prefix, is to come from another engine."""
+        handed_off = self.kv_transfer is not None and self.kv_transfer.do_remote_prefill
+        return handed_off or self.prefix_source is not None
 
-    def take_over(self) -> int:
-        """Count the KV that was lent to it as computed, because its blocks hold that now; at least
-        one token always remains to be computed. Returns how many tokens that adds."""
-        before, remote = self.num_computed_tokens, min(self.num_remote_tokens, self.num_tokens - 1)
+    def forgo_remote(self) -> None:
+        """Use nothing that another engine has: it is computed here."""
+        if self.prefix_source is not None:
+            self.prefix_source = None
+        else:
+            self.kv_transfer = None
+
+    def take_over(self, num_tokens: int) -> int:
+        """Count the KV of so many first tokens as computed, because its blocks hold that now; at
+        least one token always remains to be computed. Returns how many tokens that adds."""
+        before, remote = self.num_computed_tokens, min(num_tokens, self.num_tokens - 1)
         self.num_computed_tokens = remote
         self.num_received_tokens = remote - before
-        self.kv_transfer = None
+        self.forgo_remote()
         return self.num_received_tokens
 
     @property
@@ -291,12 +303,17 @@ class LoadOrder:
     """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
     identity: str | None
     """`Request.kv_identity`."""
+    names: list[bytes] | None = None
+    """The names of the lender's blocks, if a prefix is fetched; None: a hand-off, which has a
+    lease."""
 
     @classmethod
-    def of(cls, request: Request, first: int, end: int) -> LoadOrder:
+    def of(
+        cls, request: Request, first: int, end: int, names: list[bytes] | None = None
+    ) -> LoadOrder:
         """For the blocks `first` to `end` of a request. Raises `RuntimeError` if nothing was lent
         to it."""
-        params = request.kv_transfer
+        params = request.prefix_source or request.kv_transfer
         if params is None:
             raise RuntimeError(f"request {request.request_id} has no remote KV")
         return cls(
@@ -306,6 +323,7 @@ class LoadOrder:
             request.block_ids[first:end],
             request.token_ids[: request.num_remote_tokens],
             request.kv_identity,
+            names,
         )
 
 

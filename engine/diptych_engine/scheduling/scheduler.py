@@ -194,7 +194,7 @@ class Scheduler(SchedulerState):
         """Use nothing of what the hinge brings from now on: its requests compute their prompts
         here. Returns the ids of the loads to cancel."""
         for request in self.loading.values():
-            request.kv_transfer = None
+            request.forgo_remote()
         return [*self.loading, *self.early.drop_all()]
 
     def take_stations(self) -> dict[bytes, list[RequestJourneyEvent]]:
@@ -223,6 +223,10 @@ class Scheduler(SchedulerState):
     def lend(self, lease_id: str, block_ids: list[int]) -> list[int]:
         """Pin blocks that somebody holds, after those that the lease has. Returns all of them."""
         return self.leased.lend(lease_id, block_ids)
+
+    def lend_prefix(self, lease_id: str, names: list[bytes], num_known: int) -> list[int]:
+        """Pin what is remembered of a prefix; nothing during a pause, when memory may go."""
+        return [] if self.gate.paused else self.leased.lend_prefix(lease_id, names, num_known)
 
     def end_lease(self, lease_id: str) -> None:
         """Nobody reads the blocks of a lease any more; one that has ended is ignored."""

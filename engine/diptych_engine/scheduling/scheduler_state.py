@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diptych_engine.scheduling.adapter import busy_adapters
 from diptych_engine.scheduling.block_pool import BlockPool
@@ -137,7 +137,7 @@ class SchedulerState:
         if early is EarlyState.LOADING:
             self._await_load(request)
         else:
-            self._received(request)
+            self._received(request, request.num_remote_tokens)
             self.waiting.push_front(request)
 
     def hold(self, request: Request) -> None:
@@ -199,10 +199,12 @@ class SchedulerState:
         session.become(RequestStatus.WAITING)
         self.gate.enter(session, self.waiting, front=True)
 
-    def load_ended(self, request_id: str, *, ok: bool) -> Request | None:
-        """The hinge no longer touches a request's blocks.
+    def load_ended(self, request_id: str, *, ok: bool, num_tokens: int = 0) -> Request | None:
+        """The hinge no longer touches a request's blocks. num_tokens: the length of the prefix, if
+        it was to fetch one.
 
-        Returns the request if it failed and must be answered with an error.
+        Returns the request if it failed and must be answered with an error. A prefix that was not
+        fetched is no failure: it is computed here.
         """
         request = self.loading.pop(request_id, None)
         if request is None:
@@ -211,21 +213,40 @@ class SchedulerState:
         if request.finished:
             self._free_blocks(request)
             return None
-        discarded = request.kv_transfer is None
+        discarded = not request.fetches
         if discarded or not ok:
+            may_compute = discarded or request.prefix_source is not None
+            request.prefix_source = None
             self._tell(request, Station.KV_FAIL)
             self._free_blocks(request)
             request.become(RequestStatus.WAITING)
             self.waiting.push_front(request)
-            return None if discarded else request
-        self._received(request)
+            return None if may_compute else request
+        if request.prefix_source is None:
+            self._received(request, request.num_remote_tokens)
+        else:
+            self._received(request, num_tokens)
+            self._release_beyond(request)
         request.become(RequestStatus.WAITING)
         self.waiting.push_front(request)
         return None
 
-    def _received(self, request: Request) -> None:
-        """The blocks of a request hold what the hinge was to fetch."""
-        self.stats.remote_kv_tokens += request.take_over()
+    def go_on_without(self, request_id: str) -> None:
+        """The prefix of a request does not come in time: it is computed in other blocks. Those that
+        the hinge may still write to stay held, until `load_ended`."""
+        request = self.loading.get(request_id)
+        if request is None or request.prefix_source is None or request.finished:
+            return
+        held = replace(request, status=RequestStatus.FINISHED, images=())
+        self.loading[request_id] = held
+        request.block_ids, request.num_computed_tokens, request.prefix_source = [], 0, None
+        self._tell(request, Station.KV_FAIL)
+        request.become(RequestStatus.WAITING)
+        self.waiting.push_front(request)
+
+    def _received(self, request: Request, num_tokens: int) -> None:
+        """The blocks of a request hold its first tokens, which the hinge was to fetch."""
+        self.stats.remote_kv_tokens += request.take_over(num_tokens)
         self._tell(request, Station.KV_DONE)
         self.prefixes.remember(request, 0)
 
@@ -301,7 +322,8 @@ class SchedulerState:
         num_remote = self.blocks_for(request.num_remote_tokens)
         request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
         self._await_load(request)
-        self.load_orders.append(LoadOrder.of(request, num_local, num_remote))
+        names = None if request.prefix_source is None else self.prefixes.names(request)
+        self.load_orders.append(LoadOrder.of(request, num_local, num_remote, names))
 
     def _await_load(self, request: Request) -> None:
         request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
@@ -367,6 +389,12 @@ class SchedulerState:
     def _tell(self, request: Request, station: Station) -> None:
         if self.journey is not None:
             self.journey.record(request, station, self.stats.steps)
+
+    def _release_beyond(self, request: Request) -> None:
+        """Give back the blocks that were reserved for more of a prefix than came."""
+        count = self.blocks_for(request.num_computed_tokens)
+        self.pool.release(request.block_ids[count:])
+        del request.block_ids[count:]
 
     def _free_blocks(self, request: Request) -> None:
         if request.images:

@@ -46,6 +46,7 @@ def check_piece(message: EngineCoreRequest, limits: EngineDescription) -> Sampli
         ("generated_token_ids", message.generated_token_ids),
         ("prompt_logprobs", params.prompt_logprobs),
         ("structured_outputs", params.structured_outputs),
+        ("prefix_source", message.prefix_source),
         ("kv_transfer_params", (params.extra_args or {}).get("kv_transfer_params")),
     ):
         if given is not None:

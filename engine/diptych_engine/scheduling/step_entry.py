@@ -161,6 +161,8 @@ def _enter(
         return False
     start = request.num_computed_tokens or len(hit) * scheduler.block_size
     wanted = request.num_tokens - start
+    if request.prefix_source is not None and not scheduler.prefixes.worth_fetching(request, start):
+        request.prefix_source = None
     remote = request.fetches
     if not remote and beside is not None and wanted > room:
         return True  # it is not as short as it looked

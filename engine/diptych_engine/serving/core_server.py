@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Post
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.farewell import Farewell
+from diptych_engine.serving.heartbeat_sender import HeartbeatSender
 from diptych_engine.serving.prefix_news import PrefixNews
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.zmq_frames import receive_frames
@@ -106,6 +108,7 @@ class CoreServer:
         """Why this core ends, if not because it was told to."""
         self._stats_due = 0.0
         self._prefix_news = PrefixNews(core.scheduler, core.adapters.digests)
+        self._heartbeat = HeartbeatSender(core, rank, self._send_frames, self._num_received)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -162,9 +165,11 @@ class CoreServer:
         core = self._core
         self._receive(0 if self._has_work() else self._idle_wait_ms())
         if self._has_work():
+            begin = time.monotonic()
             plan, pending = self._start_step()
             self._receive(0)
             core.finish_step(plan, pending)
+            self._heartbeat.stepped(plan, time.monotonic() - begin)
             if not plan.scheduled:
                 # Everything waits for blocks that only the hinge or an abort can free.
                 self._receive(self._idle_wait_ms())
@@ -175,6 +180,7 @@ class CoreServer:
             self._tell_prefixes(at_once=not core.has_work)
         core.deferred.settle()
         self._send_answers()
+        self._heartbeat.turned()
 
     def _has_work(self) -> bool:
         return self._core.has_work
@@ -184,9 +190,12 @@ class CoreServer:
 
     def _idle_wait_ms(self) -> int:
         """As long as nothing can be overdue."""
-        if not self._stop_wanted:
-            return IDLE_WAIT_MS
-        return min(IDLE_WAIT_MS, int(self._shutdown.remaining_s(time.monotonic()) * 1000))
+        now = time.monotonic()
+        beat_s = self._heartbeat.wait_s(now)
+        wait_ms = IDLE_WAIT_MS if beat_s is None else math.ceil(beat_s * 1000)
+        if self._stop_wanted:
+            wait_ms = min(wait_ms, int(self._shutdown.remaining_s(now) * 1000))
+        return wait_ms
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -278,6 +287,10 @@ class CoreServer:
         if call.method == wire.FOLLOW_PREFIXES:
             self._follow_prefixes(client)
             return
+        if call.method == wire.FOLLOW_HEARTBEAT:
+            self._heartbeat.follow(client)
+            return
+        self._heartbeat.before_call(call.method)
         try:
             if len(self._pending) >= MAX_PENDING_CALLS:
                 raise DiptychError("too many calls wait for their answers already")
@@ -319,8 +332,11 @@ class CoreServer:
             message = EngineCoreOutputs(self._rank, made, stats, journey_events=events.get(client))
             message.finished_requests = {x.request_id for x in made if x.finished} or None
             if stats is not None:
-                message.requests_received = self._clients.get(client, 0)
+                message.requests_received = self._num_received(client)
             self._send(client, message)
+
+    def _num_received(self, client: bytes) -> int:
+        return self._clients.get(client, 0)
 
     def _send_answers(self) -> None:
         while self._answered:
@@ -386,6 +402,7 @@ class CoreServer:
             self._clients.pop(client, None)
             self._told.pop(client, None)
             self._prefix_news.forget(client)
+            self._heartbeat.forget(client)
             self._core.client_lost(client)
 
     def _say_goodbye(self) -> None:

@@ -280,6 +280,8 @@ _TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (
      lambda k: k.loads_waiting_for_room),
     ("kv_transfer_staging_bytes", "Bytes reserved for KV that is to be repacked.",
      lambda k: k.staging_bytes),
+    ("kv_transfer_prefix_fetches_now", "Prefixes that are on their way.",
+     lambda k: k.prefix_fetches_now),
 )  # fmt: skip
 
 _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
@@ -296,6 +298,10 @@ _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
      lambda k: k.leases_rejected),
     ("kv_transfer_rejections_sent", "Times that another engine was told so.",
      lambda k: k.leases_refused_here),
+    ("kv_transfer_prefix_tokens_fetched", "Prompt tokens whose KV another engine remembered.",
+     lambda k: k.prefix_tokens_fetched),
+    ("kv_transfer_prefix_seconds", "Sum of the time that requests waited for fetched prefixes.",
+     lambda k: k.prefix_seconds),
 )  # fmt: skip
 
 _LEASE_STATES: tuple[tuple[str, _Transfer], ...] = (
@@ -310,6 +316,15 @@ _EARLY_LOADS: tuple[tuple[str, _Transfer], ...] = (
     ("begun", lambda k: k.early_loads),
     ("adopted", lambda k: k.early_loads_adopted),
     ("dropped", lambda k: k.early_loads_dropped),
+)
+_PREFIX_FETCHES: tuple[tuple[str, _Transfer], ...] = (
+    ("asked", lambda k: k.prefix_fetches),
+    ("fetched", lambda k: k.prefix_fetches_completed),
+    ("computed", lambda k: k.prefix_fetches_failed),
+)
+_PREFIXES_ASKED: tuple[tuple[str, _Transfer], ...] = (
+    ("lent", lambda k: k.prefixes_lent),
+    ("refused", lambda k: k.prefixes_refused),
 )
 _LOAD_OUTCOMES: tuple[tuple[str, _Transfer], ...] = (
     ("completed", lambda k: k.loads_completed),
@@ -358,6 +373,14 @@ class EngineStatsCollector(Collector):
         yield self._split(
             "kv_transfer_early_loads", "Loads for requests that were only announced.", "state",
             _EARLY_LOADS, transfers,
+        )  # fmt: skip
+        yield self._split(
+            "kv_transfer_prefix_fetches", "Prefixes to be fetched, and what became of them.",
+            "state", _PREFIX_FETCHES, transfers,
+        )  # fmt: skip
+        yield self._split(
+            "kv_transfer_prefixes", "Prefixes that other engines asked for.", "answer",
+            _PREFIXES_ASKED, transfers,
         )  # fmt: skip
         yield self._hand_off_seconds(transfers)
         yield self._transports(transfers)

@@ -6,7 +6,7 @@ That is so where the peer's blocks have another geometry, and where ours are on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diptych_kv_transfer.memory.layout import Layout
 
@@ -25,6 +25,13 @@ class Staging:
     """The wanted tokens are those from `start` up to, but not including, `end`."""
     local_block_ids: list[int]
     """Where they go; the first one begins with token `start`."""
+
+    def shortened(self, end: int, num_local: int) -> Staging:
+        """The same up to token `end` only, which lies in the last of the first `num_local` of our
+        blocks."""
+        num_blocks = self.layout.blocks_for(end) - self.first
+        local = self.local_block_ids[:num_local]
+        return replace(self, num_blocks=num_blocks, end=end, local_block_ids=local)
 
     @property
     def num_bytes(self) -> int:

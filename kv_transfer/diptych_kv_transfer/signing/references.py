@@ -19,9 +19,8 @@ import msgspec
 
 from diptych_kv_transfer.signing.keys import MAC_BYTES, HingeKey, equal
 from diptych_protocol import InvalidRequestError, KVTransferParams
-from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.kv_transfer_params import ENGINE_FIELDS, PARAM
 
-ENGINE_FIELDS = ("remote_engine_id", "epoch", "remote_host", "remote_port", "compat")
 LEASE_FIELDS = (*ENGINE_FIELDS, "lease_id", "expires_at")
 ALL_FIELDS = tuple(name for name in KVTransferParams.__struct_fields__ if name != "proof")
 ENGINE, LEASE, REFERENCE = b"diptych engine", b"diptych lease", b"diptych refer"

@@ -66,7 +66,8 @@ class ReceiveBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Make room for the blocks of a request, until its LoadEnded."""
+    """Make room for the blocks of a request, until its LoadEnded. A second one for the same request
+    says that fewer blocks will come."""
 
     request_id: str
     staging: Staging
@@ -113,8 +114,32 @@ class LoadEnded:
     reason: str = ""
     num_blocks: int = 0
     seconds: float = 0.0
+    num_tokens: int = 0
+    """If a prefix was fetched: how many tokens, from the first one on, have KV now."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixAsked:
+    """Another engine wants to read a prefix. The engine answers by `LeaseTable.lend_prefix`."""
+
+    lease_id: str
+    names: list[bytes]
+    """The names of the prefix's blocks."""
+    num_known: int
+    """The other engine has so many of the blocks, and needs at least one more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLate:
+    """A prefix does not come in time, and is to be computed in other blocks. `LoadEnded` follows
+    when nothing can be written to those that were to be filled."""
+
+    request_id: str
+
+
+Report = LeaseEnded | LoadEnded | PrefixAsked | PrefixLate
+"""What the engine is told."""
 Action = (
     Send | SendBlocks | ReceiveBlocks | Stage | Unpack | Connect | Fence | LeaseEnded | LoadEnded
-)
+    | PrefixAsked | PrefixLate
+)  # fmt: skip

@@ -45,6 +45,14 @@ class Claim:
             self.peer, mine.tag, mine.digest, mine.runs
         )  # fmt: skip
 
+    def keep_first(self, num_blocks: int) -> None:
+        """The lease has only so many blocks: what was asked for beyond them is not sent."""
+        self.pending = [
+            (first, min(count, num_blocks - first))
+            for first, count in self.pending
+            if first < num_blocks
+        ]
+
     def take_ready(self, block_ids: list[int]) -> Batch | None:
         """Take out of `pending` the runs, or parts of runs, whose blocks are ready, as a batch to
         send; None: there are none. `block_ids`: the first blocks of the lease, which are ready."""

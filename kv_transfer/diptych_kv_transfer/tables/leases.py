@@ -10,6 +10,10 @@ A lease is promised while its prompt is still computed, and may be opened then: 
 travel while others are computed. It begins to age when it is granted, which is when all its blocks
 are finished.
 
+The lease of a *prefix* begins READING: another engine has asked for it, by the names of its blocks,
+and the engine has said which of them it remembers. It is not renewed, so that nobody can pin a
+cached prefix for longer than the length of one lease.
+
 A lease ends exactly once, and its blocks are given back (`LeaseEnded`) exactly once: when it has
 ended *and* no send of them is in flight. Ending revokes the reader's claim at once: the reader is
 told, and its Close is answered `held=False` even while sends are still draining. Pure: time is
@@ -36,6 +40,7 @@ from diptych_kv_transfer.tables.messages import (
     Renew,
     Sending,
 )
+from diptych_kv_transfer.tables.prefix_asks import PrefixAsks
 
 MAX_REMEMBERED = 4096
 """Limit on the ended leases that are remembered, so that late messages about them get the right
@@ -88,6 +93,8 @@ class Lease:
     fence_at: float = NEVER
     """When to cut off readers that keep the blocks of an ended lease busy; `AT_ONCE`: the next
     `tick` sets it."""
+    is_prefix: bool = False
+    """Its blocks are cached ones, which a reader has asked for by name."""
 
     def become(self, state: LeaseState) -> None:
         """Change state. An illegal transition raises and changes nothing."""
@@ -113,7 +120,11 @@ class LeaseTable:
     stale_reads_refused: int = 0
     rejections: int = 0
     """Leases that another engine ended with Reject."""
+    prefixes_lent: int = 0
+    prefixes_refused: int = 0
+    """Prefixes that other engines asked for in vain."""
     _early: EarlyOpens = field(init=False)
+    _asks: PrefixAsks = field(default_factory=PrefixAsks)
     _ended: OrderedDict[str, tuple[LeaseState, Claim | None]] = field(default_factory=OrderedDict)
     """How leases ended, and the claim by which one was released."""
 
@@ -158,6 +169,34 @@ class LeaseTable:
             lease.become(LeaseState.READING)
         return self._send_ready(lease)
 
+    def lend_prefix(
+        self, lease_id: str, block_ids: list[int], last_name: bytes, now: float
+    ) -> list[Action]:
+        """Answer a reader that asked for a prefix. `block_ids`: what is lent of it; none: nothing.
+
+        `last_name` names the last of these blocks, and so all of them. If nobody wants them any
+        more, the lease ends at once.
+        """
+        ask = self._asks.pop(lease_id)
+        if not block_ids:
+            self.prefixes_refused += 1
+            reason = "nothing of the prefix is remembered that the reader lacks"
+            return [] if ask is None else self._refuse_prefix(ask.peer, ask.message, reason)
+        lease = self.leases[lease_id] = Lease(
+            lease_id, "", last_name.hex(), len(block_ids), block_ids, is_prefix=True
+        )
+        self.counts[LeaseState.PROMISED] += 1
+        if ask is None:
+            return self._end(lease, LeaseState.WITHDRAWN)
+        self.prefixes_lent += 1
+        self.counts[LeaseState.GRANTED] += 1
+        lease.become(LeaseState.GRANTED)
+        lease.become(LeaseState.READING)
+        lease.expires_at = now + self.lease_seconds
+        lease.claim = Claim(ask.peer, ask.message)
+        lease.claim.keep_first(lease.num_blocks)
+        return [Send(ask.peer, _opened(lease, lease.claim.tag)), *self._send_ready(lease)]
+
     def revoke(self, lease_id: str) -> list[Action]:
         """End a lease early. Unknown or ended leases are left alone."""
         lease = self.leases.get(lease_id)
@@ -183,10 +222,13 @@ class LeaseTable:
                 for lease_id in message.lease_ids:
                     self._early.renew(lease_id, now)
                     lease = self.leases.get(lease_id)
-                    if lease is not None and lease.state in LIVE and lease.expires_at < NEVER:
+                    if lease is None or lease.state not in LIVE or lease.is_prefix:
+                        continue
+                    if lease.expires_at < NEVER:
                         lease.expires_at = now + self.lease_seconds
                 return []
             case Reject():
+                self._forget_ask(peer, message.lease_id)
                 lease = self.leases.get(message.lease_id)
                 if lease is not None and lease.claim is not None and lease.claim.peer != peer:
                     return []  # a peer with a copy of the reference must not disturb the reader
@@ -197,7 +239,9 @@ class LeaseTable:
     def _open(self, peer: Peer, message: Open, now: float) -> list[Action]:
         lease = self.leases.get(message.lease_id)
         if lease is not None and lease.claim is not None and lease.claim.repeats(peer, message):
-            return [Send(peer, Opened(message.lease_id, message.tag))]  # repeated
+            return [Send(peer, _opened(lease, message.tag))]  # repeated
+        if lease is None and message.names and message.lease_id not in self._ended:
+            return self._ask_for_prefix(peer, message)
         self._early.pop(message.lease_id)
         early = message.early and len(message.runs) <= MAX_EARLY_RUNS
         if lease is None and early and message.lease_id not in self._ended:
@@ -211,7 +255,25 @@ class LeaseTable:
         if lease.state is LeaseState.GRANTED:
             lease.become(LeaseState.READING)
             lease.expires_at = now + self.lease_seconds
-        return [Send(peer, Opened(lease.lease_id, message.tag)), *self._send_ready(lease)]
+        return [Send(peer, _opened(lease, message.tag)), *self._send_ready(lease)]
+
+    def _ask_for_prefix(self, peer: Peer, message: Open) -> list[Action]:
+        if self._asks.repeats(peer, message):
+            return []
+        reason = self._asks.why_not(message)
+        if reason:
+            self.prefixes_refused += 1
+            return self._refuse_prefix(peer, message, reason)
+        return [self._asks.put(peer, message)]
+
+    def _refuse_prefix(self, peer: Peer, message: Open, reason: str) -> list[Action]:
+        if message.lease_id not in self._asks:
+            self._remember_end(message.lease_id, LeaseState.WITHDRAWN, None)
+        return [Send(peer, Refused(message.lease_id, reason, message.tag))]
+
+    def _forget_ask(self, peer: Peer, lease_id: str) -> None:
+        if self._asks.give_up(peer, lease_id):
+            self._remember_end(lease_id, LeaseState.WITHDRAWN, None)
 
     def _why_not(self, lease: Lease | None, message: Open) -> str:
         """Why a lease cannot be opened; empty if it can."""
@@ -235,6 +297,7 @@ class LeaseTable:
         lease_id, tag = message.lease_id, message.tag
         lease = self.leases.get(lease_id)
         self._early.close(peer, lease_id, tag)
+        self._forget_ask(peer, lease_id)
         claim = None if lease is None else lease.claim
         if lease is None or claim is None or (claim.peer, claim.tag) != (peer, tag):
             state, by = self._ended.get(lease_id, (None, None))
@@ -244,6 +307,9 @@ class LeaseTable:
         if message.ok and lease.state is LeaseState.READING and not claim.pending:
             closed = Closed(lease_id, held=True, tag=tag)
             return [Send(peer, closed), *self._end(lease, LeaseState.RELEASED, claim)]
+        if lease.is_prefix:  # nobody else knows of it
+            closed = Closed(lease_id, held=False, tag=tag)
+            return [Send(peer, closed), *self._end(lease, LeaseState.REVOKED)]
         # What is on its way may arrive; the lease goes on without a reader.
         if lease.state is LeaseState.READING:
             lease.become(LeaseState.GRANTED)
@@ -262,6 +328,7 @@ class LeaseTable:
     def peer_lost(self, peer: Peer) -> list[Action]:
         """Handle the loss of a connection, and of every send on it."""
         self._early.peer_lost(peer)
+        self._asks.peer_lost(peer)
         actions: list[Action] = []
         for lease in list(self.leases.values()):
             lease.sending = {tag: to for tag, to in lease.sending.items() if to != peer}
@@ -319,15 +386,18 @@ class LeaseTable:
         """End a lease; a reader that has not read it all is told."""
         lease.become(outcome)
         self.counts[outcome] += 1
-        self._ended[lease.lease_id] = outcome, released_to
-        while len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
+        self._remember_end(lease.lease_id, outcome, released_to)
         actions: list[Action] = []
         if lease.claim is not None:
             closed = Closed(lease.lease_id, held=False, tag=lease.claim.tag)
             actions.append(Send(lease.claim.peer, closed))
             lease.claim = None
         return [*actions, *self._give_back_if_done(lease)]
+
+    def _remember_end(self, lease_id: str, outcome: LeaseState, released_to: Claim | None) -> None:
+        self._ended[lease_id] = outcome, released_to
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
 
     def _give_back_if_done(self, lease: Lease) -> list[Action]:
         if lease.state in LIVE:
@@ -350,3 +420,8 @@ class LeaseTable:
     def blocks_held(self) -> int:
         """Count the blocks that leases keep pinned. Safe to call from another thread."""
         return sum(len(lease.block_ids) for lease in list(self.leases.values()))
+
+
+def _opened(lease: Lease, tag: int) -> Opened:
+    """The answer to a claim that is accepted."""
+    return Opened(lease.lease_id, tag, lease.num_blocks if lease.is_prefix else 0)

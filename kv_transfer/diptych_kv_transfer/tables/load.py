@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from diptych_kv_transfer.memory.layout import Layout
 from diptych_kv_transfer.memory.staging import Staging, plan_staging
 from diptych_kv_transfer.tables.actions import Address, Fence, Peer
-from diptych_kv_transfer.tables.messages import Hello, Open, Run
+from diptych_kv_transfer.tables.messages import Hello, Open, Opened, Run
 from diptych_protocol.kv_transfer_params import differences
 
 NEVER, AT_ONCE = float("inf"), float("-inf")
@@ -47,6 +47,25 @@ class LeaseRef:
     @property
     def renew_every_s(self) -> float:
         return self.seconds / 3 if MIN_LEASE_S <= self.seconds <= MAX_LEASE_S else MIN_LEASE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Blocks that another engine may remember, and that are fetched if it does."""
+
+    names: list[bytes]
+    """The names of its blocks, in the other engine's block size."""
+    name_tokens: int
+    """Number of tokens in a block of the other engine."""
+    block_tokens: int
+    """Number of tokens in one of our blocks."""
+    first: int
+    """The first of our blocks that lacks KV."""
+
+    def misfit(self, theirs: Hello) -> str:
+        """Why these names are not those of the answering engine's blocks; empty if they are."""
+        size = theirs.geometry.get("block_size", self.name_tokens)
+        return "" if size == self.name_tokens else f"its blocks have {size} tokens"
 
 
 @dataclass(slots=True)
@@ -93,6 +112,12 @@ class Load:
     blocks of the staging area, not to our own blocks."""
     asked: bool = False
     """Open was sent."""
+    prefix: Prefix | None = None
+    """Set if P may have less than what is wanted, or nothing."""
+    patience_s: float = NEVER
+    """How long it may take, of which `deadline` is the end."""
+    granted: bool = False
+    """P has said how much of the prefix it lends."""
     batches: set[int] = field(default_factory=set)
     """The first tag of every announced batch."""
     receiving: set[int] = field(default_factory=set)
@@ -123,6 +148,12 @@ class Load:
         return self.staging is not None
 
     @property
+    def may_shorten(self) -> bool:
+        """Whether blocks have come before P has said how many it lends."""
+        early = self.prefix is not None and not self.granted
+        return early and self.state is LoadState.RECEIVING
+
+    @property
     def waits_for_room(self) -> bool:
         """Whether the load waits for room in the staging areas before it is opened."""
         return self.staged and not self.asked and self.state is LoadState.OPENING
@@ -134,7 +165,22 @@ class Load:
         if self.deadline == NEVER:
             self.deadline = AT_ONCE
         runs = coalesce(self.wanted)
-        return Open(self.lease.lease_id, self.digest, self.tag, runs, self.early)
+        names = [] if self.prefix is None else self.prefix.names
+        return Open(self.lease.lease_id, self.digest, self.tag, runs, self.early, names)
+
+    def shorten(self, prefix: Prefix, opened: Opened) -> None:
+        """P lends only so many blocks of a prefix: the others are not waited for.
+
+        Raises `ValueError`, and changes nothing, if P lends nothing that was asked for.
+        """
+        count, num_tokens = opened.num_blocks, opened.num_blocks * prefix.name_tokens
+        if count > len(prefix.names) or num_tokens <= prefix.first * prefix.block_tokens:
+            raise ValueError(f"it lends {count} blocks of a prefix of {len(prefix.names)}")
+        self.granted, self.num_tokens = True, num_tokens
+        self.wanted = {block: place for block, place in self.wanted.items() if block < count}
+        self.num_blocks = -(-num_tokens // prefix.block_tokens) - prefix.first
+        if self.staging is not None:
+            self.staging = self.staging.shortened(self.num_tokens, self.num_blocks)
 
     def take(self, runs: list[Run]) -> list[range]:
         """Return where announced blocks belong, run by run.

@@ -30,6 +30,7 @@ from diptych_kv_transfer.tables.actions import (
     Fence,
     LoadEnded,
     Peer,
+    PrefixLate,
     ReceiveBlocks,
     Send,
     Stage,
@@ -42,6 +43,7 @@ from diptych_kv_transfer.tables.load import (
     LeaseRef,
     Load,
     LoadState,
+    Prefix,
     Remote,
     mismatch,
     next_to_stage,
@@ -61,6 +63,9 @@ from diptych_protocol.wire import HAND_OFF_BOUNDS_S
 
 STOP_SECONDS = 5.0
 """How long P may take to stop a load that was given up, before the connection is cut."""
+ANSWER_SECONDS, READ_SECONDS = 1.0, 5.0
+"""How long a prefix may take until P says what it lends of it, and from then on. Its request could
+compute it meanwhile."""
 
 
 @dataclass(slots=True)
@@ -78,8 +83,12 @@ class LoadTable:
     rejects: list[LeaseRef] = field(default_factory=list)
     """Leases to reject as soon as their engine has said Hello."""
     started: int = 0
+    """Loads of hand-offs; those of prefixes, which may fail without harm, are counted apart."""
     completed: int = 0
     failed: int = 0
+    prefixes_started: int = 0
+    prefix_seconds: float = 0.0
+    """How long requests waited for those of their prefixes that came."""
     rejected: int = 0
     """Number of leases for which Reject was sent."""
     waited: list[int] = field(default_factory=lambda: [0] * (len(HAND_OFF_BOUNDS_S) + 1))
@@ -105,21 +114,26 @@ class LoadTable:
         now: float,
         *,
         early: bool = False,
+        prefix: Prefix | None = None,
     ) -> list[Action]:
         """Fetch the wanted blocks.
 
         `wanted` maps blocks of the lease, counted in our block size, to our blocks; they are the
         last ones of the lease. `num_tokens` is the number of tokens of the lease. The request may
         be held, or new. Raises `RuntimeError` if its load is under way already.
+
+        `prefix`: there is no lease yet; ask for one of these blocks. It may have fewer than wanted.
         """
         if not self._is_free(request_id):
             raise RuntimeError(f"the load of request {request_id} was started before")
         load = Load(request_id, lease, now + lease.renew_every_s, LoadState.OPENING, early=early)
-        load.deadline, load.waiting_since = now + self.load_timeout_s, now
+        load.patience_s = self._patience(ANSWER_SECONDS if prefix is not None else NEVER)
+        load.deadline, load.waiting_since, load.prefix = now + load.patience_s, now, prefix
         load.digest, load.tag, load.num_tokens = digest, tag, num_tokens
         load.wanted, load.num_blocks = wanted, len(wanted)
         self.loads[request_id] = load
-        self.started += 1
+        self.started += prefix is None
+        self.prefixes_started += prefix is not None
         return [*self.reach(lease.address), *self._open(load, now)]
 
     def adopt(self, request_id: str, now: float) -> list[Action]:
@@ -195,9 +209,10 @@ class LoadTable:
         if load is None:
             return []  # late or repeated
         match message:
-            case Opened() if load.state is LoadState.OPENING:
+            case Opened() if load.state is LoadState.OPENING or load.may_shorten:
                 load.state = LoadState.RECEIVING
-                return self._go_on(load, peer, now)
+                shortened = self._shorten(load, message, now)
+                return [*shortened, *self._go_on(load, peer, now)]
             case Sending() if load.state is not LoadState.CLOSING:
                 return self._receive_batch(load, peer, message, now)
             case Refused() if load.state in (LoadState.OPENING, LoadState.STOPPING):
@@ -252,20 +267,29 @@ class LoadTable:
         if load.state is LoadState.KEPT:
             del self.loads[load.request_id]
             return [LoadEnded(load.request_id, False, "nobody came for it")]
-        load.problem = load.problem or f"no hand-off within {self.load_timeout_s:g} s"
+        load.problem = load.problem or f"no hand-off within {load.patience_s:g} s"
         remote = self.remotes.get(load.lease.address, Remote())
-        if remote.peer is None or load.waits_for_room:
+        unasked = load.waits_for_room or (load.prefix is not None and not load.asked)
+        if remote.peer is None or unasked:
             return [*self._end(load, now), *self._let_go(load)]
         if load.asked and not load.last_chance:
-            return self._stop(load, now)
+            late = [] if load.prefix is None else [PrefixLate(load.request_id)]
+            return [*late, *self._stop(load, now)]
         # A peer that is slow now may still write later: cut it off first.
         load.deadline = remote.greet_by = NEVER
         return [Fence(remote.peer)]
 
     @property
     def in_flight(self) -> int:
-        """The number of loads that have started and not ended. Safe to call from another thread."""
-        return sum(load.state in UNDER_WAY for load in list(self.loads.values()))
+        """The number of hand-offs whose loads have started and not ended. Safe to call from another
+        thread."""
+        loads = list(self.loads.values())
+        return sum(load.state in UNDER_WAY and load.prefix is None for load in loads)
+
+    @property
+    def prefixes_in_flight(self) -> int:
+        """The same of prefixes."""
+        return sum(load.prefix is not None for load in list(self.loads.values()))
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -280,12 +304,14 @@ class LoadTable:
         if remote.peer is None or remote.hello is None:
             return []
         load.problem = mismatch(load.lease, remote.hello, self.me)
+        if load.prefix is not None:
+            load.problem = load.problem or load.prefix.misfit(remote.hello)
         if not load.problem:
             if not load.asked:
                 load.fit_to(remote.hello, self.me, stages_all=self.stages_all)
             if load.waits_for_room:
                 actions = self._open_staged()
-                if load.waits_for_room and not load.early:
+                if load.waits_for_room and not load.early and load.prefix is None:
                     load.deadline = NEVER  # those that have the room have deadlines
                 return actions
             return [Send(remote.peer, load.ask())]
@@ -316,6 +342,23 @@ class LoadTable:
         load.receiving.add(message.first)
         return [ReceiveBlocks(peer, load.request_id, message.first, places, load.staged)]
 
+    def _shorten(self, load: Load, message: Opened, now: float) -> list[Action]:
+        """Do not wait for what P does not lend of a prefix."""
+        prefix = load.prefix
+        if prefix is None:
+            return []
+        try:
+            load.shorten(prefix, message)
+        except ValueError as exc:
+            load.problem = load.problem or f"the prefill engine broke the protocol: {exc}"
+            return []
+        load.patience_s = self._patience(READ_SECONDS)
+        load.deadline = now + load.patience_s
+        return [] if load.staging is None else [Stage(load.request_id, load.staging)]
+
+    def _patience(self, seconds: float) -> float:
+        return min(seconds, self.load_timeout_s)
+
     def _go_on(self, load: Load, peer: Peer, now: float) -> list[Action]:
         """Close, stop or end a load after a change of its state."""
         if load.over:
@@ -345,8 +388,10 @@ class LoadTable:
         return [close, *self._let_go(load)]
 
     def _let_go(self, load: Load) -> list[Action]:
-        """Reject the lease, unless the load is early: another load may need that lease."""
-        return [] if load.early else self.reject(load.lease)
+        """Reject the lease, unless the load is early, because another load may need that lease, or
+        unless there is no lease, because none was asked for."""
+        unknown = load.prefix is not None and not load.asked
+        return [] if load.early or unknown else self.reject(load.lease)
 
     def _send_rejects(self, address: Address) -> list[Action]:
         peer = self.remotes[address].peer
@@ -387,15 +432,18 @@ class LoadTable:
             del self.loads[load.request_id]
         if held:
             return []
-        self.completed += ok
-        self.failed += not ok
+        self.completed += ok and load.prefix is None
+        self.failed += not ok and load.prefix is None
         others = self._open_staged() if load.staged else []
         if not ok:
             return [LoadEnded(load.request_id, False, load.problem), *others]
         seconds = now - load.waiting_since
-        if not load.early:
+        if load.prefix is not None:
+            self.prefix_seconds += seconds
+        elif not load.early:
             self._count_wait(seconds)
-        ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds)
+        num_tokens = 0 if load.prefix is None else load.num_tokens
+        ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds, num_tokens)
         return [Unpack(load.request_id), ended, *others] if load.staged else [ended]
 
     def _count_wait(self, seconds: float) -> None:

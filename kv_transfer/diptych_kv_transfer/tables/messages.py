@@ -12,6 +12,10 @@
            ◀──────────────────────── Closed    held=True: what you read was valid throughout
     Renew, Reject ──────────────────────▶      keep these leases / end this one, no answer
 
+Any engine may ask any other for a prefix in the same way: its Open has a new id and the names of
+the prefix's blocks. The owner makes a lease of those of them that it remembers, and says in Opened
+how many these are.
+
 A claim is identified by its lease and its tag, so that late messages about an earlier claim are
 recognised. Every message may be repeated without harm. When a claim is lost, P sends Closed without
 being asked. Fields are only ever added at the end, with a default.
@@ -23,6 +27,8 @@ from typing import Annotated
 
 import msgspec
 
+from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
+
 VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -31,6 +37,9 @@ LeaseId = Name
 Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Run = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """(first block of the lease, number of blocks)"""
+BlockName = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""The chained hash of a block, which names all tokens up to its end and all else that their KV
+depends on: see `diptych_protocol.block_hashes`."""
 
 
 class RemoteProtocolError(Exception):
@@ -62,6 +71,10 @@ class Open(Message, frozen=True):
     is in two runs."""
     early: bool = False
     """P does not refuse an unknown lease, but answers when it knows the lease."""
+    names: Annotated[list[BlockName], msgspec.Meta(max_length=MAX_PREFIX_BLOCKS)] = []
+    """Not empty: there is no such lease yet; make one of as many of these blocks, from the first
+    one on, as are remembered. The runs are among them. An engine that does not know this field
+    refuses the lease, because it is unknown."""
 
 
 class Close(Message, frozen=True):
@@ -83,6 +96,8 @@ class Reject(Message, frozen=True):
 class Opened(Message, frozen=True):
     lease_id: LeaseId
     tag: Tag = 0
+    num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """How many blocks the lease of a prefix has; the reader gets no others of its runs."""
 
 
 class Refused(Message, frozen=True):

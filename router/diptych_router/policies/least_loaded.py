@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from diptych_router.engine_table import Floats
 from diptych_router.policy import Duty, Engines, RequestView, Terms
 
 
 class LeastLoaded:
-    """An engine costs the tokens that this router has open there."""
+    """An engine costs the tokens that this router has open there, and those that it could compute
+    while it loads an adapter."""
 
     reason = "least loaded"
     compares_duties = False
@@ -19,7 +21,10 @@ class LeastLoaded:
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""
-        return {"open_tokens": engines.column("open_tokens")}
+        terms: dict[str, Floats] = {"open_tokens": engines.column("open_tokens")}
+        if engines.adapter_s is not None:
+            terms["adapter_tokens"] = engines.adapter_s / engines.column("prompt_token_s")
+        return terms
 
 
 POLICY: Final = LeastLoaded()

@@ -29,6 +29,14 @@ class PrefixAware:
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""
+        terms = self._without_adapter(request, duty, engines)
+        if engines.adapter_s is not None:
+            terms["adapter_s"] = engines.adapter_s
+        return terms
+
+    def _without_adapter(
+        self, request: RequestView, duty: Duty, engines: Engines
+    ) -> dict[str, Floats]:
         if duty == "prefill":
             return _prompt(request, engines)
         if duty == "decode":

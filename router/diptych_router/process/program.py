@@ -28,6 +28,7 @@ from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
 from diptych_router.leaving import Leaving
 from diptych_router.pool_client import PoolClient
+from diptych_router.report import HealthCollector
 from diptych_router.slo.metrics import PromiseCollector
 from diptych_router.tracing import start_router_tracer
 
@@ -67,6 +68,7 @@ async def started(
     tracer = start_router_tracer(config)
     client = _build_pool_client(config, args, tracer)
     metrics = make_metrics(client)
+    metrics.registry.register(HealthCollector(client.model_name, client.pools))
     metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
     app = build_app(client, metrics=metrics, api_keys=keys)
     leaving = Leaving(app, client, args.linger_seconds)

@@ -9,6 +9,8 @@ import msgspec
 
 from diptych_protocol.admin import CanaryReport, EngineReport, PromiseCount, RouterReport
 
+BREAKER_STATES = ("closed", "half-open", "open")
+"""The worst last."""
 NOBODY = "no process of the router serves yet"
 
 
@@ -53,6 +55,7 @@ def _engine(views: Sequence[EngineReport], *, seen_by_all: bool) -> EngineReport
         for name in (
             "num_running", "num_waiting", "queued_prompt_tokens", "kv_usage", "leases_held",
             "blocks_held", "loads_failed", "leases_expired", "stale_reads_refused",
+            "prefix_fetches", "prefix_fetches_failed", "prefix_tokens_fetched",
         )
     }  # fmt: skip
     return msgspec.structs.replace(
@@ -62,6 +65,10 @@ def _engine(views: Sequence[EngineReport], *, seen_by_all: bool) -> EngineReport
         listed=any(view.listed for view in views),
         draining=any(view.draining for view in views),
         paused=any(view.paused for view in views),
+        silent=any(view.silent for view in views),
+        breaker=max((view.breaker for view in views), key=BREAKER_STATES.index),
+        kept_out=any(view.kept_out for view in views),
+        failures=dict(sum((Counter(view.failures) for view in views), Counter())),
         open_tokens=sum(view.open_tokens for view in views),
         **largest,
     )

@@ -122,6 +122,14 @@ def test_the_hinge_of_each_engine_is_reported() -> None:
         hand_off_counts=[2, 0, 1, *[0] * 12],
         loads_waiting_for_room=10,
         staging_bytes=11,
+        prefix_fetches=12,
+        prefix_fetches_completed=13,
+        prefix_fetches_failed=14,
+        prefix_tokens_fetched=15,
+        prefixes_lent=16,
+        prefixes_refused=17,
+        prefix_seconds=0.25,
+        prefix_fetches_now=18,
     )
     snapshots = {"p": SchedulerStats(kv_transfer=transfer), "d": SchedulerStats()}
     text = ServerMetrics("m", lambda: snapshots).exposition("")[0].decode()
@@ -144,6 +152,14 @@ def test_the_hinge_of_each_engine_is_reported() -> None:
         ("hand_off_seconds_sum", {}, 0.5),
         ("loads_waiting_for_room", {}, 10),
         ("staging_bytes", {}, 11),
+        ("prefix_fetches_total", {"state": "asked"}, 12),
+        ("prefix_fetches_total", {"state": "fetched"}, 13),
+        ("prefix_fetches_total", {"state": "computed"}, 14),
+        ("prefix_tokens_fetched_total", {}, 15),
+        ("prefixes_total", {"answer": "lent"}, 16),
+        ("prefixes_total", {"answer": "refused"}, 17),
+        ("prefix_seconds_total", {}, 0.25),
+        ("prefix_fetches_now", {}, 18),
     ):
         key = (f"diptych:kv_transfer_{name}", tuple(sorted({"engine": "p", **labels}.items())))
         assert found[key] == value

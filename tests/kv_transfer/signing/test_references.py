@@ -10,7 +10,6 @@ import pytest
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.signing.references import (
     ALL_FIELDS,
-    ENGINE_FIELDS,
     LEASE_FIELDS,
     MAX_SKEW_S,
     MAX_TAKEN,
@@ -18,6 +17,7 @@ from diptych_kv_transfer.signing.references import (
     UnprovenReferenceError,
 )
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferParams
+from diptych_protocol.kv_transfer_params import ENGINE_FIELDS
 
 KEY = HingeKey.of(CurveKeys("P" * 40, "S" * 40))
 ROTATED = HingeKey.of(CurveKeys("P" * 40, "T" * 40))

@@ -10,7 +10,7 @@ import random
 
 from chaos_kit.hostile_bytes import control_messages, mutated
 
-from diptych_kv_transfer.tables.actions import Address
+from diptych_kv_transfer.tables.actions import Address, PrefixAsked
 from diptych_kv_transfer.tables.events import Connected, PeerLost, Received
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.leases import LeaseTable
@@ -37,7 +37,10 @@ def test_P4_the_hinge_decides_about_any_bytes_without_raising() -> None:
             hinge.handle(Received(peer, encode(Hello("you", "e", {}))), now)
         payload = encode(rng.choice(control_messages(rng)))
         data = payload if rng.random() < 0.3 else mutated(payload, rng)
-        hinge.handle(Received(peer, data), now)
+        for action in hinge.handle(Received(peer, data), now):
+            if isinstance(action, PrefixAsked):
+                blocks = list(range(rng.randrange(len(action.names) + 1)))
+                hinge.leases.lend_prefix(action.lease_id, blocks, b"last", now)
         now += rng.random() * 0.01
         hinge.tick(now)
     hinge.handle(PeerLost(peer), now)

@@ -26,9 +26,9 @@ CONCURRENCY = 8
 WARM_UP_S, COOL_DOWN_S = 0.3, 0.3
 TERMINATE_S = 45.0
 """Far above every deadline that a request may meet, so that only one that has none is beyond it."""
-SPARE_DESCRIPTORS, SPARE_THREADS = 12, 2
-"""How much more than at first a process may hold that has met new peers; growth would exceed it
-within a few runs."""
+SPARE_DESCRIPTORS, SPARE_THREADS = 28, 2
+"""How much more than at first a process may hold that has met new peers: seven descriptors for each
+of three, to which it connects and which connect to it. Growth would exceed it within a few runs."""
 
 
 @dataclass

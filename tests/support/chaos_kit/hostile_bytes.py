@@ -83,10 +83,11 @@ def control_messages(rng: random.Random) -> list[AnyMessage]:
     return [
         Hello("somebody", "e", {"dtype": "float32"}),
         Open(lease, "digest", rng.getrandbits(60), runs),
+        Open(lease, "", rng.getrandbits(60), runs, names=[rng.randbytes(16)] * rng.randrange(200)),
         Close(lease, ok=rng.random() < 0.5),
         Renew([lease] * rng.randrange(5)),
         Reject(lease),
-        Opened(lease),
+        Opened(lease, num_blocks=rng.randrange(3)),
         Refused(lease, "no"),
         Closed(lease, held=True),
     ]

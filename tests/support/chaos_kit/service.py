@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_kit.faulty_network import FaultyNetwork
+from chaos_kit.fetching import order_fetches
 from free_ports import free_port
 from service_kit import engine_config, make_router
 
@@ -37,7 +39,7 @@ LOAD_TIMEOUT_S = 3.0
 HOLD_S = 20.0
 READY_S = 120.0
 """Until a busy machine has started what was killed, and a canary went through it."""
-NUM_BLOCKS = 128
+NUM_BLOCKS, BLOCK_SIZE = 128, 16
 MAX_RUNNING, MAX_WAITING = 8, 24
 REST_S = LEASE_S + LOAD_TIMEOUT_S + 10.0
 """Until everything that ended badly has been given back."""
@@ -169,6 +171,7 @@ class Service:
             name,
             self.model,
             num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
             max_num_seqs=MAX_RUNNING,
             max_num_batched_tokens=64,
             max_num_waiting=MAX_WAITING,
@@ -190,6 +193,7 @@ class Service:
         self.router = make_router(
             self.model, prefill, decode, lambda: [read_keys(self.folder)], hold_seconds=HOLD_S
         )
+        order_fetches(self.router.pools, random.Random(0), BLOCK_SIZE)
         self.router.start()
         return self.router
 
@@ -241,6 +245,7 @@ async def unrest(engine: Engine) -> list[str]:
     if hinge is None:
         return [f"{engine.name} has no hinge"]
     ended = hinge.leases_released + hinge.leases_revoked + hinge.leases_expired
+    fetches_ended = hinge.prefix_fetches_completed + hinge.prefix_fetches_failed
     amounts = {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
@@ -248,8 +253,9 @@ async def unrest(engine: Engine) -> list[str]:
         "held blocks": stats.blocks_total - stats.blocks_free,
         "leases": hinge.leases_held,
         "leased blocks": hinge.blocks_held,
-        "loads": hinge.loads_in_flight,
+        "loads": hinge.loads_in_flight + hinge.prefix_fetches_now,
         "leases without an end": hinge.leases_granted - ended,
+        "fetches without an end": hinge.prefix_fetches - fetches_ended,
     }
     return [f"{engine.name}: {count} {what}" for what, count in amounts.items() if count]
 

@@ -5,8 +5,12 @@ On the import path of the tests (pytest's `pythonpath`), and of the engines that
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from pathlib import Path
+
 from diptych_engine.execution.runner import ModelRunner
-from diptych_engine.scheduling.request import Pending, StepPlan
+from diptych_engine.scheduling.request import Pending, StepPlan, StepResult
 
 POISON = 13
 """A token that no model survives here."""
@@ -22,3 +26,23 @@ class FailingExecutor(ModelRunner):
             if begun and request.token_ids[0] == POISON:
                 raise RuntimeError("the model swallowed poison")
         return super().launch(plan)
+
+
+FAILS_WHILE = "DIPTYCH_TEST_FAILS_WHILE"
+"""Environment: while this file exists, `MoodyExecutor` fails."""
+
+
+class MoodyExecutor(ModelRunner):
+    """Fails with every request of a step for a while, and lives on."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        pending = super().launch(plan)
+
+        def result() -> StepResult:
+            found = pending()
+            if not Path(os.environ[FAILS_WHILE]).exists():
+                return found
+            failed = {share.request.request_id: "not in the mood" for share in plan.scheduled}
+            return dataclasses.replace(found, failed=failed)
+
+        return result

@@ -14,7 +14,13 @@ from engine_kit.control import Owner
 from engine_kit.core import core_request
 from waits import Deadline, source_of
 
-from diptych_protocol import FinishReason, KVTransferConfig, KVTransferStats, fingerprint
+from diptych_protocol import (
+    FinishReason,
+    KVTransferConfig,
+    KVTransferParams,
+    KVTransferStats,
+    fingerprint,
+)
 
 Geometry = tuple[int, int]
 """Block size, tensor-parallel size."""
@@ -104,6 +110,27 @@ class Engines:
         assert taker.outputs[name][-1].error is None, taker.outputs[name][-1].error
         assert taker.core.stats().prompt_tokens_computed == before
         self.until(lambda: giver.all_blocks_free and taker.all_blocks_free)
+        return taker.tokens(name)
+
+    def fetch_prefix(
+        self, holder: Owner, taker: Owner, prompt: list[int], **params: Any
+    ) -> list[int]:
+        """What `taker` says to a prompt whose beginning it is to fetch from `holder`."""
+        name, about = self._name(), holder.core.description
+        source = KVTransferParams(
+            remote_engine_id=about.engine_id,
+            remote_host=about.kv_transfer_host,
+            remote_port=about.kv_transfer_port,
+            epoch=about.epoch,
+            compat=fingerprint(about.compat),
+            remote_block_size=about.block_size,
+            proof=about.kv_transfer_proof,
+            remote_num_tokens=len(prompt),
+        )
+        taker.add(name, prompt, prefix_source=source, **params)
+        self.until(lambda: taker.ended(name))
+        assert taker.outputs[name][-1].error is None, taker.outputs[name][-1].error
+        self.until(lambda: holder.all_blocks_free and taker.all_blocks_free)
         return taker.tokens(name)
 
     def announce(

@@ -13,7 +13,7 @@ import string
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
+from diptych_router.health.health_book import Failure
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
 from diptych_router.slo.first_token import FirstToken
@@ -231,6 +232,7 @@ class Seat:
             remote_port=about.kv_transfer_port,
             epoch=about.epoch,
             compat=self.fingerprint,
+            remote_block_size=about.block_size,
             proof=about.kv_transfer_proof,
         )
 
@@ -249,6 +251,7 @@ class LocalFleet:
         pools: dict[Role, Sequence[Engine]] = {"prefill": prefill, "decode": decode}
         seats = [Seat(engine, role) for role, pool in pools.items() for engine in pool]
         self.seats = {seat.key: seat for seat in seats}
+        self._holder: Seat | None = None
 
     def of(self, role: Role) -> list[Seat]:
         return [seat for seat in self.seats.values() if seat.role == role]
@@ -261,12 +264,31 @@ class LocalFleet:
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         prefill, decode = ([seat.view for seat in self.of(role)] for role in ROLES)
-        return choose(request, prefill, decode, full)
+        decision = choose(request, prefill, decode, full)
+        if decision is None or self._holder is None:
+            return decision
+        return replace(decision, fetch=self._holder.key, fetch_tokens=request.prompt_tokens)
+
+    def fetch_from(self, engine: Engine) -> None:
+        """Whoever computes a prompt is to fetch what this engine has of it. If that is in no pool,
+        it comes into one, but gets no requests."""
+        known = [seat for seat in self.seats.values() if seat.engine is engine]
+        self._holder = known[0] if known else Seat(engine, "prefill", withdrawn=True)
+        self.seats[self._holder.key] = self._holder
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         return None
 
     def placed(self, request: RequestView, decision: Decision) -> None:
+        pass
+
+    def was_full(self, key: str) -> None:
+        pass
+
+    def went_well(self, *keys: str) -> None:
+        pass
+
+    def went_badly(self, key: str, failure: Failure) -> None:
         pass
 
     def successor(self, fingerprint: str) -> Seat | None:

@@ -5,6 +5,8 @@ On the import path of the tests (pytest's `pythonpath`), and of the engines that
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -32,3 +34,14 @@ def fail(output: list[int], logits: Tensor) -> Tensor:
 
 def shrink(output: list[int], logits: Tensor) -> Tensor:
     return logits[:3]
+
+
+HANGS_AFTER = 8
+"""Tokens of the output."""
+
+
+def hang(output: list[int], logits: Tensor) -> Tensor:
+    """The step does not come to its end within any test."""
+    if len(output) >= HANGS_AFTER:
+        time.sleep(600.0)
+    return logits

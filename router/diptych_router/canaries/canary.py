@@ -1,11 +1,14 @@
-"""Sends one canary: a real request of random tokens through a prefill and a decode engine."""
+"""Sends one canary: a real request of random tokens through a prefill and a decode engine.
+
+An engine that has failed too often, and for which there is no partner, gets a smaller one alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.admin import CanaryReport
-from diptych_router.canary import OUTPUT_TOKENS, complaint, prompt_length, received_tokens
+from diptych_router.canaries.trials import OUTPUT_TOKENS, complaint, prompt_length, received_tokens
 from diptych_router.engine_link import EngineLink
 from diptych_router.routed_request import RoutedRequest, Stage
 
@@ -29,6 +32,10 @@ CANARY_TIMEOUT_S = 120.0
 """Time limit, in seconds, of a canary. It is long, because a canary queues behind users' requests,
 and engines that were added because there are too many of those must be verified too. A hand-off
 that does not work ends sooner, by the hinge's own deadlines."""
+
+PROBE_TIMEOUT_S = 30.0
+"""Time limit of the canary that closes a breaker: the next one comes by itself."""
+PROBE_TOKENS = 4
 
 Release = Callable[[str, dict[str, Any]], None]
 """Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
@@ -86,17 +93,47 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
     )
 
 
+async def probe(
+    engine: EngineLink, others: Sequence[EngineLink], release: Release, *, pairs: bool
+) -> str:
+    """What is wrong with it; empty: nothing is. Never raises for what engines do.
+
+    others: engines that work. pairs: one of them is to be its partner in a hand-off, as in a
+        canary; otherwise, or if none of them fits, the engine is asked for one token.
+    """
+    fit = [x for x in others if x.role != engine.role and x.fingerprint == engine.fingerprint]
+    about = engine.description
+    if about is None:
+        return "it is gone"
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            if pairs and fit and about.kv_transfer:
+                partner = min(fit, key=lambda link: link.open_tokens)
+                one, other = (engine, partner) if engine.role == "prefill" else (partner, engine)
+                return (await run_canary(one, other, release)).error
+            length = min(PROBE_TOKENS, about.max_model_len - 1)
+            await engine.complete(_random_request(length, about.vocab_size, 1))
+    except TimeoutError:
+        return f"no answer within {PROBE_TIMEOUT_S:g} s"
+    except DiptychError as exc:
+        return str(exc) or type(exc).__name__
+    return ""
+
+
 def _request(source: EngineDescription, target: EngineDescription) -> EngineCoreRequest:
-    """Random tokens under a salt of their own: no prefix cache knows them."""
     limit = min(source.max_model_len, target.max_model_len)
-    vocabulary = min(source.vocab_size, target.vocab_size)
     length = prompt_length(target.block_size, limit)
+    return _random_request(length, min(source.vocab_size, target.vocab_size), OUTPUT_TOKENS)
+
+
+def _random_request(length: int, vocabulary: int, max_tokens: int) -> EngineCoreRequest:
+    """Random tokens under a salt of their own: no prefix cache knows them."""
     return EngineCoreRequest(
         request_id=f"canary-{secrets.token_hex(8)}",
         prompt_token_ids=[secrets.randbelow(vocabulary) for _ in range(length)],
         mm_features=None,
         sampling_params=SamplingParams(
-            temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         ),
         pooling_params=None,
         eos_token_id=None,

@@ -1,0 +1,98 @@
+"""When a core's loop says that it turns, and for how long a step or a call may keep it silent.
+
+The loop itself sends the beats, so they end when the loop hangs, while ZMQ's own threads keep the
+socket alive. Every beat promises when the next word comes. A loop is silent during a step, and on a
+slow machine a step takes seconds. So the loop promises more time before a step that may be long: by
+how long steps of its size took here (`StepTimes`). Pure: time is passed in.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_protocol.wire import Heartbeat
+
+BEAT_S: Final = 0.5
+"""The time between two beats of a loop that turns."""
+WITHIN_S: Final = 1.0
+"""A beat promises the next word within this time. Steps up to `WITHIN_S - BEAT_S` need no promise
+of their own."""
+MARGIN: Final = 4.0
+"""A step may take so many times as long as the longest one of its size did."""
+FADING: Final = 0.98
+"""How much of the longest time of a size is left after the next step of this size."""
+LONGEST_STEP_S: Final = 60.0
+"""No step takes longer; a front-end gives its core up after the same time. The first step of a size
+may take so long: it may compile kernels, or get memory."""
+CALL_S: Final = 600.0
+"""Calls that load, save or change weights may take so long."""
+QUICK_CALLS: Final = frozenset(
+    {
+        "announce_kv_transfer", "describe", "drain", "drain_report", "hand_off",
+        "reject_kv_transfer", "stats",
+    }
+)  # fmt: skip
+"""Calls that routers make all the time; they only look something up or note something."""
+MAX_FOLLOWERS: Final = 256
+"""A client beyond them hears no beats, and asks for statistics instead."""
+SIZES: Final = 40
+"""Sizes of steps are powers of two of their numbers of tokens."""
+
+
+class StepTimes:
+    """The longest recent steps, by size."""
+
+    def __init__(self) -> None:
+        self._longest = [0.0] * SIZES
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens has ended."""
+        size = min(tokens.bit_length(), SIZES - 1)
+        self._longest[size] = max(seconds, self._longest[size] * FADING)
+
+    def bound_s(self, tokens: int) -> float:
+        """A step of so many tokens that takes longer than these seconds hangs."""
+        longest = self._longest[min(tokens.bit_length(), SIZES - 1)]
+        return min(MARGIN * longest, LONGEST_STEP_S) if longest else LONGEST_STEP_S
+
+
+class HeartbeatTimer:
+    """Who hears the beats of one core, and when the next one is due."""
+
+    def __init__(self) -> None:
+        self.followers: set[bytes] = set()
+        self.steps = StepTimes()
+        self._due = 0.0
+        self._promised = 0.0
+        """Until when the last word said that there may be silence."""
+
+    def follow(self, client: bytes) -> bool:
+        """A client wants to hear the beats; False: too many do already. The next one is due."""
+        if client not in self.followers and len(self.followers) >= MAX_FOLLOWERS:
+            return False
+        self.followers.add(client)
+        self._due = 0.0
+        return True
+
+    def wait_s(self, now: float) -> float:
+        """How long the loop may wait for messages."""
+        return max(self._due - now, 0.0)
+
+    def beat(self, now: float) -> Heartbeat | None:
+        """What the loop says between two steps; None: it is not time yet."""
+        if now < self._due:
+            return None
+        self._due, self._promised = now + BEAT_S, now + WITHIN_S
+        return Heartbeat(WITHIN_S)
+
+    def before_silence(
+        self, now: float, seconds: float, *, in_call: bool = False
+    ) -> Heartbeat | None:
+        """What the loop says before it may be silent for so long; None: it has promised as much.
+
+        The next beat is then due as soon as the loop turns again.
+        """
+        if now + seconds <= self._promised and not in_call:
+            return None
+        self._due, self._promised = 0.0, now + seconds
+        return Heartbeat(seconds, in_call)

@@ -1,0 +1,81 @@
+"""Sends a core's heartbeats, as `HeartbeatTimer` says when."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from diptych_engine.control.core import EngineCore
+from diptych_engine.scheduling.request import StepPlan
+from diptych_engine.serving.heartbeat import CALL_S, LONGEST_STEP_S, QUICK_CALLS, HeartbeatTimer
+from diptych_protocol import EngineCoreOutputs, SchedulerStats, wire
+from diptych_protocol.arrays import Frame
+from diptych_protocol.wire import Heartbeat
+
+log = logging.getLogger(__name__)
+
+
+class HeartbeatSender:
+    """The loop of a core calls it in each turn, and before whatever may take long."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        rank: int,
+        send: Callable[[bytes, list[Frame]], None],
+        num_received: Callable[[bytes], int],
+    ) -> None:
+        """`send`: to a client; one that is gone is forgotten here (`forget`) by whoever sends.
+        `num_received`: see `EngineCoreOutputs.requests_received`."""
+        self._core, self._rank = core, rank
+        self._send, self._num_received = send, num_received
+        self._timer = HeartbeatTimer()
+        core.before_step = self._before_step
+
+    def follow(self, client: bytes) -> None:
+        if not self._timer.follow(client):
+            log.warning("a client may not hear the heartbeat: too many do")
+
+    def forget(self, client: bytes) -> None:
+        self._timer.followers.discard(client)
+
+    def wait_s(self, now: float) -> float | None:
+        """How long the loop may wait for messages; None: as long as it wants."""
+        return self._timer.wait_s(now) if self._timer.followers else None
+
+    def turned(self) -> None:
+        """The loop has done what there was to do."""
+        if self._timer.followers:
+            heartbeat = self._timer.beat(time.monotonic())
+            if heartbeat is not None:
+                heartbeat.adapters = list(self._core.adapters.digests())
+                self._tell(heartbeat, self._core.stats())
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        self._timer.steps.took(plan.num_tokens, seconds)
+
+    def before_call(self, method: str) -> None:
+        """A call is about to be carried out, in the loop."""
+        if method not in QUICK_CALLS:
+            self._before_silence(CALL_S, in_call=True)
+
+    def _before_step(self, plan: StepPlan) -> None:
+        adapters = self._core.adapters
+        unusual = plan.images is not None or (adapters.in_use and adapters.lacks(plan.scheduled))
+        bound_s = self._timer.steps.bound_s(plan.num_tokens)
+        self._before_silence(LONGEST_STEP_S if unusual else bound_s)
+
+    def _before_silence(self, seconds: float, *, in_call: bool = False) -> None:
+        if self._timer.followers:
+            heartbeat = self._timer.before_silence(time.monotonic(), seconds, in_call=in_call)
+            if heartbeat is not None:
+                self._tell(heartbeat, None)
+
+    def _tell(self, heartbeat: Heartbeat, stats: SchedulerStats | None) -> None:
+        message = EngineCoreOutputs(self._rank, scheduler_stats=stats, heartbeat=heartbeat)
+        for client in list(self._timer.followers):
+            if stats is not None:
+                message.requests_received = self._num_received(client)
+            self._send(client, wire.encoder.encode(message))

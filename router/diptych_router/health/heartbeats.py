@@ -1,0 +1,62 @@
+"""Judges an engine by the heartbeats of its loop. Pure: time is passed in.
+
+Every heartbeat promises when the next one comes. One that does not come in time may still be on its
+way, so the engine is taken for silent only `GRACE_S` later. A router that has itself stood still
+begins to wait anew.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from diptych_protocol.wire import Heartbeat
+
+GRACE_S: Final = 1.0
+"""A heartbeat may be so late."""
+MOST_PROMISED_S: Final = 600.0
+"""No promise of silence is believed beyond this."""
+LATE_LOOK_S: Final = 0.5
+"""If a look comes so much later than planned, this process stood still, and heartbeats may lie
+unread."""
+
+
+class Heartbeats:
+    """Those of one engine, from the moment that it answers."""
+
+    def __init__(self) -> None:
+        self.heard = False
+        """It sends heartbeats at all: an engine of an older release does not."""
+        self.in_call = False
+        """A control call keeps it from taking new requests."""
+        self.silent = False
+        """A heartbeat is overdue."""
+        self._due = math.inf
+        self._missed_at: float | None = None
+        self._next_look = math.inf
+
+    def beat(self, heartbeat: Heartbeat, now: float) -> None:
+        """One came."""
+        promised = heartbeat.within_s
+        if not 0 <= promised <= MOST_PROMISED_S:
+            promised = MOST_PROMISED_S
+        self.heard, self.silent, self._missed_at = True, False, None
+        self.in_call = heartbeat.in_call
+        self._due = now + promised
+
+    def look(self, now: float) -> float:
+        """Judge. Returns after how many seconds to look again, if it has ever sent one."""
+        stood_still = now > self._next_look + LATE_LOOK_S
+        if now < self._due:
+            self._next_look = self._due
+        elif self._missed_at is None or (stood_still and not self.silent):
+            self._missed_at = now
+            self._next_look = now + GRACE_S
+        else:
+            self.silent = now >= self._missed_at + GRACE_S
+            self._next_look = now + GRACE_S if self.silent else self._missed_at + GRACE_S
+        return self._next_look - now
+
+    def missed_s(self, now: float) -> float:
+        """For how long a heartbeat has been overdue; 0: none is."""
+        return 0.0 if self._missed_at is None else now - self._missed_at
