@@ -48,7 +48,7 @@ class Case:
 
     trace: str
     pods: int
-    """Of each pool."""
+    """Engines of each pool."""
     speed: int
     policy: str
     routers: int = 1

@@ -250,8 +250,7 @@ class EngineRow:
             trips = (
                 after.loads_completed - before.loads_completed
                 + after.prefix_fetches_completed - before.prefix_fetches_completed,
-                (after.blocks_received - before.blocks_received) * size
-                + after.prefix_tokens_fetched - before.prefix_tokens_fetched,
+                (after.blocks_received - before.blocks_received) * size,
             )  # fmt: skip
             seconds = after.seconds_receiving - before.seconds_receiving
             seconds += after.prefix_seconds - before.prefix_seconds

@@ -118,7 +118,7 @@ def pause(world: World, where: str) -> bool:
         return False
     mode = world.random.choice(("abort", "wait", "keep"))
     world.call(engine, "pause_generation", mode, world.random.random() < 0.5)
-    world.clock.after(world.random.random() * 3, world.call, engine, "resume_generation")
+    world.clock.after(_a_while(world), world.call, engine, "resume_generation")
     if world.random.random() < 0.5:  # who is preempted is so for long only during a pause
         world.clock.after(world.random.random() * 0.2, abort, world, engine.name)
     return True
@@ -130,8 +130,14 @@ def sleep(world: World, where: str) -> bool:
         return False
     mode, level = world.random.choice(("abort", "wait", "keep")), world.random.randrange(3)
     world.call(engine, "sleep", level, mode)
-    world.clock.after(world.random.random() * 3, world.call, engine, "wake_up")
+    world.clock.after(_a_while(world), world.call, engine, "wake_up")
     return True
+
+
+def _a_while(world: World) -> float:
+    """Long enough for the call before to have arrived: an operator's calls may overtake each
+    other."""
+    return 0.01 + world.random.random() * 3
 
 
 def forget(world: World, where: str) -> bool:
