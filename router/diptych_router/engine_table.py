@@ -144,7 +144,7 @@ class _Unheard(NamedTuple):
     """How long its prompt takes there."""
     at: float
     tokens: float = 0.0
-    """Of its prompt, that are to be computed there."""
+    """Those of its prompt that are to be computed there."""
     tenant: str = ""
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
+from diptych_frontend.fair_share import Account
 from diptych_protocol import EngineOverloadedError, Slo, TenantOverloadedError
 from diptych_router.policy import Role
-from diptych_router.routed_request import RoutedRequest
 from diptych_router.slo.caution import Caution
 from diptych_router.slo.first_token import FirstToken
 
@@ -33,6 +33,22 @@ class Kind(NamedTuple):
     outcome: Outcome
 
 
+class Promised(Protocol):
+    """What is looked at of a request."""
+
+    arrived_at: float
+    first_at: float | None
+    expected: FirstToken | None
+    attempts: int
+    account: Account
+    generated: list[int]
+    prefill_engine: str
+    decode_engine: str
+
+    @property
+    def prefill_only(self) -> bool: ...
+
+
 class Promises:
     """The promises of one service, and how often this router saw each kept."""
 
@@ -43,7 +59,7 @@ class Promises:
         self.counts = Counter[Kind]()
         """Number of requests; several answers to one prompt count each."""
 
-    def refusal(self, routed: RoutedRequest, first: FirstToken) -> EngineOverloadedError | None:
+    def refusal(self, routed: Promised, first: FirstToken) -> EngineOverloadedError | None:
         """The error for a request that arrives now and would miss its deadline; None: serve it."""
         if self._caution is None or routed.prefill_only:
             return None
@@ -62,7 +78,7 @@ class Promises:
             )
         return EngineOverloadedError(f"{what}; retry in {retry_s} s", retry_after_s=retry_s)
 
-    def saw_first(self, routed: RoutedRequest, now: float) -> None:
+    def saw_first(self, routed: Promised, now: float) -> None:
         """The first token of a request is delivered."""
         routed.first_at = now
         if self._caution is not None:
@@ -72,14 +88,14 @@ class Promises:
                 self._caution.saw(routed.expected, took_s)
             self._count(_computes_prompt(routed), "first_token", "kept" if kept else "missed")
 
-    def saw_end(self, routed: RoutedRequest, now: float) -> None:
+    def saw_end(self, routed: Promised, now: float) -> None:
         """The last token of a request is delivered."""
         gaps = len(routed.generated) - 1
         if self._inter_token_s is not None and routed.first_at is not None and gaps > 0:
             kept = now - routed.first_at <= self._inter_token_s * gaps
             self._count("decode", "inter_token", "kept" if kept else "missed")
 
-    def saw_failure(self, routed: RoutedRequest) -> None:
+    def saw_failure(self, routed: Promised) -> None:
         """A request that was taken on ended with an error."""
         if routed.first_at is not None:
             if self._inter_token_s is not None:
@@ -91,5 +107,5 @@ class Promises:
         self.counts[Kind(pool, promise, outcome)] += 1
 
 
-def _computes_prompt(routed: RoutedRequest) -> Role:
+def _computes_prompt(routed: Promised) -> Role:
     return "prefill" if routed.prefill_engine or not routed.decode_engine else "decode"
