@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulate calibrate|run|check|study`: see docs/capacity.md."""
+"""`python -m benchmarks.simulate calibrate|run|check|study|promises`: see docs/capacity.md."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     paper = commands.add_parser("study", help="a thousand pods on paper")
     paper.set_defaults(run=_study)
 
+    promised = commands.add_parser("promises", help="what refusing late requests at once is worth")
+    promised.set_defaults(run=_promises)
+
     routers = commands.add_parser("routers", help="policies side by side, beside Dynamo's router")
     routers.add_argument("--peer", type=Path, help="a folder with reports of dynamo.replay")
     routers.add_argument("--only", nargs="+", default=[], help="names of traces")
@@ -67,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--disaggregate", choices=("auto", "always", "never"), default="auto")
     run.add_argument("--ttft-ms", type=float, default=1000.0, help="what every request is to get")
     run.add_argument("--tpot-ms", type=float, default=50.0, help="likewise, a token on average")
+    run.add_argument("--refuse", action="store_true", help="what would miss --ttft-ms")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--json", action="store_true")
     run.add_argument("--plot", type=Path, help="percentiles and goodput against load, as a picture")
@@ -93,6 +97,12 @@ def _study(_: argparse.Namespace) -> None:
     from benchmarks.simulate import study  # nobody else waits for its pictures
 
     study.main()
+
+
+def _promises(_: argparse.Namespace) -> None:
+    from benchmarks.simulate import promises  # nobody else waits for its picture
+
+    promises.main()
 
 
 def _routers(args: argparse.Namespace) -> None:
@@ -133,6 +143,7 @@ def _run(args: argparse.Namespace) -> None:
     plan = replace(
         costs.plan(args.prefill, args.decode, args.routers, POLICIES[args.policy]),
         disaggregate=args.disaggregate,
+        promised_s=args.ttft_ms / 1e3 if args.refuse else None,
     )
     objectives = Objectives(args.ttft_ms / 1e3, args.tpot_ms / 1e3)
     trace = _trace(args)

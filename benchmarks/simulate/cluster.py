@@ -17,7 +17,7 @@ from benchmarks.simulate.engine import Sequence as Row
 from benchmarks.simulate.metrics import Log
 from benchmarks.simulate.plan import Job, Plan, Pod
 from benchmarks.simulate.reports import prefix_news, statistics
-from benchmarks.simulate.routing import Router
+from benchmarks.simulate.routing import Refused, Router
 from benchmarks.simulate.workload import Request
 
 from diptych_router.policy import Role
@@ -87,7 +87,16 @@ class Simulation:
 
     def _begin(self, job: Job) -> None:
         """Start an attempt with what is known so far; without any engine left, wait for ever."""
-        decision = self.routers[job.router].choose(job.request, self.now)
+        try:
+            decision = self.routers[job.router].choose(
+                job.request, self.now, arrives=job.attempts == 0
+            )
+        except Refused:
+            self.log.refused.append(job.arrival)
+            del self._open[job]
+            self._send_waiting()
+            return
+        job.expected = self.routers[job.router].expected if job.attempts == 0 else None
         job.attempts += 1
         if decision is None:
             return
@@ -275,6 +284,8 @@ class Simulation:
             job = _job_of(row)
             if job.first_at < 0:
                 job.first_at = self.now
+                took_s = self.now - job.arrival
+                self.routers[job.router].saw_first(job.expected, took_s)
             else:
                 self.log.saw_gaps(self.now, self.now - job.last_at, 1)
             job.last_at = self.now

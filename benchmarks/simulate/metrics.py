@@ -31,6 +31,8 @@ class Log:
     """How many streams had this gap at this moment."""
     unanswered: list[float] = field(default_factory=list)
     """Arrivals of requests that were too long for an engine, or for which none was left."""
+    refused: list[float] = field(default_factory=list)
+    """Arrivals of requests that routers refused, because their first token would be late."""
     preemptions: int = 0
     cached_tokens: int = 0
     """Number of prompt tokens that engines found in their prefix caches."""
@@ -58,7 +60,8 @@ class Summary:
     output_tokens_per_s: float
     """Over all of the run: from the first arrival to the last end."""
     attained: float
-    """Part of the requests, with those that failed, that got what was promised."""
+    """Part of all requests, also of those that failed or were refused, that got what was
+    promised."""
     goodput_per_s: float
     """Number of those requests per second of the window."""
     preemptions: int
@@ -66,6 +69,8 @@ class Summary:
     """Part of all prompt tokens that engines found in their prefix caches, over all of the run."""
     failed: int
     """Requests that were not answered."""
+    refused: int
+    """Requests that routers refused at once."""
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -84,6 +89,7 @@ def summarise(
     outputs = np.array([job.request.output for job in jobs])
     tpot = (ends - arrival - ttft) / np.maximum(outputs - 1, 1)
     failed = sum(begin <= arrived < end for arrived in log.unanswered)
+    refused = sum(begin <= arrived < end for arrived in log.refused)
     good = int(((ttft <= objectives.ttft_s) & (tpot <= objectives.tpot_s)).sum())
     span = (min(end, float(arrival.max())) - max(begin, float(arrival.min()))) or 1.0
     first, last = min(job.arrival for job in log.jobs), max(job.ended_at for job in log.jobs)
@@ -93,11 +99,12 @@ def summarise(
         itl_ms=_gaps(log, begin, end),
         tpot_ms=_percentiles(tpot[outputs > 1], np.ones(int((outputs > 1).sum()))),
         output_tokens_per_s=sum(job.request.output for job in log.jobs) / (last - first),
-        attained=good / (len(jobs) + failed),
+        attained=good / (len(jobs) + failed + refused),
         goodput_per_s=good / span,
         preemptions=log.preemptions,
         hit_rate=log.cached_tokens / sum(job.request.prompt for job in log.jobs),
         failed=failed,
+        refused=refused,
     )
 
 

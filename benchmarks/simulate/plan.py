@@ -11,6 +11,7 @@ from benchmarks.simulate.workload import Request
 from diptych_protocol.config import Disaggregate
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Policy, Role
+from diptych_router.slo.first_token import FirstToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Plan:
     """Number of routers; each knows only of the load that it has sent itself."""
     policy: Policy = POLICY
     disaggregate: Disaggregate = "auto"
+    promised_s: float | None = None
+    """Routers refuse requests whose first token would come later than that; None: they do not."""
     detection_s: float = 6.0
     """Seconds until a router takes a silent engine for lost."""
 
@@ -136,6 +139,8 @@ class Job:
     lent_at: float = 0.0
     """When P had answered."""
     attempts: int = 0
+    expected: FirstToken | None = None
+    """When its first token was expected, when it was taken on."""
     first_at: float = -1.0
     last_at: float = -1.0
     """When the user saw its last token; while it is a decode row, this is not updated."""

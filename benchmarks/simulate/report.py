@@ -12,19 +12,20 @@ from matplotlib.figure import Figure
 
 HEAD = (
     "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s "
-    "| hit rate | failed"
+    "| hit rate | failed | refused"
 )
 
 
 def table(load: str, results: Mapping[float, Summary]) -> str:
     """A row for each load."""
-    lines = [f"| {load} | {HEAD} |", "|---|" + "---:|" * 11]
+    lines = [f"| {load} | {HEAD} |", "|---|" + "---:|" * 12]
     for at, got in results.items():
         lines.append(
             f"| {at:g} | {got.ttft_ms['p50']:.0f} | {got.ttft_ms['p90']:.0f} "
             f"| {got.ttft_ms['p99']:.0f} | {got.itl_ms['p50']:.1f} | {got.itl_ms['p99']:.1f} "
             f"| {got.tpot_ms['p99']:.1f} | {got.output_tokens_per_s:.0f} "
-            f"| {got.attained:.1%} | {got.goodput_per_s:.1f} | {got.hit_rate:.3f} | {got.failed} |"
+            f"| {got.attained:.1%} | {got.goodput_per_s:.1f} | {got.hit_rate:.3f} | {got.failed} "
+            f"| {got.refused} |"
         )
     return "\n".join(lines)
 

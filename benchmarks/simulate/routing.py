@@ -14,8 +14,14 @@ from diptych_router.fleet_table import FleetTable
 from diptych_router.policy import Decision
 from diptych_router.pools import EXPECTED_S
 from diptych_router.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
+from diptych_router.slo.caution import Caution
+from diptych_router.slo.first_token import FirstToken
 
 FINGERPRINT = "same"
+
+
+class Refused(Exception):
+    """The first token would come too late."""
 
 
 class Router:
@@ -31,18 +37,34 @@ class Router:
             row["lends"] = True
             self.fleet.is_up(row, FINGERPRINT)
             self.fleet.take_prefixes(pod.key, PrefixChanges(0, whole=True), 0)
+        self._caution = None if plan.promised_s is None else Caution(plan.promised_s)
+        self.expected: FirstToken | None = None
+        """When the first token of the request that was taken on last is expected."""
         self._usual_output = FIRST_GUESS_TOKENS
         self._age_at = 0.0
 
-    def choose(self, request: Request, now: float) -> Decision | None:
+    def choose(self, request: Request, now: float, *, arrives: bool = False) -> Decision | None:
+        """The engines for a request; None: there are none.
+
+        Raises `Refused` for one that arrives and would not keep what is promised.
+        """
         if now >= self._age_at:
             self._age_at = now + EXPECTED_S
             self.fleet.known.age()
         view = replace(request.view, output_tokens=self._usual_output)
         decision = self.fleet.choose(view, now)
         if decision is not None:
+            if arrives and self._caution is not None:
+                self.expected = self.fleet.first_token(view, decision)
+                if self.expected is not None and self._caution.late_s(self.expected) > 0:
+                    raise Refused
             self.fleet.placed(view, decision, now)
         return decision
+
+    def saw_first(self, expected: FirstToken | None, took_s: float) -> None:
+        """A user has the first token of a request of which that was expected."""
+        if self._caution is not None and expected is not None:
+            self._caution.saw(expected, took_s)
 
     def saw_end(self, output: int) -> None:
         """An answer has ended, after so many tokens."""

@@ -9,6 +9,7 @@ from diptych_protocol.config import (
     EngineConfig,
     KVTransferConfig,
     RouterConfig,
+    Slo,
 )
 from diptych_protocol.control_calls import AnyControlCall, ControlCall, PauseMode
 from diptych_protocol.controlled_client import ControlledClient
@@ -31,6 +32,7 @@ from diptych_protocol.errors import (
     EngineOverloadedError,
     InvalidRequestError,
     RefusedByEngineError,
+    TenantOverloadedError,
     UnsupportedFeatureError,
     UtilityError,
 )
@@ -123,8 +125,10 @@ __all__ = [
     "SamplingParams",
     "SchedulerStats",
     "SchedulingPolicy",
+    "Slo",
     "StreamingInput",
     "StructuredOutputsParams",
+    "TenantOverloadedError",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedFeatureError",

@@ -89,6 +89,18 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     (with a first token)."""
 
 
+class PromiseCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How often one promise of the service was kept, by one pool."""
+
+    pool: str
+    """prefill or decode: who computed the prompt, for a first token; who generated, otherwise."""
+    promise: str
+    """first_token or inter_token."""
+    outcome: str
+    """kept, missed, or refused: the request was not taken on, because it would have been missed."""
+    requests: int
+
+
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one router knows of the service."""
 
@@ -103,6 +115,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineReport]
     canaries: list[CanaryReport]
     """The newest of each pair, newest last."""
+    promises: list[PromiseCount] = []
+    """Since the router's start."""
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -296,6 +296,36 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a service promises to each request (its service-level objectives)."""
+
+    ttft_ms: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=600_000,
+                description="The first token comes within so many milliseconds. Engines compute "
+                "prompts in the order of these deadlines. A router whose "
+                "policy is prefix-aware refuses a request at once that would miss its deadline.",
+            ),
+        ]
+        | None
+    ) = None
+    inter_token_ms: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=60_000,
+                description="The tokens after the first one come in so many milliseconds each, on "
+                "average over an answer. Routers count which answers did.",
+            ),
+        ]
+        | None
+    ) = None
+
+
 RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 Disaggregate = Literal["auto", "always", "never"]
 
@@ -373,6 +403,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "further one needs a core and memory of its own.",
         ),
     ] = 1
+    slo: Annotated[Slo, Meta(description="What is promised to each request.")] = Slo()
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

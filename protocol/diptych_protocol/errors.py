@@ -5,6 +5,7 @@ DiptychError
 │   └── RefusedByEngineError  found out by the engine core, which has told whom it concerns
 ├── EngineGenerateError      this request failed inside the engine; HTTP 500, may be retried
 ├── EngineOverloadedError    no room now; HTTP 503, retry later
+│   └── TenantOverloadedError  because of the caller's own requests; HTTP 429
 ├── EngineDeadError          the engine core is gone; HTTP 500 for all its requests
 ├── ClientClosedError        the client object was used after shutdown()
 ├── UtilityError             a control call failed in the core; carries its message
@@ -47,6 +48,15 @@ class EngineGenerateError(DiptychError):
 
 class EngineOverloadedError(DiptychError):
     """The service has no capacity for this request at the moment."""
+
+    def __init__(self, message: str = "", *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """When it may have, in seconds from now, as the header Retry-After."""
+
+
+class TenantOverloadedError(EngineOverloadedError):
+    """It would have, without the other requests of the same API key."""
 
 
 class EngineDeadError(DiptychError):

@@ -49,6 +49,9 @@ FOLLOW_HEARTBEAT = "follow_heartbeat"
 statistics. It has no answer but these messages."""
 MAX_TENANT_LENGTH = 256
 """Characters of the name of an API key."""
+MAX_TENANTS_TOLD = 32
+"""A report tells the queues of so many tenants."""
+MAX_DEADLINE_MS = 600_000
 
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
 
@@ -133,6 +136,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The engine that may remember the beginning of the prompt, as it is named in announcements,
     and in `remote_num_tokens` how much of it. The core fetches what it lacks of that, and computes
     what it does not get."""
+    deadline_ms: int | None = None
+    """Its first token is due so many milliseconds after `arrival_time`; None: at once."""
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
@@ -306,6 +311,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """How often an adapter was loaded."""
     seconds_loading_adapters: float = 0.0
     """Sum over these of how long it took."""
+    queued_tokens_of: dict[str, int] = {}
+    """The tokens of `queued_prompt_tokens` by tenant, of the `MAX_TENANTS_TOLD` tenants that have
+    most; empty if no request names a tenant."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -144,6 +144,9 @@ class _Unheard(NamedTuple):
     seconds: float
     """How long its prompt takes there."""
     at: float
+    tokens: float = 0.0
+    """Those of its prompt that are to be computed there."""
+    tenant: str = ""
 
 
 class EngineRow:
@@ -176,11 +179,23 @@ class EngineRow:
         self.num_planned += more
         self["coming"] = self.num_planned + len(self._unheard)
 
-    def place(self, tokens: float, now: float) -> None:
+    def queue(self) -> tuple[int, dict[str, int]]:
+        """Prompt tokens that wait there, as far as was told and as they were placed since; and how
+        many of these are of which tenant."""
+        queued, of_tenants = 0, dict[str, int]()
+        if self._last is not None:
+            queued = self._last.queued_prompt_tokens
+            of_tenants.update(self._last.queued_tokens_of)
+        for request in self._unheard:
+            queued += int(request.tokens)
+            of_tenants[request.tenant] = of_tenants.get(request.tenant, 0) + int(request.tokens)
+        return queued, of_tenants
+
+    def place(self, tokens: float, now: float, tenant: str = "") -> None:
         """A request goes there next, with so many tokens of its prompt to compute."""
         columns, at = self._table.columns, self.at
         seconds = tokens * float(columns[_PROMPT_TOKEN, at])
-        self._unheard.append(_Unheard(self.num_sent + 1, seconds, now))
+        self._unheard.append(_Unheard(self.num_sent + 1, seconds, now, tokens, tenant))
         columns[_FREE_AT, at] = max(float(columns[_FREE_AT, at]), now) + seconds
         columns[_COMING, at] = self.num_planned + len(self._unheard)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from diptych_protocol import KVTransferParams
 from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView
+from diptych_router.slo.first_token import FirstToken
 
 
 class Engine(Protocol):
@@ -45,6 +46,9 @@ class Fleet(Protocol):
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """The engines for a new attempt, but none of `full`; None: there are none now."""
+
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        """When the first token is expected after this choice; None: too little is known."""
 
     def went_well(self, *keys: str) -> None:
         """These engines have done their parts of a request. Empty keys mean nobody."""

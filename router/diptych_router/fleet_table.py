@@ -26,6 +26,7 @@ from diptych_router.policy import (
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import KnownPrefixes
 from diptych_router.prefixes.prefix_index import Lengths
+from diptych_router.slo.first_token import FirstToken, expected
 
 ANY_REQUEST = RequestView()
 Tokens = dict[Role, Floats]
@@ -37,7 +38,7 @@ class FleetTable:
 
     def __init__(self, policy: Policy, draw: Draw, disaggregate: Disaggregate = "auto") -> None:
         """draw: decides between engines of the same cost."""
-        rates = FleetRates()
+        rates = self._rates = FleetRates()
         self.tables: dict[Role, EngineTable] = {
             "prefill": EngineTable(rates),
             "decode": EngineTable(rates),
@@ -143,6 +144,14 @@ class FleetTable:
         engines = Engines(table, fit, nothing, nothing, now)
         return successor(self._policy, engines, number, self._draw)
 
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        """When the first token is expected after this choice; None: too little is known."""
+        known = self._rows.get(decision.prefill or decision.decode)
+        if known is None or not (known[1]["told_steps"] or self._rates.steps.told):
+            return None
+        queued, of_tenants = known[1].queue()
+        return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
+
     def placed(self, request: RequestView, decision: Decision, now: float) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
         computes = decision.prefill or decision.decode
@@ -155,7 +164,7 @@ class FleetTable:
             if request.adapter:
                 row.adapters.expect(request.adapter, now)
             if key == computes:
-                row.place(decision.to_compute, now)
+                row.place(decision.to_compute, now, request.tenant)
             naming = self._naming(request, row)
             if request.keys is None or naming is None:
                 continue

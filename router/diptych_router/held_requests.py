@@ -5,6 +5,7 @@ Pure: time is passed in.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 
 from diptych_frontend.fair_share import FairShare
@@ -13,15 +14,15 @@ from diptych_router.routed_request import RoutedRequest
 
 
 class HeldRequests:
-    """In the order in which they came."""
+    """By urgency: priority, then deadline. A tenant's turn comes by what it was served."""
 
     def __init__(self, hold_seconds: float, max_held: int, tenants: FairShare) -> None:
         self.hold_seconds = hold_seconds
         self._max_held = max_held
         self._tenants = tenants
         self._held: dict[str, RoutedRequest] = {}
-        self._lanes: dict[str, dict[str, RoutedRequest]] = {}
-        """By tenant; none is empty."""
+        self._lanes: dict[str, list[RoutedRequest]] = {}
+        """By tenant, the most urgent first; none is empty."""
         self.num_crowded = 0
         """Those that wait because their tenant has many requests at the engines."""
 
@@ -29,8 +30,8 @@ class HeldRequests:
         return len(self._held)
 
     def __iter__(self) -> Iterator[RoutedRequest]:
-        """Those that wait now."""
-        return iter(list(self._held.values()))
+        """Those that wait now, the most urgent first."""
+        return iter(sorted(self._held.values(), key=_urgency))
 
     def add(self, routed: RoutedRequest, now: float, why: str = "no engine is usable") -> float:
         """Let a request wait until the time is up that it has for that, which is returned.
@@ -52,9 +53,9 @@ class HeldRequests:
         self.num_crowded += routed.crowded
         lane = self._lanes.get(routed.account.tenant)
         if lane is None:
-            lane = self._lanes[routed.account.tenant] = {}
+            lane = self._lanes[routed.account.tenant] = []
             self._tenants.begin_to_wait(routed.account)
-        lane[routed.request_id] = routed
+        insort(lane, routed, key=_urgency)
         return routed.hold_until
 
     def _has_few(self, routed: RoutedRequest) -> bool:
@@ -63,12 +64,12 @@ class HeldRequests:
         return any(len(lane) > len(mine) + 1 for lane in self._lanes.values())
 
     def surplus(self, newcomer: RoutedRequest) -> RoutedRequest | None:
-        """One to turn away after all, because too many wait with this one: the newest of who has
-        most here, of those that were not taken on before."""
+        """One to turn away after all, because too many wait with this one: the least urgent of who
+        has most here, of those that were not taken on before."""
         if len(self) <= self._max_held or newcomer.attempts > 0:
             return None
         longest = max(self._lanes.values(), key=len)
-        return next((r for r in reversed(longest.values()) if r.attempts == 0), None)
+        return next((r for r in reversed(longest) if r.attempts == 0), None)
 
     def release(self, request_id: str) -> bool:
         """A request waits no more; False if it did not."""
@@ -78,7 +79,10 @@ class HeldRequests:
         self.num_crowded -= routed.crowded
         routed.crowded = False
         lane = self._lanes[routed.account.tenant]
-        del lane[request_id]
+        at = bisect_left(lane, routed.urgency, key=_urgency)
+        while lane[at] is not routed:
+            at += 1
+        del lane[at]
         if not lane:
             del self._lanes[routed.account.tenant]
             self._tenants.cease_to_wait(routed.account)
@@ -87,14 +91,14 @@ class HeldRequests:
     def next_crowded(self, still_crowded: Collection[str]) -> RoutedRequest | None:
         """Whose turn is next of those that wait for it: of the tenant that was served least, but of
         none of these."""
-        firsts = [
-            next(iter(lane.values()))
-            for tenant, lane in self._lanes.items()
-            if tenant not in still_crowded
-        ]
+        firsts = [lane[0] for tenant, lane in self._lanes.items() if tenant not in still_crowded]
         crowded = [routed for routed in firsts if routed.crowded]
         return min(crowded, key=lambda routed: routed.account.served, default=None)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
         """Those whose time is up."""
         return [r for r in self if r.hold_until is not None and r.hold_until <= now]
+
+
+def _urgency(routed: RoutedRequest) -> tuple[int, float]:
+    return routed.urgency

@@ -49,6 +49,7 @@ class RequestView:
     """The keys of its prompt's full blocks; None: what they depend on is not known."""
     adapter: str = ""
     """Name of the adapter that it wants."""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

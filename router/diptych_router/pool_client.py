@@ -53,6 +53,7 @@ from diptych_router.explaining.prediction_metrics import PredictionMetrics
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
 from diptych_router.request_table import RequestTable
+from diptych_router.slo.promises import Promises
 
 if TYPE_CHECKING:
     from diptych_router.router_tracer import RouterTracer
@@ -94,7 +95,10 @@ class PoolClient(AsyncEngine, WithoutControl):
         )
         self._model_limit = inputs.max_model_len
         self.table = RequestTable(
-            self.pools, hold_seconds=config.hold_seconds, max_held=config.max_held
+            self.pools,
+            hold_seconds=config.hold_seconds,
+            max_held=config.max_held,
+            promises=Promises(config.slo),
         )
         self.router_tracer = tracer
         """None: nobody wants spans."""
@@ -177,8 +181,9 @@ class PoolClient(AsyncEngine, WithoutControl):
             self.pools.take_prefixes(link, message.prefix_changes)
         if self.router_tracer is not None and message.journey_events is not None:
             self.router_tracer.take_stations(link.name, message.journey_events)
-        self._carry_out(self.table.receive(link.key, message.outputs))
-        self._carry_out(self.table.take_turns(self._loop.time()))
+        now = self._loop.time()
+        self._carry_out(self.table.receive(link.key, message.outputs, now))
+        self._carry_out(self.table.take_turns(now))
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
         self._carry_out(self.table.engine_lost(link.key, str(cause), self._loop.time()))

@@ -35,6 +35,7 @@ from diptych_router.health.health_book import Failure
 from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.serving import Serving, ServingFile
+from diptych_router.slo.first_token import FirstToken
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,10 @@ class Pools:
 
     def _may_get_work(self, key: str) -> bool:
         return key in self.links and self.usable(self.links[key])
+
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        """When the first token is expected after this choice; None: too little is known."""
+        return self.fleet.first_token(request, decision)
 
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from diptych_protocol import KVTransferStats
-from diptych_protocol.admin import EngineReport, RouterReport
+from diptych_protocol.admin import EngineReport, PromiseCount, RouterReport
 from diptych_router.engine_link import EngineLink
 from diptych_router.health.health_book import Failure
 from diptych_router.pool_client import PoolClient
@@ -31,6 +31,10 @@ def router_report(client: PoolClient) -> RouterReport:
         serving_revisions=pools.serving.revisions,
         engines=[engine_report(pools, link) for link in pools.links.values() if link.up],
         canaries=list(pools.canaries.values()),
+        promises=[
+            PromiseCount(**kind._asdict(), requests=requests)
+            for kind, requests in client.table.promises.counts.items()
+        ],
     )
 
 

@@ -67,6 +67,7 @@ from diptych_router.held_requests import HeldRequests
 from diptych_router.policy import Decision
 from diptych_router.routed_request import MAX_LATE, RoutedRequest, Setback, Stage, is_given_up
 from diptych_router.siblings import Siblings, same_way
+from diptych_router.slo.promises import Promises
 from diptych_router.tenant_places import TenantPlaces
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class RequestTable:
         *,
         hold_seconds: float,
         max_held: int,
+        promises: Promises,
         random_bits: Callable[[int], int] = secrets.randbits,
         first_token_s: float = LEAST_S,
     ) -> None:
@@ -103,6 +105,7 @@ class RequestTable:
         first token. Only a simulation brings its own of both."""
         self.requests: dict[str, RoutedRequest] = {}
         """By the request's own id."""
+        self.promises = promises
         self._places = TenantPlaces()
         self.tenants = self._places.accounts
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
@@ -130,11 +133,13 @@ class RequestTable:
     ) -> Sequence[Action]:
         """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
         routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
+        request.deadline_ms = self.promises.first_token_ms
+        routed.arrived_at = now
         routed.account = self.tenants.open(request.tenant)
         routed.usual_output = self._usual_output
         if leader and self._siblings.wait(routed, self.requests.get(leader)):
             return ()
-        return self._begin(routed, now)
+        return self._begin(routed, now, arrives=True)
 
     def withdraw(
         self, request_ids: Iterable[str], now: float, outcome: str = "abort"
@@ -157,7 +162,9 @@ class RequestTable:
 
     # --- engines ------------------------------------------------------------------------------
 
-    def receive(self, engine: str, outputs: Iterable[EngineCoreOutput]) -> Sequence[Action]:
+    def receive(
+        self, engine: str, outputs: Iterable[EngineCoreOutput], now: float
+    ) -> Sequence[Action]:
         """An engine's outputs. `Deliver` what they hold, then call `take_turns`: the first token
         does not wait for the hand-off, and whom a stop string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
@@ -179,6 +186,8 @@ class RequestTable:
                     if routed.unheard:
                         routed.unheard = False
                         heard.append(Heard(routed.request_id, engine, output))
+                    if routed.first_at is None:
+                        self.promises.saw_first(routed, now)
             elif output.finish_reason is FinishReason.ERROR:
                 why = output.error or "the engine gave no reason"
                 actions += _offered(output)
@@ -197,7 +206,7 @@ class RequestTable:
                 if routed.unheard:
                     routed.unheard = False
                     heard.append(Heard(routed.request_id, engine, output))
-                actions += self._absorb(routed, output)
+                actions += self._absorb(routed, output, now)
                 if output.new_token_ids or output.finished:
                     deliver.append(output)
         if strays:
@@ -347,12 +356,24 @@ class RequestTable:
         return actions
 
     def _begin(
-        self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
+        self,
+        routed: RoutedRequest,
+        now: float,
+        before: str = "",
+        decision: Decision | None = None,
+        *,
+        arrives: bool = False,
     ) -> list[Action]:
         """Start an attempt with what is known so far, or wait until that is possible.
 
         before: what went wrong with the attempt before this one. decision: where, if that is clear.
+        arrives: it has just come, and is refused if it could not keep what is promised.
         """
+        if arrives and routed.original.deadline_ms is not None:
+            decision = self._fleet.choose(routed.view)
+            refusal = self._refusal(routed, decision)
+            if refusal is not None:
+                return [*self._forget(routed, "refused"), Fail(routed.request_id, refusal)]
         if routed.attempts == 0 and self.tenants.several:
             routed.crowded = self._places.is_crowded(routed.account.tenant)
             if routed.crowded:
@@ -391,6 +412,19 @@ class RequestTable:
             begin = [Add(decode.key, routed.aggregated_request(source))]
         explain = Explain(routed.request_id, facts, decision, view.output_tokens)
         return [explain, *begin]
+
+    def _refusal(
+        self, routed: RoutedRequest, decision: Decision | None
+    ) -> EngineOverloadedError | None:
+        """Why a new request is not taken on; None: it is."""
+        first = None if decision is None else self._fleet.first_token(routed.view, decision)
+        if decision is None or first is None:
+            return None  # nothing is known: it may be served in time
+        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decision.decode
+        refusal = self.promises.refusal(routed, first)
+        if refusal is not None:
+            log.info("request %s is refused: %s", routed.request_id, refusal)
+        return refusal
 
     def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
         """Who the engine that computes the prompt may ask for a prefix; None: nobody.
@@ -442,12 +476,14 @@ class RequestTable:
         crowded_out = EngineOverloadedError("too many requests wait, most of this API key")
         return [WakeAt(until), *self._fail(surplus, crowded_out)]
 
-    def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:
+    def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
         offered, unread = _offered(output), routed.lease
         again = routed.absorb(output)
         if routed.suspects:
             self._clear_up(routed)
+        if output.new_token_ids and routed.first_at is None:
+            self.promises.saw_first(routed, now)
         if again:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
@@ -455,6 +491,7 @@ class RequestTable:
         if output.finished:
             self._fleet.went_well(routed.engine, routed.prefill_engine)
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
+            self.promises.saw_end(routed, now)
             return [*offered, *self._forget(routed, str(output.finish_reason))]
         return offered
 
@@ -513,6 +550,7 @@ class RequestTable:
     def _fail(
         self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError
     ) -> list[Action]:
+        self.promises.saw_failure(routed)
         return [*self._forget(routed, "error"), Fail(routed.request_id, error)]
 
     def _forget(self, routed: RoutedRequest, outcome: str) -> list[Action]:

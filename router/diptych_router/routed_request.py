@@ -31,6 +31,7 @@ from diptych_protocol.wire import ErrorKind
 from diptych_router.policy import RequestView
 from diptych_router.prefixes.block_keys import BlockNaming, block_keys
 from diptych_router.prefixes.hash_table import Keys
+from diptych_router.slo.first_token import FirstToken
 
 MAX_ERRORS = 3
 """How often engines may report that they failed with a request."""
@@ -114,6 +115,12 @@ class RoutedRequest:
     """The engine that works on it now has brought nothing yet."""
     full: set[str] = field(default_factory=set)
     """Keys of the engines that had no room for it since it last got on."""
+    arrived_at: float = 0.0
+    """When it came, by the loop's clock."""
+    expected: FirstToken | None = None
+    """When its first token was expected, when it was taken on; None: nobody could say."""
+    first_at: float | None = None
+    """When its first token was delivered."""
     account: Account = field(default_factory=Account)
     """The account of its tenant."""
     crowded: bool = False
@@ -140,6 +147,12 @@ class RoutedRequest:
         return f"{self.original.request_id}/{placement}"
 
     @property
+    def urgency(self) -> tuple[int, float]:
+        """Smaller is sooner: by priority, then by when its first token is due."""
+        due_at = self.original.arrival_time + (self.original.deadline_ms or 0) / 1e3
+        return self.original.priority, due_at
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.original.prompt_token_ids or ())
 
@@ -158,6 +171,7 @@ class RoutedRequest:
             prefill_only=self.prefill_only,
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,
+            tenant=self.original.tenant,
         )
 
     def _keys(self, naming: BlockNaming) -> Keys:
@@ -308,6 +322,7 @@ class RoutedRequest:
             sampling_params=params,
             generated_token_ids=list(self.generated) or None,
             prefix_source=source,
+            deadline_ms=None if self.generated else self.original.deadline_ms,
         )
 
     def absorb(self, output: EngineCoreOutput) -> bool:

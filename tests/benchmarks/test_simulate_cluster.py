@@ -22,6 +22,8 @@ from benchmarks.simulate.workload import (
 )
 from benchmarks.traces.generate import KINDS, generate
 
+from diptych_router.policies.prefix_aware import POLICY as PREFIX_AWARE
+
 COST = StepCost(((1, 0.004), (64, 0.006), (512, 0.03)), 1e-5, 1e-9, 2e-8)
 LIMITS = Limits(num_blocks=2000, block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
 FREE = Overheads(0.0, 0.0, 0.0)
@@ -219,3 +221,23 @@ def test_a_fit_never_says_that_more_tokens_take_less_time() -> None:
     cost = fit(shapes, [0.02, 0.01, 0.03, 0.025], [1, 2, 4, 8]).cost
     seconds = [cost.seconds(StepShape(tokens, 0)) for tokens in range(1, 9)]
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize(("rate", "overloaded"), [(20, False), (120, True)])
+def test_refusing_what_would_be_late_raises_goodput_under_overload(
+    rate: float, overloaded: bool
+) -> None:
+    requests = traffic(rate, 800)
+    goods, logs = [], []
+    for promised_s in (None, OBJECTIVES.ttft_s):
+        service = plan(2, 2, policy=PREFIX_AWARE, disaggregate="always", promised_s=promised_s)
+        logs.append(Simulation(service).run(requests))
+        goods.append(summarise(logs[-1], OBJECTIVES).goodput_per_s)
+    without, refusing = logs
+    assert not without.refused
+    assert len(refusing.jobs) + len(refusing.refused) == len(requests)
+    if overloaded:
+        assert goods[1] > 1.5 * goods[0]
+    else:
+        assert len(refusing.refused) <= len(requests) / 100
+        assert goods[1] >= 0.99 * goods[0]

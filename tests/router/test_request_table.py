@@ -21,6 +21,7 @@ from diptych_protocol import (
     FinishReason,
     KVTransferParams,
     SamplingParams,
+    Slo,
 )
 from diptych_protocol.wire import ErrorKind
 from diptych_router import tenant_places
@@ -44,6 +45,8 @@ from diptych_router.health.patience import LEAST_S
 from diptych_router.policy import Decision, RequestView
 from diptych_router.request_table import RequestTable
 from diptych_router.routed_request import MAX_LATE
+from diptych_router.slo.first_token import FirstToken
+from diptych_router.slo.promises import Promises
 
 PROMPT = 10
 
@@ -81,6 +84,8 @@ class ToyEngine:
 @dataclass
 class ToyFleet:
     engines: dict[str, ToyEngine]
+    first: FirstToken | None = None
+    """When the next request's first token is expected."""
     refused: list[str] = field(default_factory=list)
     well: list[str] = field(default_factory=list)
     badly: list[tuple[str, str]] = field(default_factory=list)
@@ -111,6 +116,9 @@ class ToyFleet:
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         return choose(request, self.views("p"), self.views("d"), full)
 
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        return self.first
+
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
@@ -128,9 +136,11 @@ class ToyFleet:
 class World:
     """A table, its engines, and a user who remembers everything."""
 
-    def __init__(self, *engines: str, hold_seconds: float = 30.0) -> None:
+    def __init__(self, *engines: str, hold_seconds: float = 30.0, slo: Slo | None = None) -> None:
         self.fleet = ToyFleet({key: ToyEngine(key) for key in engines})
-        self.table = RequestTable(self.fleet, hold_seconds=hold_seconds, max_held=100)
+        self.table = RequestTable(
+            self.fleet, hold_seconds=hold_seconds, max_held=100, promises=Promises(slo or Slo())
+        )
         self.now = 0.0
         self.delivered: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
@@ -145,10 +155,18 @@ class World:
         self.to_do: deque[Action] = deque()
         self.busy = False
 
-    def submit(self, name: str, leader: str | None = None, tenant: str = "", **params: Any) -> None:
+    def submit(
+        self,
+        name: str,
+        leader: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        arrival: float = 0.0,
+        **params: Any,
+    ) -> None:
         request = EngineCoreRequest(
             name, list(range(PROMPT)), None, SamplingParams(**{"max_tokens": 4, **params}),
-            None, 2, 0.0, None, None, None, tenant=tenant,
+            None, 2, arrival, None, None, None, tenant=tenant, priority=priority,
         )  # fmt: skip
         self.delivered[name] = []
         self.carry_out(self.table.submit(request, 100, self.now, leader))
@@ -159,7 +177,7 @@ class World:
                 self.offered.add(output.kv_transfer_params["lease_id"])
             if output.finished:
                 self.fleet.engines[engine].open.pop(output.request_id, None)
-        self.carry_out(self.table.receive(engine, outputs))
+        self.carry_out(self.table.receive(engine, outputs, self.now))
         self.carry_out(self.table.take_turns(self.now))
 
     def lose(self, engine: str) -> None:
@@ -319,7 +337,7 @@ def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
     world = World("p", "d")
     world.submit("r")
     output = world.answer("r/1", FinishReason.LENGTH, lease="L1")
-    world.carry_out(world.table.receive("p", [output]))
+    world.carry_out(world.table.receive("p", [output], world.now))
     world.fleet.engines["p"].open.clear()
     world.ended["r"] = "stop string"
     assert world.table.withdraw(["r"], 0.0) == [
@@ -1018,3 +1036,79 @@ def test_a_source_that_is_none_is_not_told(changes: dict[str, Any]) -> None:
     fetching(world, **changes)
     world.submit("r")
     assert source_given(world, "p0") is None
+
+
+class TestPromises:
+    """A first token is promised within a second."""
+
+    SLO = Slo(ttft_ms=1000, inter_token_ms=50)
+
+    def test_a_new_request_that_would_be_late_leaves_nothing_behind(self) -> None:
+        world = World("p", "d", slo=self.SLO)
+        world.fleet.first = FirstToken(5.0, 5.0, 0.1)
+        world.submit("late")
+        assert world.ended == {"late": "failed"}
+        assert not list(world.placements())
+        world.fleet.first = FirstToken(0.5, 0.5, 0.1)
+        world.submit("early")
+        assert len(list(world.placements())) == 1
+        world.leave("early")
+        world.check_end()
+
+    @pytest.mark.parametrize(("slo", "first"), [(SLO, None), (Slo(), FirstToken(5.0, 5.0, 0.1))])
+    def test_where_nothing_is_promised_or_known_nobody_is_refused(
+        self, slo: Slo, first: FirstToken | None
+    ) -> None:
+        world = World("p", "d", slo=slo)
+        world.fleet.first = first
+        world.submit("r")
+        assert "r" not in world.ended
+
+    def test_who_was_taken_on_is_not_refused_later(self) -> None:
+        """Not when an engine is lost, nor when it waited for one."""
+        world = World("p1", "p2", "d", slo=self.SLO)
+        world.submit("r")
+        world.fleet.first = FirstToken(50.0, 50.0, 0.1)
+        [(engine, _)] = world.placements()
+        world.lose(engine)
+        assert "r" not in world.ended
+        assert len(list(world.placements())) == 1
+
+    def test_engines_are_told_when_the_first_token_is_due_and_not_after_it(self) -> None:
+        world = World("p", "d", slo=self.SLO)
+        world.submit("r")
+        [(engine, core_id)] = world.placements()
+        assert world.fleet.engines[engine].open[core_id].deadline_ms == 1000
+        world.say(engine, world.answer(core_id, FinishReason.LENGTH, lease=f"l{core_id}"))
+        [(engine, core_id)] = world.placements()
+        assert engine == "d"
+        assert world.fleet.engines[engine].open[core_id].deadline_ms is None
+
+    def test_first_tokens_and_answers_are_counted_when_they_come(self) -> None:
+        world = World("p", "d", slo=self.SLO)
+        for name, waited in (("soon", 0.5), ("late", 1.5)):
+            world.submit(name)
+            world.now += waited
+            [(engine, core_id)] = world.placements()
+            world.say(engine, world.answer(core_id, FinishReason.LENGTH, lease=f"l{core_id}"))
+            world.now += waited / 20
+            [(engine, core_id)] = world.placements()
+            world.say(engine, world.answer(core_id, FinishReason.STOP))
+        assert {tuple(kind): n for kind, n in world.table.promises.counts.items()} == {
+            ("prefill", "first_token", "kept"): 1,
+            ("prefill", "first_token", "missed"): 1,
+            ("decode", "inter_token", "kept"): 1,
+            ("decode", "inter_token", "missed"): 1,
+        }
+
+    def test_who_waits_goes_on_by_priority_and_deadline(self) -> None:
+        world = World("p", "d", slo=self.SLO)
+        world.change("p", up=False)
+        world.change("d", up=False)
+        for name, priority, arrival in (("a", 0, 3.0), ("b", 0, 1.0), ("c", -1, 4.0)):
+            world.submit(name, priority=priority, arrival=arrival)
+        for engine in ("p", "d"):
+            world.fleet.engines[engine].up = True
+        world.carry_out(world.table.fleet_changed(world.now))
+        begun = [a.request.request_id[0] for a in world.log if isinstance(a, Add)]
+        assert begun == ["c", "b", "a"]

@@ -21,6 +21,7 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     KVTransferParams,
+    Slo,
     fingerprint,
 )
 from diptych_router import actions
@@ -30,6 +31,8 @@ from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import keys_of
 from diptych_router.request_table import RequestTable
 from diptych_router.routed_request import Setback
+from diptych_router.slo.first_token import FirstToken
+from diptych_router.slo.promises import Promises
 
 RECONNECT_S = 0.2
 HOLD_S = 2.0
@@ -149,6 +152,9 @@ class Links:
         count = self._random.choice((request.prompt_tokens, self._random.randrange(20)))
         return replace(decision, fetch=others[0].key, fetch_tokens=count)
 
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        return None
+
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
@@ -192,6 +198,7 @@ class SimRouter:
             self.links,
             hold_seconds=HOLD_S,
             max_held=MAX_HELD,
+            promises=Promises(Slo(ttft_ms=1000, inter_token_ms=50)),
             random_bits=network.random.getrandbits,
             first_token_s=FIRST_TOKEN_S,
         )
@@ -369,7 +376,7 @@ class SimRouter:
             link.posture = message
             self._news()
             return
-        self._carry_out(self.table.receive(link.name, message))
+        self._carry_out(self.table.receive(link.name, message, self._clock.now))
         self._carry_out(self.table.take_turns(self._clock.now))
 
     def _news(self) -> None:

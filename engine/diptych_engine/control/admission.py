@@ -26,7 +26,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
-from diptych_protocol.wire import MAX_TENANT_LENGTH
+from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_TENANT_LENGTH
 
 
 def admit(
@@ -49,6 +49,8 @@ def admit(
     check_arrival(message)
     if len(message.tenant) > MAX_TENANT_LENGTH:
         raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_LENGTH} characters")
+    if not 0 <= (message.deadline_ms or 0) <= MAX_DEADLINE_MS:
+        raise InvalidRequestError(f"deadline_ms must be 0 to {MAX_DEADLINE_MS}")
     if message.resumable:
         check_piece(message, limits)
     if message.pooling_params is not None:
@@ -88,6 +90,7 @@ def admit(
         arrival_time=message.arrival_time,
         priority=message.priority,
         tenant=message.tenant,
+        deadline_s=(message.deadline_ms or 0) / 1e3,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -67,14 +68,15 @@ class PrefixCache:
             stats.prefix_cache_queries += request.num_tokens
             stats.prefix_cache_hits += num_hit_tokens
 
-    def queued_prompt_tokens(self, requests: Iterable[Request]) -> int:
-        """Prompt tokens that steps have yet to compute: not here, not remembered, not on their way.
+    def queued_prompt_tokens(self, requests: Iterable[Request]) -> Counter[str]:
+        """Prompt tokens that steps have yet to compute: not here, not remembered, not on their way;
+        by tenant.
 
         A snapshot costs two looks into the pool per waiting request, plus the hashing of new ones,
         which admission needs too. What exceeds the budget counts in full until the next snapshot.
         """
         budget = HASH_BUDGET_TOKENS
-        total = 0
+        queued = Counter[str]()
         for request in requests:
             covered = request.num_computed_tokens
             if request.fetches:
@@ -86,8 +88,9 @@ class PrefixCache:
                     hashes = self._lookup_hashes(request)
                     request.expected_hit = self.pool.match_length(hashes, request.expected_hit)
                     covered = request.expected_hit * self.block_size
-            total += max(0, request.num_prompt_tokens - covered)
-        return total
+            if covered < request.num_prompt_tokens:
+                queued[request.tenant] += request.num_prompt_tokens - covered
+        return queued
 
     def _reads_cache(self, request: Request) -> bool:
         return self.enabled and request.reads_prefix_cache and not request.wants_prompt_logprobs

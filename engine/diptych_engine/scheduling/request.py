@@ -86,6 +86,8 @@ class Request:
     """The seed of its random stream: the caller's, or one drawn when the request arrived."""
     arrival_time: float = 0.0
     priority: int = 0
+    deadline_s: float = 0.0
+    """Its first token is due so long after `arrival_time`."""
     tenant: str = ""
     """Whose request it is."""
     account: Account = field(default_factory=Account)
@@ -139,6 +141,12 @@ class Request:
     """What may stand in its output before the part that has the grammar."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def due_at(self) -> float:
+        """When its first token is due, on the clock of `arrival_time`; without a deadline it is
+        due when it arrives."""
+        return self.arrival_time + self.deadline_s
 
     def become(self, status: RequestStatus) -> None:
         """Change status. An illegal transition raises and changes nothing."""

@@ -10,6 +10,7 @@ from diptych_engine.scheduling.pause import is_under_way
 from diptych_engine.scheduling.scheduler_state import SchedulerState
 from diptych_protocol import SchedulerStats
 from diptych_protocol.admin import DrainReport
+from diptych_protocol.wire import MAX_TENANTS_TOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class SchedulerView:
 
 def snapshot(state: SchedulerState) -> SchedulerStats:
     """The running totals with the gauges of this moment. They are the caller's, to be added to."""
+    queued = state.prefixes.queued_prompt_tokens(state.requests.values())
     return msgspec.structs.replace(
         state.stats,
         num_running=len(state.running),
@@ -65,5 +67,6 @@ def snapshot(state: SchedulerState) -> SchedulerStats:
         images_encoded=state.encoder.encoded,
         encoder_cache_hits=state.encoder.hits,
         encoder_cache_tokens=state.encoder.num_tokens,
-        queued_prompt_tokens=state.prefixes.queued_prompt_tokens(state.requests.values()),
+        queued_prompt_tokens=queued.total(),
+        queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
     )

@@ -126,13 +126,26 @@ class FairQueue:
 
 
 class FcfsQueue:
-    """First come, first served; who was served before comes first again."""
+    """First come, first served; who was served before comes first again.
+
+    A request with a deadline goes before those at the end of the queue that are due later, but not
+    before one without a deadline. So requests that all have one are served by their deadlines, and
+    nobody is passed by a request that came after he was due.
+    """
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
 
     def push(self, request: Request) -> None:
-        self._requests.append(request)
+        if not request.deadline_s:
+            self._requests.append(request)
+            return
+        at = len(self._requests)
+        for other in reversed(self._requests):
+            if not other.deadline_s or other.due_at <= request.due_at:
+                break
+            at -= 1
+        self._requests.insert(at, request)
 
     def push_front(self, request: Request) -> None:
         self._requests.appendleft(request)
@@ -157,7 +170,7 @@ class FcfsQueue:
 
 
 class PriorityQueue:
-    """Lower priorities first, equal ones by arrival, whoever was served before.
+    """Lower priorities first, equal ones by when they are due, whoever was served before.
 
     A sorted list rather than a heap: it is bounded by the admission limit, at which an insertion
     moves a few kilobytes, and it can be walked in order and from its end.
@@ -196,7 +209,7 @@ class PriorityQueue:
 
 def turn(request: Request) -> tuple[int, float, str]:
     """The order of the priority policy: smaller is sooner. Ids are unique, so it is total."""
-    return request.priority, request.arrival_time, request.request_id
+    return request.priority, request.due_at, request.request_id
 
 
 def service(request: Request) -> float:
@@ -206,5 +219,5 @@ def service(request: Request) -> float:
 
 def turn_in_class(request: Request) -> tuple[int, float, float, str]:
     """The order of tenants under `priority`: urgency, and service among the equally urgent."""
-    arrival = request.arrival_time, request.request_id
-    return request.priority, request.account.served, *arrival
+    due = request.due_at, request.request_id
+    return request.priority, request.account.served, *due

@@ -14,6 +14,7 @@ from diptych_protocol import (
     EngineGenerateError,
     EngineOverloadedError,
     InvalidRequestError,
+    TenantOverloadedError,
     UnsupportedFeatureError,
 )
 
@@ -65,8 +66,12 @@ def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:
             headers = tuple((k.encode(), v.encode()) for k, v in (exc.headers or {}).items())
             detail = ErrorDetail(str(exc.detail), "invalid_request_error")
             return ErrorAnswer(exc.status_code, detail, headers)
+        case TenantOverloadedError():
+            detail = ErrorDetail(str(exc), "requests", None, "rate_limit_exceeded")
+            return ErrorAnswer(429, detail, _retry_after(exc.retry_after_s))
         case EngineOverloadedError():
-            return _unavailable(str(exc) or "the server is overloaded", "overloaded")
+            message = str(exc) or "the server is overloaded"
+            return _unavailable(message, "overloaded", exc.retry_after_s)
         case ClientClosedError():
             return _unavailable(str(exc) or "the server is shutting down", "shutting_down")
         case UnsupportedFeatureError():
@@ -79,9 +84,13 @@ def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:
     return ErrorAnswer(500, ErrorDetail(message, "server_error", None, "internal_error"))
 
 
-def _unavailable(message: str, code: str) -> ErrorAnswer:
-    headers = ((b"retry-after", str(RETRY_AFTER_S).encode()),)
-    return ErrorAnswer(503, ErrorDetail(message, "server_error", None, code), headers)
+def _unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ErrorAnswer:
+    detail = ErrorDetail(message, "server_error", None, code)
+    return ErrorAnswer(503, detail, _retry_after(retry_after_s))
+
+
+def _retry_after(seconds: int) -> Headers:
+    return ((b"retry-after", str(seconds).encode()),)
 
 
 _CHALLENGE = ((b"www-authenticate", b"Bearer"),)

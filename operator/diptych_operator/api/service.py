@@ -17,6 +17,7 @@ from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PrefillPool,
 from diptych_operator.api.status import Status
 from diptych_protocol import EngineSettings
 from diptych_protocol.config import LEASE_MEANING
+from diptych_protocol.config import Slo as RouterSlo
 
 GROUP = "diptych.dev"
 VERSION = "v1alpha1"
@@ -67,6 +68,14 @@ else:
         ),
     )
     """Defaults are those of the engine, written out so that `kubectl explain` shows them."""
+
+if TYPE_CHECKING:
+
+    class Slo(RouterSlo, SpecPart, frozen=True):
+        """The router's `Slo` as a part of the spec."""
+
+else:
+    Slo = spec_part("Slo", RouterSlo)
 
 
 class Transfer(SpecPart, frozen=True):
@@ -233,6 +242,13 @@ class Spec(SpecPart, frozen=True, kw_only=True):
     router: Annotated[
         Router, Meta(description="The proxy that clients talk to; serves the OpenAI API.")
     ] = Router()
+    slo: Annotated[
+        Slo,
+        Meta(
+            description="What the service promises to each request; routers count how often it is "
+            "kept."
+        ),
+    ] = Slo()
     rollout: Annotated[
         Rollout,
         Meta(

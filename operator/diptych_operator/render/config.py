@@ -23,6 +23,7 @@ from diptych_protocol import (
     EngineSettings,
     KVTransferConfig,
     RouterConfig,
+    Slo,
 )
 from diptych_protocol.config import RoutingPolicy
 from diptych_protocol.threads import model_threads
@@ -84,6 +85,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
+        slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
     )
 
 

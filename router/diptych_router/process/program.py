@@ -29,6 +29,7 @@ from diptych_router.discovery import parse_targets
 from diptych_router.leaving import Leaving
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import HealthCollector
+from diptych_router.slo.metrics import PromiseCollector
 from diptych_router.tracing import start_router_tracer
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ async def started(
     metrics = make_metrics(client)
     metrics.registry.register(client.predictions)
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
+    metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
     app = build_app(client, metrics=metrics, api_keys=keys)
     leaving = Leaving(app, client, args.linger_seconds)
     client.start()

@@ -11,6 +11,7 @@ from diptych_protocol.admin import (
     CanaryReport,
     EngineReport,
     Explanation,
+    PromiseCount,
     RequestList,
     RouterReport,
 )
@@ -37,6 +38,7 @@ def state_of_all(states: Sequence[RouterReport]) -> RouterReport:
         serving_revisions=_revisions(states),
         engines=_engines(states),
         canaries=_newest(canary for state in states for canary in state.canaries),
+        promises=_added_up(count for state in states for count in state.promises),
     )
 
 
@@ -77,6 +79,16 @@ def _engine(views: Sequence[EngineReport], *, seen_by_all: bool) -> EngineReport
         open_tokens=sum(view.open_tokens for view in views),
         **largest,
     )
+
+
+def _added_up(counts: Iterable[PromiseCount]) -> list[PromiseCount]:
+    total = Counter[tuple[str, str, str]]()
+    for count in counts:
+        total[count.pool, count.promise, count.outcome] += count.requests
+    return [
+        PromiseCount(pool=pool, promise=promise, outcome=outcome, requests=requests)
+        for (pool, promise, outcome), requests in total.items()
+    ]
 
 
 def _newest(canaries: Iterable[CanaryReport]) -> list[CanaryReport]:

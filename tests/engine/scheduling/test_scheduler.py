@@ -20,6 +20,7 @@ from diptych_engine.scheduling.request import Request, RequestStatus, StepPlan, 
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.stop_condition import stop_condition
 from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
+from diptych_protocol.wire import MAX_TENANTS_TOLD
 
 BLOCK = 4
 
@@ -357,6 +358,20 @@ def test_queued_prompt_tokens_are_those_that_steps_must_compute(
         scheduler.add(make_request(str(index), PROMPT, 1, **how))
     assert scheduler.snapshot().queued_prompt_tokens == expected_tokens
     assert scheduler.snapshot().queued_prompt_tokens == expected_tokens
+
+
+def test_queued_prompt_tokens_are_told_by_tenant_if_there_are_any() -> None:
+    scheduler = make_scheduler(32)
+    scheduler.add(make_request("nobody", PROMPT, 1))
+    assert scheduler.snapshot().queued_tokens_of == {}
+    for number in range(2):
+        scheduler.add(make_request(f"a{number}", PROMPT, 1, tenant="a"))
+    assert scheduler.snapshot().queued_tokens_of == {"": 20, "a": 40}
+    for number in range(2 * MAX_TENANTS_TOLD):
+        scheduler.add(make_request(f"t{number}", PROMPT, 1, tenant=f"t{number}"))
+    told = scheduler.snapshot().queued_tokens_of
+    assert len(told) == MAX_TENANTS_TOLD
+    assert told["a"] == 40
 
 
 def test_queued_prompt_tokens_follow_what_is_remembered_and_forgotten() -> None:

@@ -100,3 +100,68 @@ def test_its_order_is_that_of_turns_and_its_end_the_newest_of_who_had_most() -> 
     assert [r.request_id for r in queue] == ["c5", "a1", "a3", "b2", "b4"]
     assert [r.request_id for r in reversed(queue)] == ["b4", "b2", "a3", "a1", "c5"]
     assert (queue.num_of("a"), queue.num_of("z"), len(queue.longest())) == (2, 0, 2)
+
+
+def due(name: str, arrival: float, deadline_s: float, priority: int = 0) -> Request:
+    """A request of one tenant."""
+    return make_request(
+        name, [1], 1, arrival_time=arrival, deadline_s=deadline_s, priority=priority
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "pushed", "wanted"),
+    [
+        ("fcfs", [("a", 5, 1), ("b", 2, 1), ("c", 3, 1)], "bca"),
+        ("fcfs", [("a", 1, 9), ("b", 2, 1)], "ba"),
+        ("fcfs", [("a", 1, 9), ("b", 1, 9)], "ab"),
+        # Who has no deadline is due, and nobody passes him.
+        ("fcfs", [("a", 5, 1), ("b", 6, 0), ("c", 2, 1)], "abc"),
+        ("fcfs", [("a", 5, 0), ("b", 2, 0)], "ab"),
+        ("priority", [("a", 5, 1), ("b", 2, 1), ("c", 1, 9)], "bac"),
+        ("priority", [("a", 5, 0), ("b", 2, 0)], "ba"),
+    ],
+)
+def test_of_one_tenant_who_is_due_first_is_first(
+    policy: SchedulingPolicy, pushed: list[tuple[str, float, float]], wanted: str
+) -> None:
+    queue, _ = a_queue(policy)
+    for name, arrival, deadline_s in pushed:
+        queue.push(due(name, arrival, deadline_s))
+    assert "".join(names(queue)) == wanted
+
+
+def test_priority_comes_before_a_deadline() -> None:
+    queue, _ = a_queue("priority")
+    for name, deadline_s, priority in (("a", 1, 0), ("b", 9, -1), ("c", 2, 0)):
+        queue.push(due(name, 0.0, deadline_s, priority))
+    assert names(queue) == ["b", "a", "c"]
+
+
+def test_who_was_served_before_is_first_whenever_others_are_due() -> None:
+    queue, _ = a_queue()
+    queue.push(due("a", 0.0, 1.0))
+    queue.push_front(due("b", 5.0, 9.0))
+    queue.push(due("c", 0.0, 0.5))
+    assert names(queue)[0] in "bc"
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.sampled_from([0.0, 0.5, 1.0, 5.0])), max_size=40),
+    st.sampled_from(["fcfs", "priority"]),
+)
+def test_a_deadline_comes_nearer_so_nobody_starves(
+    waits: list[tuple[float, float]], policy: SchedulingPolicy
+) -> None:
+    """Who comes after another one was due is not served before him, however many come."""
+    queue, _ = a_queue(policy)
+    requests, now = [], 0.0
+    for number, (pause, deadline_s) in enumerate(waits):
+        now += pause
+        requests.append(due(f"{number:03}", now, deadline_s))
+        queue.push(requests[-1])
+    order = {name: place for place, name in enumerate(names(queue))}
+    for first in requests:
+        for later in requests:
+            if later.arrival_time > first.due_at:
+                assert order[first.request_id] < order[later.request_id]

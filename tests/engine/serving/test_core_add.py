@@ -117,3 +117,11 @@ def test_a_tenant_s_name_is_bounded(core: EngineCore) -> None:
     [last] = core.take_outputs()[CLIENT]
     assert "tenant may have at most 256 characters" in str(last.error)
     assert not core.scheduler.requests
+
+
+@pytest.mark.parametrize("deadline_ms", [-1, 600_001])
+def test_a_deadline_is_bounded(core: EngineCore, deadline_ms: int) -> None:
+    core.add(core_request("r", PROMPT, max_tokens=4, deadline_ms=deadline_ms), CLIENT)
+    [last] = core.take_outputs()[CLIENT]
+    assert "deadline_ms must be 0 to 600000" in str(last.error)
+    assert not core.scheduler.requests

@@ -25,7 +25,7 @@ from diptych_operator.render import (
     render_shared,
 )
 from diptych_operator.revision import revision
-from diptych_protocol import CurveKeys, EngineConfig, RouterConfig
+from diptych_protocol import CurveKeys, EngineConfig, RouterConfig, Slo
 
 GOLDEN = Path(__file__).parent / "golden"
 SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
@@ -117,6 +117,23 @@ def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     assert router == RouterConfig(
         model="file:///models/qwen", served_name="qwen", drain_seconds=60, hold_seconds=30
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "slo"),
+    [
+        ({}, Slo()),
+        ({"ttftMs": 800}, Slo(ttft_ms=800)),
+        ({"ttftMs": 800, "interTokenMs": 40}, Slo(ttft_ms=800, inter_token_ms=40)),
+    ],
+)
+def test_routers_promise_what_the_service_says(said: dict[str, Any], slo: Slo) -> None:
+    promising = service({"slo": said})
+    maps = by_kind(render(promising, SECRETS), "ConfigMap")
+    text = maps["svc-router"]["data"]["router.json"]
+    assert msgspec.json.decode(text, type=RouterConfig).slo == slo
+    assert ("slo" in msgspec.json.decode(text)) == bool(said)
+    assert revision(promising) == revision(service({})), "no engine pod is replaced for it"
 
 
 def test_one_field_makes_all_pods_send_spans() -> None:

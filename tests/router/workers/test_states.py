@@ -11,6 +11,7 @@ from diptych_protocol.admin import (
     CanaryReport,
     EngineReport,
     Explanation,
+    PromiseCount,
     RequestLine,
     RequestList,
     RequestReport,
@@ -50,6 +51,21 @@ def test_requests_and_open_work_add_up_and_engines_are_told_once() -> None:
     both = state_of_all([STATE, state(open_requests=4, engines=[engine(open_tokens=50)])])
     assert (both.open_requests, both.held_requests) == (7, 2)
     assert both.engines == [engine(open_tokens=150)]
+
+
+def test_promises_add_up() -> None:
+    def count(outcome: str, requests: int) -> PromiseCount:
+        return PromiseCount(
+            pool="prefill", promise="first_token", outcome=outcome, requests=requests
+        )
+
+    both = state_of_all(
+        [
+            state(promises=[count("kept", 3), count("refused", 1)]),
+            state(promises=[count("kept", 4)]),
+        ]
+    )
+    assert both.promises == [count("kept", 7), count("refused", 1)]
 
 
 @pytest.mark.parametrize(

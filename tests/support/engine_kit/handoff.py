@@ -38,6 +38,7 @@ from diptych_protocol import (
     KVTransferParams,
     KVTransferStats,
     RequestOutput,
+    Slo,
     fingerprint,
 )
 from diptych_protocol.config import Staging
@@ -54,6 +55,8 @@ from diptych_router.actions import (
 from diptych_router.health.health_book import Failure
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
+from diptych_router.slo.first_token import FirstToken
+from diptych_router.slo.promises import Promises
 
 BLOCK = 4
 MAX_MODEL_LEN = 96
@@ -273,6 +276,9 @@ class LocalFleet:
         self._holder = known[0] if known else Seat(engine, "prefill", withdrawn=True)
         self.seats[self._holder.key] = self._holder
 
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        return None
+
     def placed(self, request: RequestView, decision: Decision) -> None:
         pass
 
@@ -309,7 +315,9 @@ class LocalRouter:
     ) -> None:
         """move_after: when a stream has so many tokens, the first decode engine begins to leave."""
         self.fleet = LocalFleet(prefill, decode)
-        self.table = RequestTable(self.fleet, hold_seconds=PATIENCE_S, max_held=8)
+        self.table = RequestTable(
+            self.fleet, hold_seconds=PATIENCE_S, max_held=8, promises=Promises(Slo())
+        )
         self.outputs = OutputProcessor(tokenizer)
         self._move_after = move_after
 
@@ -352,7 +360,7 @@ class LocalRouter:
         if not any(outputs for _, outputs in made):
             wait_for_news(self.engines)
         for key, outputs in made:
-            self._carry_out(self.table.receive(key, outputs))
+            self._carry_out(self.table.receive(key, outputs, time.monotonic()))
             self._carry_out(self.table.take_turns(time.monotonic()))
         self._let_go()
 

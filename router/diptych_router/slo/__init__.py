@@ -1,0 +1,1 @@
+"""What the service promises to each request: see docs/promises.md."""

@@ -1,0 +1,165 @@
+"""Promises of a service, and the turns of its API keys, behind real routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from free_ports import free_port
+from service_kit import all_usable, engine_config, generate, routing, start_engine
+from waits import PATIENCE_S
+
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_protocol import (
+    EngineOverloadedError,
+    RequestOutputKind,
+    SamplingParams,
+    Slo,
+    TenantOverloadedError,
+)
+from diptych_router.pool_client import PoolClient
+from diptych_router.report import router_report
+from diptych_router.slo.metrics import PromiseCollector
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+ROWS = 2
+LONG = "word " * 900
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(smollm2: str, keys_dir: Path) -> AsyncIterator[tuple[AsyncLLM, str]]:
+    """It computes two requests at once."""
+    started = await start_engine(engine_config("decode-0", smollm2, max_num_seqs=ROWS), keys_dir)
+    yield started
+    started[0].shutdown()
+
+
+def alone(
+    model: str, keys_dir: Path, decode: str, **settings: object
+) -> AbstractAsyncContextManager[PoolClient]:
+    """A router of one decode engine; nobody answers where a prefill engine could be."""
+    nobody = f"127.0.0.1:{free_port()}"
+    return routing(model, keys_dir, [nobody], [decode], **settings)
+
+
+async def ask(client: PoolClient, prompt: str, max_tokens: int, tenant: str) -> None:
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    async for _ in client.generate(prompt, params, "asked", tenant=tenant):
+        pass
+
+
+async def until_rates_are_known(client: PoolClient) -> None:
+    """Have the engine work until its reports teach the router how fast it is."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(link.row["told_steps"] for link in client.pools.of("decode")):
+            await generate(client, "One more.", max_tokens=2)
+            await client.refresh_stats()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "error"), [("", EngineOverloadedError), ("alice", TenantOverloadedError)]
+)
+async def test_requests_that_would_be_late_are_refused_at_once_and_counted(
+    engine: tuple[AsyncLLM, str],
+    smollm2: str,
+    keys_dir: Path,
+    tenant: str,
+    error: type[EngineOverloadedError],
+) -> None:
+    """No real prompt is done in a millisecond, so any wait is too long: of several at once the
+    first is served, and the others are not."""
+    settings = {"policy": "prefix_aware", "slo": Slo(ttft_ms=1, inter_token_ms=60_000)}
+    async with alone(smollm2, keys_dir, engine[1], **settings) as client:
+        await all_usable(client, 1)
+        await until_rates_are_known(client)
+        before = sum(client.table.promises.counts.values())
+        asked = (ask(client, f"{number} {LONG}", 2, tenant) for number in range(6))
+        ends = await asyncio.gather(*asked, return_exceptions=True)
+        refused = [end for end in ends if end is not None]
+        assert 0 < len(refused) < 6
+        for refusal in refused:
+            assert type(refusal) is error
+            assert refusal.retry_after_s >= 1
+        counts = {
+            (count.promise, count.outcome): count.requests
+            for count in router_report(client).promises
+        }
+        assert counts["first_token", "refused"] == len(refused)
+        assert counts["inter_token", "kept"] >= 6 - len(refused)
+        assert sum(client.table.promises.counts.values()) > before
+        metrics = ServerMetrics("m")
+        metrics.registry.register(PromiseCollector("m", client.table.promises))
+        labels = '{model_name="m",outcome="refused",pool="decode",promise="first_token"}'
+        line = f"diptych:promises_total{labels} {float(len(refused))}"
+        assert line in metrics.exposition("")[0].decode()
+        await ask(client, "After that there is room.", 2, tenant)
+
+
+async def test_a_key_with_many_requests_at_one_router_leaves_turns_to_a_key_at_another(
+    engine: tuple[AsyncLLM, str], smollm2: str, keys_dir: Path
+) -> None:
+    """The engine's queue is one for both routers, and its reports tell each whose requests wait."""
+    async with (
+        alone(smollm2, keys_dir, engine[1], policy="prefix_aware") as first,
+        alone(smollm2, keys_dir, engine[1], policy="prefix_aware") as second,
+    ):
+        for router in (first, second):
+            await all_usable(router, 1)
+            await until_rates_are_known(router)
+        greedy = [asyncio.create_task(ask(first, f"{n} {LONG}", 8, "greedy")) for n in range(40)]
+        async with asyncio.timeout(PATIENCE_S):
+            while (await engine[0].refresh_stats()).num_waiting < 30:
+                await asyncio.sleep(0.01)
+            await second.refresh_stats()
+        [link] = second.pools.of("decode")
+        queued, of_tenants = link.row.queue()
+        assert of_tenants["greedy"] == queued > 0
+        done_before = sum(task.done() for task in greedy)
+        await ask(second, "One short question.", 2, "modest")
+        done = sum(task.done() for task in greedy) - done_before
+        assert done <= 3 * ROWS, "those that were running, and those that began meanwhile"
+        for task in greedy:
+            task.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
+
+
+async def test_a_more_urgent_request_at_one_router_goes_before_those_of_another(
+    smollm2: str, keys_dir: Path
+) -> None:
+    config = engine_config("decode-1", smollm2, max_num_seqs=1, scheduling_policy="priority")
+    core, address = await start_engine(config, keys_dir)
+    try:
+        async with (
+            alone(smollm2, keys_dir, address) as first,
+            alone(smollm2, keys_dir, address) as second,
+        ):
+            for router in (first, second):
+                await all_usable(router, 1)
+            ends: list[str] = []
+
+            async def ask_with(router: PoolClient, name: str, priority: int) -> None:
+                params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+                outputs = router.generate(f"{name} {LONG}", params, name, priority=priority)
+                async for _ in outputs:
+                    pass
+                ends.append(name)
+
+            ordinary = [asyncio.create_task(ask_with(first, f"ordinary {n}", 0)) for n in range(10)]
+            async with asyncio.timeout(PATIENCE_S):
+                while (await core.refresh_stats()).num_waiting < 8:
+                    await asyncio.sleep(0.01)
+            await ask_with(second, "urgent", -1)
+            assert ends.index("urgent") <= 3, "only those that had begun end before it"
+            await asyncio.gather(*ordinary)
+    finally:
+        core.shutdown()
