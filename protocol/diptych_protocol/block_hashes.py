@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 Extra = Callable[[int, int], bytes]
 """What the tokens from a place up to another stand for besides themselves."""
+FIRST_DIGEST: Final = 1
+"""The digest of a core that has told nothing yet; see `next_digest`."""
 
 
 def salted(cache_salt: str | None) -> str | None:
@@ -85,3 +88,14 @@ def extend_block_hashes(
             hasher.update(extra(place, place + block_size))
         parent = hasher.digest()
         hashes.append(parent)
+
+
+def next_digest(digest: int, number: int, added: bytes, removed: bytes) -> int:
+    """A CRC-32 of all that a core has told of its blocks, after a message with this number and
+    these keys, from that before it.
+
+    The core and those who follow it compute it alike, so that they notice when they do not speak of
+    the same messages: one was lost, or came from somebody else. It guards against accidents, and is
+    no signature.
+    """
+    return zlib.crc32(b"%d+%b-%b" % (number, added, removed), digest & 0xFFFFFFFF)

@@ -2,7 +2,8 @@
 prompt.
 
 A change waits for the next message, which is sent when nothing is computed, or else every
-`INTERVAL_S`. All followers get the same bytes.
+`INTERVAL_S`. All followers get the same bytes. While nothing changes, the number and the digest of
+the last message are repeated, so that a follower who has missed it notices that.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Callable
 from typing import Final
 
 from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 
 INTERVAL_S: Final = 0.02
+REPEAT_S: Final = 2.0
+"""The last number is repeated if there was nothing to tell for so long."""
 MAX_FOLLOWERS: Final = 256
 """A client beyond them is told nothing, and routes by load."""
 
@@ -26,8 +30,8 @@ class PrefixNews:
         self._scheduler = scheduler
         self._adapters = adapters
         self.followers: set[bytes] = set()
-        self._number = 0
-        self._due = 0.0
+        self._number, self._digest = 0, FIRST_DIGEST
+        self._due = self._repeat_at = 0.0
 
     def follow(self, client: bytes) -> PrefixChanges | None:
         """A client wants to know of every change after this answer; None: too many do already.
@@ -40,7 +44,9 @@ class PrefixNews:
             self._scheduler.record_prefixes(True)
         self.followers.add(client)
         remembered = b"".join(map(_key, self._scheduler.remembered_prefixes()))
-        return PrefixChanges(self._number, remembered, whole=True, adapters=self._adapters())
+        return PrefixChanges(
+            self._number, remembered, whole=True, adapters=self._adapters(), digest=self._digest
+        )
 
     def forget(self, client: bytes) -> None:
         """A client is gone."""
@@ -50,20 +56,26 @@ class PrefixNews:
                 self._scheduler.record_prefixes(False)
 
     def take(self, now: float, *, at_once: bool) -> PrefixChanges | None:
-        """What there is to tell, if it is time to tell it, or if it is wanted at once."""
+        """What there is to tell, if it is time to tell it, or if it is wanted at once. A message
+        without changes has the number of the one before."""
         if not self.followers or (now < self._due and not at_once):
             return None
         changes = self._scheduler.take_prefix_changes()
-        if not changes:
+        if not changes and now < self._repeat_at:
             return None
-        self._due = now + INTERVAL_S
-        self._number += 1
-        return PrefixChanges(
-            self._number,
+        self._due, self._repeat_at = now + INTERVAL_S, now + REPEAT_S
+        message = PrefixChanges(
+            self._number + bool(changes),
             b"".join(_key(block) for block, remembered in changes.items() if remembered),
             b"".join(_key(block) for block, remembered in changes.items() if not remembered),
             adapters=self._adapters(),
         )
+        if changes:
+            self._number = message.number
+            told = message.number, message.added, message.removed
+            self._digest = next_digest(self._digest, *told)
+        message.digest = self._digest
+        return message
 
 
 def _key(block_hash: bytes) -> bytes:

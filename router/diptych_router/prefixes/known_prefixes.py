@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from diptych_protocol.block_hashes import next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 from diptych_router.prefixes.hash_table import Keys
 from diptych_router.prefixes.prefix_index import MAX_BLOCKS, Lengths, PrefixIndex
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 MAX_ENGINE_BLOCKS: Final = 2_000_000
 """An engine that says to remember more is not believed, however many blocks it says to have."""
 MAX_ADAPTERS: Final = 1024
+MAX_REPEATS: Final = 3
+"""Messages without changes, one every few seconds, that come in vain before the engine is asked
+anew: what it told of everything was lost, or was not believed."""
 NO_ADAPTERS: Final[Mapping[str, str]] = {}
 
 
@@ -29,6 +33,10 @@ class _Follower:
     """The engine's number in the index."""
     number: int | None = None
     """That of the last message; None: the next one that counts has everything."""
+    digest: int = 0
+    """See `PrefixChanges.digest`."""
+    num_repeats: int = 0
+    """Messages without changes since `number` is None."""
     num_blocks: int = 0
     """Blocks that it remembers."""
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -36,15 +44,16 @@ class _Follower:
 
 
 class KnownPrefixes:
-    """An index by the engines' keys. It is never wrong for long: whoever misses a message forgets
-    what it knew of that engine, and asks it for everything again."""
+    """An index by the engines' keys. It is never wrong for long: whoever misses a message, or hears
+    one that does not go with the others, forgets what it knew of that engine, and asks it for
+    everything again."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._index = PrefixIndex(max_blocks)
         self._followers: dict[str, _Follower] = {}
         self._free_places: list[int] = []
         self.num_gaps = 0
-        """Times that a message was missing."""
+        """Times that a message was missing, or did not go with those before it."""
 
     @property
     def num_blocks(self) -> int:
@@ -64,7 +73,8 @@ class KnownPrefixes:
     def take(
         self, engine: str, changes: PrefixChanges, most_blocks: int = MAX_ENGINE_BLOCKS
     ) -> bool:
-        """Take in a message. False: one before it is missing; the engine is to be asked anew.
+        """Take in a message. False: it does not go with those before it; the engine is to be asked
+        anew.
 
         most_blocks: an engine cannot remember more. One that says so is not believed until it tells
             everything again.
@@ -72,13 +82,15 @@ class KnownPrefixes:
         follower = self._follower(engine)
         if changes.whole:
             self._clear(follower)
-        elif follower.number is None or changes.number <= follower.number:
-            return True  # everything is on its way, or this was heard before
-        elif changes.number > follower.number + 1:
-            self.num_gaps += 1
-            self._clear(follower)
-            return False
-        follower.number = changes.number
+            digest = changes.digest
+        elif follower.number is None:
+            return not _waits_in_vain(follower, changes)
+        else:
+            told = changes.number, changes.added, changes.removed
+            digest = next_digest(follower.digest, *told)
+            if changes.number != follower.number + 1 or changes.digest not in (0, digest):
+                return self._take_out_of_turn(follower, changes)
+        follower.number, follower.digest = changes.number, digest
         follower.adapters = changes.adapters if len(changes.adapters) <= MAX_ADAPTERS else {}
         added, removed = _keys(changes.added), _keys(changes.removed)
         follower.num_blocks -= self._index.held.remove(follower.place, removed)
@@ -89,11 +101,20 @@ class KnownPrefixes:
             follower.num_blocks += self._index.held.add(follower.place, added)
         return True
 
+    def _take_out_of_turn(self, follower: _Follower, changes: PrefixChanges) -> bool:
+        """A message that is not the next one; see `take`."""
+        if _was_heard(follower, changes):
+            return True
+        self.num_gaps += 1
+        self._clear(follower)
+        return False
+
     def _clear(self, follower: _Follower) -> None:
         """Nothing is known of an engine until it tells everything."""
         if follower.num_blocks:
             self._index.held.forget_engine(follower.place)
-        follower.number, follower.num_blocks, follower.adapters = None, 0, {}
+        follower.number, follower.num_repeats = None, 0
+        follower.num_blocks, follower.adapters = 0, {}
 
     def place(self, engine: str) -> int:
         """The engine's place in what `lengths` returns, until it is forgotten."""
@@ -103,7 +124,7 @@ class KnownPrefixes:
         """Another process answers, which remembers nothing as yet."""
         follower = self._follower(engine)
         self._index.forget_engine(follower.place)
-        follower.number, follower.num_blocks, follower.adapters = None, 0, {}
+        self._followers[engine] = _Follower(follower.place)
 
     def forget(self, engine: str) -> None:
         """An engine is gone, and what it remembered with it."""
@@ -145,6 +166,28 @@ class KnownPrefixes:
             place = self._free_places.pop() if self._free_places else len(self._followers)
             follower = self._followers[engine] = _Follower(place)
         return follower
+
+
+def _was_heard(follower: _Follower, changes: PrefixChanges) -> bool:
+    """It comes twice or late. One that repeats a smaller number does not: then the last message was
+    not the engine's."""
+    number = follower.number or 0
+    if changes.number == number:
+        return changes.digest in (0, follower.digest)
+    return changes.number < number and not (changes.digest and _is_repeat(changes))
+
+
+def _is_repeat(changes: PrefixChanges) -> bool:
+    return not (changes.whole or changes.added or changes.removed)
+
+
+def _waits_in_vain(follower: _Follower, changes: PrefixChanges) -> bool:
+    """Everything is on its way, but has not come for so long that it will not."""
+    follower.num_repeats += _is_repeat(changes)
+    if follower.num_repeats < MAX_REPEATS:
+        return False
+    follower.num_repeats = 0
+    return True
 
 
 def _keys(data: bytes) -> Keys:

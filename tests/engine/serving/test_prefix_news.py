@@ -36,7 +36,7 @@ class Follower:
         assert len(set(added + removed)) == len(added) + len(removed), "each is told once"
         if news.whole:
             self.held, self.number = set(), news.number - 1
-        assert news.number == self.number + 1
+        assert news.number == self.number + bool(news.whole or added or removed)
         self.number = news.number
         self.held = (self.held | set(added)) - set(removed)
 

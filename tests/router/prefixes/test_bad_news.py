@@ -1,0 +1,119 @@
+"""What a core tells of its prefixes and a router makes of it, over a line that does anything."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from chaos_kit.bad_news import BadNews, Mischief
+
+from diptych_engine.serving.prefix_news import REPEAT_S, PrefixNews
+from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
+from diptych_router.prefixes.known_prefixes import MAX_REPEATS, KnownPrefixes, keys_of
+
+BLOCKS = [bytes([number]) * PREFIX_KEY_BYTES for number in range(1, 25)]
+SOME = Mischief(lose=0.2, double=0.2, delay=0.2, forge=0.3)
+
+
+@dataclass
+class ToyScheduler:
+    """Remembers some blocks, and what changed of them since somebody asked."""
+
+    held: set[bytes] = field(default_factory=set)
+    changes: dict[bytes, bool] = field(default_factory=dict)
+
+    def record_prefixes(self, wanted: bool) -> None:
+        self.changes = {}
+
+    def remembered_prefixes(self) -> list[bytes]:
+        return sorted(self.held)
+
+    def take_prefix_changes(self) -> dict[bytes, bool]:
+        changes, self.changes = self.changes, {}
+        return changes
+
+    def turn(self, block: bytes) -> None:
+        """Forget a block, or remember it."""
+        self.held ^= {block}
+        self.changes[block] = block in self.held
+
+
+@dataclass
+class Link:
+    key: str
+
+
+class World:
+    """Two cores, a line that may be bad, and what a router knows."""
+
+    def __init__(self) -> None:
+        self.known = KnownPrefixes()
+        self.schedulers = {name: ToyScheduler() for name in ("p0", "d0")}
+        self.cores = {name: PrefixNews(cast(Any, x), dict) for name, x in self.schedulers.items()}
+        self.asked: list[str] = list(self.cores)
+        self.line = BadNews()
+        self.line.attach(cast(Any, self))
+        self.now = 0.0
+
+    def take_prefixes(self, link: Link, changes: PrefixChanges) -> None:
+        if not self.known.take(link.key, changes, len(BLOCKS)):
+            self.asked.append(link.key)
+
+    def tell(self) -> None:
+        """Each core tells what is new, and answers who asked."""
+        for name, core in self.cores.items():
+            news = core.take(self.now, at_once=True)
+            if news is not None:
+                self.line.take(cast(Any, Link(name)), news)
+        asked, self.asked = self.asked, []
+        for name in asked:
+            whole = self.cores[name].follow(b"router")
+            assert whole is not None
+            self.line.take(cast(Any, Link(name)), whole)
+
+    def known_of(self, name: str) -> list[bytes]:
+        blocks = [keys_of([block]) for block in BLOCKS]
+        found = (self.known.num_cached([name], key)[name] for key in blocks)
+        return [block for block, held in zip(BLOCKS, found, strict=True) if held]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_router_learns_the_truth_from_cores_that_have_nothing_new_to_tell(seed: int) -> None:
+    """Whichever message was lost or forged: also the last one, and the answer to a question."""
+    world, choices = World(), random.Random(seed)
+    world.line.begin(SOME, choices)
+    for _ in range(60):
+        world.now += choices.choice([0.01, REPEAT_S])
+        world.schedulers[choices.choice(["p0", "d0"])].turn(choices.choice(BLOCKS))
+        world.tell()
+    world.line.end()
+    gaps = []
+    for _ in range(2 * MAX_REPEATS):
+        world.now += REPEAT_S
+        world.tell()
+        gaps.append(world.known.num_gaps)
+    for name, scheduler in world.schedulers.items():
+        assert world.known_of(name) == sorted(scheduler.held)
+    assert world.known.num_blocks == len(set.union(*(x.held for x in world.schedulers.values())))
+    assert not world.asked
+    assert gaps[-1] == gaps[MAX_REPEATS], "and asks no more"
+
+
+def test_a_calm_line_needs_no_second_question() -> None:
+    world = World()
+    for number in range(40):
+        world.now += 0.3
+        world.schedulers["p0"].turn(BLOCKS[number % 7])
+        world.tell()
+    assert world.known_of("p0") == sorted(world.schedulers["p0"].held)
+    assert world.known.num_gaps == 0
+
+
+def test_a_message_with_the_next_number_that_the_core_did_not_send_is_noticed() -> None:
+    known = KnownPrefixes()
+    known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True, digest=7))
+    assert not known.take("p0", PrefixChanges(5, BLOCKS[1], digest=8))
+    assert known.num_blocks == 0
+    assert known.num_gaps == 1
