@@ -13,17 +13,20 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from chaos_kit.campaign import Report, campaign, failures, summary
 from chaos_kit.faulty_network import why_no_networks
-from chaos_kit.service import Service
+from chaos_kit.service import LEAST_LOADED, PREFIX_AUTO, PREFIX_AWARE, Service, Steering
 
 from diptych_protocol import KVTransferStats
 
 MAX_BAD = 5
 """After so many runs with problems there is nothing to learn from more of them."""
 NETWORK_SHARE = 0.3
+STEERINGS = (LEAST_LOADED, LEAST_LOADED, PREFIX_AWARE, PREFIX_AWARE, PREFIX_AUTO)
+"""How routers choose engines: each stands there as often as its share of the runs says."""
 
 
 def main() -> int:
@@ -46,37 +49,48 @@ def main() -> int:
 
 
 async def play(runs: int, seed: int) -> list[Report]:
-    """All runs, those on a network last. Ends early if there is nothing more to learn."""
+    """All runs, those on a network last, and those of each policy one after the other. Ends early
+    if there is nothing more to learn."""
     reason = why_no_networks()
     if reason:
         print(f"no network faults: {reason}")
-    places: dict[bool, list[int]] = {False: [], True: []}
+    services: dict[tuple[bool, Steering], list[int]] = {}
     for number in range(seed, seed + runs):
-        on_network = random.Random(f"place {number}").random() < NETWORK_SHARE
-        places[on_network and not reason].append(number)
+        on_network = random.Random(f"place {number}").random() < NETWORK_SHARE and not reason
+        steering = random.Random(f"steering {number}").choice(STEERINGS)
+        services.setdefault((on_network, steering), []).append(number)
     reports: list[Report] = []
-    for networked, seeds in places.items():
-        if seeds:
-            reports += await play_at(seeds, len(reports), runs, networked=networked)
+    for (networked, steering), seeds in sorted(services.items()):
+        reports += await play_at(seeds, len(reports), runs, steering, networked=networked)
         if sum(bool(report.problems) for report in reports) >= MAX_BAD:
             break
     return reports
 
 
-async def play_at(seeds: list[int], done: int, runs: int, *, networked: bool) -> list[Report]:
+async def play_at(
+    seeds: list[int], done: int, runs: int, steering: Steering, *, networked: bool
+) -> list[Report]:
     """These runs, all with one service, while it gets well after each of them."""
     folder = Path(tempfile.mkdtemp(prefix="diptych-chaos-"))
     where = "on hosts of their own" if networked else "on loopback"
-    print(f"{len(seeds)} runs {where}; the engines' logs: {folder}", flush=True)
-    async with campaign(folder, networked=networked) as playing:
+    print(f"{len(seeds)} runs {where}, {steering}; the engines' logs: {folder}", flush=True)
+    async with campaign(folder, networked=networked, steering=steering) as playing:
         for number in seeds:
             report = await playing.run(number)
-            tell(report, done + len(playing.reports), runs)
+            tell(report, steering, done + len(playing.reports), runs)
             bad = [report for report in playing.reports if report.problems]
             if len(bad) >= MAX_BAD or (report.problems and not playing.service.is_ready):
                 break
         print(await fetches(playing.service))
+        if steering.follows:
+            print(gossip(playing.reports))
     return playing.reports
+
+
+def gossip(reports: list[Report]) -> str:
+    """What befell the messages about prefixes."""
+    total = sum((report.news for report in reports), Counter[str]())
+    return "news of prefixes: " + ", ".join(f"{n} {what}" for what, n in sorted(total.items()))
 
 
 async def fetches(service: Service) -> str:
@@ -91,11 +105,11 @@ async def fetches(service: Service) -> str:
     )
 
 
-def tell(report: Report, number: int, runs: int) -> None:
+def tell(report: Report, steering: Steering, number: int, runs: int) -> None:
     answered = sum(fate.outcome == "answered" for fate in report.fates)
     print(
-        f"{number:4}/{runs} seed {report.seed} {report.fault:18} {report.seconds:5.1f} s  "
-        f"{answered}/{len(report.fates)} answered",
+        f"{number:4}/{runs} seed {report.seed} {steering!s:19} {report.fault:18} "
+        f"{report.seconds:5.1f} s  {answered}/{len(report.fates)} answered",
         flush=True,
     )
     for problem in report.problems:

@@ -32,7 +32,7 @@ from chaos_kit.faulty_network import why_no_networks
 from chaos_kit.hostile_bytes import pester_core
 from chaos_kit.load import Load
 from chaos_kit.rejections import UNSERVABLE, Pair, rejected
-from chaos_kit.service import REST_S, Engine, Footprint, Service
+from chaos_kit.service import PREFIX_AWARE, REST_S, Engine, Footprint, Service
 from model_kit.sensitive_model import Question
 from waits import PATIENCE_S
 
@@ -48,7 +48,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campaign]:
     folder = tmp_path_factory.mktemp("chaos")
     names = ("prefill-0", "decode-0", "decode-1")
-    async with campaign(folder, networked=not why_no_networks(), names=names) as chaos:
+    networked = not why_no_networks()
+    async with campaign(folder, networked=networked, names=names, steering=PREFIX_AWARE) as chaos:
         yield chaos
 
 

@@ -15,10 +15,21 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chaos_kit.agreement import disagreements
+from chaos_kit.bad_news import Mischief
 from chaos_kit.faults import ANYWHERE, ON_A_NETWORK, Fault, Scene
 from chaos_kit.faulty_network import FaultyNetwork
 from chaos_kit.load import Fate, Load
-from chaos_kit.service import NAMES, REST_S, Engine, Footprint, Service, running
+from chaos_kit.service import (
+    LEAST_LOADED,
+    NAMES,
+    REST_S,
+    Engine,
+    Footprint,
+    Service,
+    Steering,
+    running,
+)
 from model_kit.sensitive_model import Question, questions, save_sensitive_model
 from waits import PATIENCE_S
 
@@ -41,6 +52,8 @@ class Report:
     fates: list[Fate]
     seconds: float
     problems: list[str]
+    news: Counter[str]
+    """What befell the messages in which engines tell of their prefixes."""
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.fault}", *self.script, *map(str, self.fates)]
@@ -60,6 +73,9 @@ async def run_once(service: Service, asked: list[Question], seed: int, fault: Fa
     load = Load(lambda: service.router, asked, seed)
     scene = Scene(service, load, rng)
     problems: list[str] = []
+    gossip = random.Random(f"news {seed}")
+    mischief = Mischief.drawn(gossip)
+    service.news.begin(mischief, gossip)
     load.start(CONCURRENCY)
     try:
         await asyncio.sleep(WARM_UP_S + rng.random() * 0.5)
@@ -68,10 +84,14 @@ async def run_once(service: Service, asked: list[Question], seed: int, fault: Fa
     except Exception as exc:
         problems.append(f"the fault itself failed: {type(exc).__name__}: {exc}")
     await load.finish(TERMINATE_S)
+    service.news.end()
+    if service.steering.follows:
+        scene.note(f"news of prefixes until now: {mischief}; {dict(service.news.done)}")
     problems += [f"{fate.name}: {fate.wrong}" for fate in load.fates if fate.wrong]
     problems += await _aftermath(service)
     seconds = time.monotonic() - began
-    return Report(seed, fault.__name__, scene.script, load.fates, seconds, problems)
+    news = service.news.done.copy()
+    return Report(seed, fault.__name__, scene.script, load.fates, seconds, problems, news)
 
 
 async def _aftermath(service: Service) -> list[str]:
@@ -80,7 +100,7 @@ async def _aftermath(service: Service) -> list[str]:
         await service.ready()
     except Exception as exc:
         return [f"the service does not get well: {type(exc).__name__}: {exc}"]
-    problems = await service.at_rest(REST_S)
+    problems = await service.at_rest(REST_S) or await disagreements(service)
     return problems or await _footprints(service)
 
 
@@ -138,7 +158,11 @@ class Campaign:
 
 @contextlib.asynccontextmanager
 async def campaign(
-    folder: Path, *, networked: bool, names: Sequence[str] = NAMES
+    folder: Path,
+    *,
+    networked: bool,
+    names: Sequence[str] = NAMES,
+    steering: Steering = LEAST_LOADED,
 ) -> AsyncIterator[Campaign]:
     """A service to play with; `networked`: on hosts of its own, with a network that can fail."""
     model = save_sensitive_model(folder / "model")
@@ -147,7 +171,7 @@ async def campaign(
         network = None
         if networked:
             network = stack.enter_context(FaultyNetwork(5, random.Random(folder.name)))
-        async with running(model, folder, network, names) as service:
+        async with running(model, folder, network, names, steering) as service:
             await warm_up(service, asked)
             yield Campaign(service, asked, ON_A_NETWORK if networked else ANYWHERE)
 

@@ -92,12 +92,16 @@ class Load:
         for _ in range(count):
             self._begin()
 
+    async def settle(self, within_s: float) -> None:
+        """Wait for those that are open."""
+        if self._open:
+            await asyncio.wait(self._open, timeout=within_s)
+
     async def finish(self, within_s: float) -> None:
         """Begin no more, and wait for those that are open; some may stay so."""
         self._stopping = True
         await asyncio.gather(*self._askers)
-        if self._open:
-            await asyncio.wait(self._open, timeout=within_s)
+        await self.settle(within_s)
         for task in list(self._open):
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from chaos_kit.bad_news import BadNews
 from chaos_kit.faulty_network import FaultyNetwork
 from chaos_kit.fetching import order_fetches
 from free_ports import free_port
@@ -27,11 +28,13 @@ from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_protocol import (
     CurveKeys,
     EngineConfig,
+    EngineCoreOutputs,
     EngineDeadError,
     KVTransferConfig,
     SchedulerStats,
     UtilityError,
 )
+from diptych_protocol.wire import FOLLOW_PREFIXES, PrefixChanges
 from diptych_router.pool_client import PoolClient
 
 LEASE_S = 2.0
@@ -44,6 +47,26 @@ MAX_RUNNING, MAX_WAITING = 8, 24
 REST_S = LEASE_S + LOAD_TIMEOUT_S + 10.0
 """Until everything that ended badly has been given back."""
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+@dataclass(frozen=True, order=True)
+class Steering:
+    """How a router chooses engines."""
+
+    policy: str = "least_loaded"
+    disaggregate: str = "always"
+
+    @property
+    def follows(self) -> bool:
+        """It listens to what engines tell of their prefixes."""
+        return self.policy == "prefix_aware"
+
+    def __str__(self) -> str:
+        return f"{self.policy}/{self.disaggregate}"
+
+
+LEAST_LOADED = Steering()
+PREFIX_AWARE, PREFIX_AUTO = Steering("prefix_aware"), Steering("prefix_aware", "auto")
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,8 @@ class Engine:
     """When it was first at rest."""
     process: CoreProcess = field(init=False)
     _probe: CoreClient | None = None
+    _told: PrefixChanges | None = None
+    """What it remembers, as it told our own line last."""
 
     @property
     def role(self) -> str:
@@ -129,7 +154,7 @@ class Engine:
             self._probe = CoreClient(
                 self.process.endpoint,
                 None,
-                on_outputs=lambda _: None,
+                on_outputs=self._hear,
                 on_lost=lambda _: None,
                 patience_s=60.0,
             )
@@ -139,6 +164,21 @@ class Engine:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
+
+    def _hear(self, message: EngineCoreOutputs) -> None:
+        changes = message.prefix_changes
+        if changes is not None and changes.whole:
+            self._told = changes
+
+    async def remembered(self) -> PrefixChanges:
+        """All that it remembers. Raises `EngineDeadError`, `TimeoutError`."""
+        await self.stats()  # now there is a connection
+        self._told = None
+        self.probe.tell(FOLLOW_PREFIXES)
+        async with asyncio.timeout(10.0):
+            while self._told is None:
+                await asyncio.sleep(0.01)
+        return self._told
 
     async def stats(self) -> SchedulerStats:
         return await self.probe.fetch_stats(10.0)
@@ -154,9 +194,16 @@ class Service:
     """See `running`."""
 
     def __init__(
-        self, model: str, folder: Path, network: FaultyNetwork | None, names: Sequence[str]
+        self,
+        model: str,
+        folder: Path,
+        network: FaultyNetwork | None,
+        names: Sequence[str],
+        steering: Steering,
     ) -> None:
         self.model = model
+        self.steering = steering
+        self.news = BadNews()
         self.folder = folder
         self.network = network
         self.keys: CurveKeys = new_keys()
@@ -191,8 +238,15 @@ class Service:
     def open_router(self) -> PoolClient:
         prefill, decode = (",".join(e.address for e in self.of(r)) for r in ("prefill", "decode"))
         self.router = make_router(
-            self.model, prefill, decode, lambda: [read_keys(self.folder)], hold_seconds=HOLD_S
+            self.model,
+            prefill,
+            decode,
+            lambda: [read_keys(self.folder)],
+            hold_seconds=HOLD_S,
+            policy=self.steering.policy,
+            disaggregate=self.steering.disaggregate,
         )
+        self.news.attach(self.router.pools)
         order_fetches(self.router.pools, random.Random(0), BLOCK_SIZE)
         self.router.start()
         return self.router
@@ -266,9 +320,10 @@ async def running(
     folder: Path,
     network: FaultyNetwork | None = None,
     names: Sequence[str] = NAMES,
+    steering: Steering = LEAST_LOADED,
 ) -> AsyncIterator[Service]:
     """A service that is ready. `network`: host 0 has the router, hosts 1 to 4 the engines."""
-    service = Service(model, folder, network, names)
+    service = Service(model, folder, network, names, steering)
     try:
         for engine in service.engines:
             engine.start()
