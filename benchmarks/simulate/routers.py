@@ -35,7 +35,7 @@ TRACES: Final = {
     "conversations": ("conversations", 2500, 0.366, 3.4),
 }
 """Name -> kind, requests, ideal hit rate, requests a second; the seed is 0."""
-SPEEDS: Final = {"agents": (1, 2, 3, 4, 6), "conversations": (2, 4, 6, 8, 12)}
+SPEEDS: Final = {"agents": (1, 2, 3, 4, 5, 6), "conversations": (2, 4, 6, 8, 12)}
 """Multiples of the rate for 4+4 engines."""
 LARGE_SPEEDS: Final = {"agents": (16, 48), "conversations": (32, 96)}
 """And for 64+64."""

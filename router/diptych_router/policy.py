@@ -124,7 +124,11 @@ class Priced:
         cost = total[at]
         if cost == TOO_MUCH:
             return None
-        equal = (total <= cost * (1.0 + self._equal_within)).nonzero()[0]
+        alike = total <= cost * (1.0 + self._equal_within)
+        fetch = self._terms.get(FETCH)
+        if fetch is not None and not fetch[at]:
+            alike &= fetch == 0  # nothing is fetched for the sake of a draw
+        equal = alike.nonzero()[0]
         return int(equal[self._draw(len(equal))]) if len(equal) > 1 else at
 
     @property

@@ -167,6 +167,16 @@ def test_a_holder_that_is_idle_computes_the_rest_itself() -> None:
     assert (decision.prefill, decision.fetch, decision.fetch_tokens) == ("p0", None, 0)
 
 
+def test_nothing_is_fetched_only_because_it_costs_nearly_the_same() -> None:
+    fleet = busy_holder(0.0)
+    for row in fleet.rows.values():
+        row["trip_s"] = row["trip_token_s"] = 1e-9
+    for now in range(20):
+        decision = fleet.table.choose(request(501), float(now))
+        assert decision is not None
+        assert (decision.prefill, decision.fetch) == ("p0", None)
+
+
 def none_lends() -> Fleet:
     return busy_holder(1.0, lends=0.0)
 
