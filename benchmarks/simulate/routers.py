@@ -68,6 +68,8 @@ def cases() -> Iterator[Case]:
             yield Case(trace, 64, speed, "least_loaded")
             yield Case(trace, 64, speed, "prefix_aware")
             yield Case(trace, 64, speed, "prefix_aware", routers=4)
+    for policy, routers in (("least_loaded", 1), ("prefix_aware", 1), ("prefix_aware", 4)):
+        yield Case("agents", 500, 128, policy, routers)
     for speed in (2, 4, 8):
         for way in ("always", "auto", "never"):
             yield Case("agents", 4, speed, "prefix_aware", 1, way, "paper")

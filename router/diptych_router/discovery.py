@@ -22,6 +22,8 @@ There is one for each pool, because the pools look for engines independently of 
 
 Target = tuple[str, int]
 
+RESOLVE_TIMEOUT_S = 5.0
+
 
 def parse_targets(text: str) -> list[Target]:
     """Parse a comma-separated list. Raises `InvalidRequestError` naming the bad part."""
@@ -58,3 +60,12 @@ async def resolve(targets: list[Target]) -> set[str] | None:
             ip = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
             endpoints.add(f"tcp://{ip}:{port}")
     return endpoints
+
+
+async def resolve_soon(targets: list[Target]) -> set[str] | None:
+    """As `resolve`; None as well if that takes longer than `RESOLVE_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+            return await resolve(targets)
+    except TimeoutError:
+        return None

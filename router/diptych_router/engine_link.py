@@ -21,8 +21,6 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDeadError,
     EngineDescription,
-    EngineGenerateError,
-    FinishReason,
     InvalidRequestError,
     KVTransferParams,
     SchedulerStats,
@@ -32,6 +30,7 @@ from diptych_protocol import (
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engine_table import EngineRow
 from diptych_router.health.heartbeats import Heartbeats
+from diptych_router.own_requests import OwnRequests
 from diptych_router.policy import Role
 
 log = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class EngineLink:
         """The key pair that was tried last."""
         self._refusals = 0
         """Connections that failed for their key, one after the other."""
-        self._own: dict[str, _OwnRequest] = {}
+        self._own = OwnRequests()
         self._pulse = Pulse()
         self._heartbeats = Heartbeats()
         self._gone = asyncio.Event()
@@ -239,15 +238,15 @@ class EngineLink:
         Raises `EngineGenerateError` if it failed there, `EngineDeadError` if the engine is lost.
         Whoever stops waiting aborts it.
         """
-        own = self._own[request.request_id] = _OwnRequest()
+        ended = self._own.expect(request.request_id)
         try:
             self.add(request)
-            return await own.ended
+            return await ended
         except asyncio.CancelledError:
             self.abort([request.request_id])
             raise
         finally:
-            del self._own[request.request_id]
+            self._own.forget(request.request_id)
 
     # --- the connection -----------------------------------------------------------------------
 
@@ -349,8 +348,8 @@ class EngineLink:
         if message.heartbeat is not None:
             self._take_heartbeat(message.heartbeat)
             return
-        if self._own:
-            others = [output for output in message.outputs if not self._take_own(output)]
+        if self._own.by_id:
+            others = [output for output in message.outputs if not self._own.take(output)]
             message.outputs = others
         self._on_outputs(self, message)
 
@@ -378,18 +377,6 @@ class EngineLink:
             log.info("%s engine %s %s", self.role, self.name, news)
             self._tell_news()
 
-    def _take_own(self, output: EngineCoreOutput) -> bool:
-        own = self._own.get(output.request_id)
-        if own is None:
-            return False
-        own.outputs.append(output)
-        if output.finished and not own.ended.done():
-            if output.finish_reason is FinishReason.ERROR:
-                own.ended.set_exception(EngineGenerateError(output.error or "no reason given"))
-            else:
-                own.ended.set_result(own.outputs)
-        return True
-
     def _handle_lost(self, cause: EngineDeadError) -> None:
         if self.description is None:
             return
@@ -397,17 +384,5 @@ class EngineLink:
         self.description = None
         self.row["usable"] = False
         self._gone.set()
-        for own in self._own.values():
-            if not own.ended.done():
-                own.ended.set_exception(EngineDeadError(str(cause)))
+        self._own.lose(cause)
         self._on_lost(self, cause)
-
-
-class _OwnRequest:
-    """What a request of the router itself has brought so far."""
-
-    def __init__(self) -> None:
-        self.outputs: list[EngineCoreOutput] = []
-        self.ended: asyncio.Future[list[EngineCoreOutput]] = (
-            asyncio.get_running_loop().create_future()
-        )

@@ -22,13 +22,11 @@ from diptych_protocol import (
     RouterConfig,
     SchedulerStats,
 )
-from diptych_protocol.admin import CanaryReport
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.canaries.canary import run_canary
 from diptych_router.canaries.health_watch import HealthWatch
-from diptych_router.canaries.trials import Candidate, Trial, TrialBook
+from diptych_router.canaries.verification import Verification
 from diptych_router.compat_mismatch import compat_mismatch
-from diptych_router.discovery import Target, resolve
+from diptych_router.discovery import Target, resolve_soon
 from diptych_router.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.fleet_table import ANY_REQUEST, FleetTable
 from diptych_router.health.health_book import Failure
@@ -40,10 +38,8 @@ from diptych_router.slo.first_token import FirstToken
 log = logging.getLogger(__name__)
 
 DISCOVERY_INTERVAL_S = 1.0
-RESOLVE_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
 NOTIFY_TIMEOUT_S = 5.0
-MAX_CANARY_REPORTS = 64
 EXPECTED_S = 10.0
 """How long, at least, a prompt that was sent counts as remembered, before its engine says so."""
 
@@ -65,8 +61,6 @@ class Pools:
     ) -> None:
         """`on_change`: it may be that more, fewer or other engines are usable."""
         self.links: dict[str, EngineLink] = {}
-        self.canaries: dict[tuple[str, str], CanaryReport] = {}
-        """The newest of each pair (prefill, decode), newest last."""
         self.had_pair = False
         """Some pair was usable at some time."""
         self._usable_at = -math.inf
@@ -84,7 +78,8 @@ class Pools:
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
-        self._trials = TrialBook()
+        self._verification = Verification(self.release, self.spawn, self._changed)
+        self.canaries = self._verification.reports
         self.health = HealthWatch(
             self.links,
             self.usable,
@@ -129,7 +124,7 @@ class Pools:
         return [link for link in self.links.values() if link.role == role and link.up]
 
     def verified(self, link: EngineLink) -> bool:
-        return self._trials.verified(link.epoch)
+        return self._verification.verified(link)
 
     def usable(self, link: EngineLink) -> bool:
         """It may get new requests."""
@@ -138,7 +133,7 @@ class Pools:
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
         KV from needs no proof: it will compute the prompts itself."""
-        if self._config.verify != "required" or self.verified(link):
+        if self._config.verify != "required" or self._verification.verified(link):
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
@@ -290,7 +285,7 @@ class Pools:
     async def _look(self) -> None:
         if self._serving.refresh():
             log.info("revisions that may serve: %s", self.serving)
-        found = await asyncio.gather(*(self._resolve(role) for role in ROLES))
+        found = await asyncio.gather(*(resolve_soon(self._targets[role]) for role in ROLES))
         for role, endpoints in zip(ROLES, found, strict=True):
             if endpoints is not None:
                 self._follow(role, endpoints)
@@ -303,13 +298,6 @@ class Pools:
             self._age_at = now + EXPECTED_S
             self.fleet.known.age()
         self._changed()
-
-    async def _resolve(self, role: Role) -> set[str] | None:
-        try:
-            async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-                return await resolve(self._targets[role])
-        except TimeoutError:
-            return None
 
     def _follow(self, role: Role, endpoints: set[str]) -> None:
         """Open lines to new addresses; drop those that are neither listed nor alive."""
@@ -342,12 +330,12 @@ class Pools:
                 self.fleet.remove(key)
                 self._followed.pop(key, None)
                 self.health.forget(key)
-        self._trials.keep({link.epoch for link in self.links.values()})
+        self._verification.keep(self.links.values())
 
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""
         if self._config.verify != "off":
-            self._begin_trials()
+            self._verification.begin(self.links.values())
         self._greet()
         self._refresh_rows()
         now = time.monotonic()
@@ -370,35 +358,6 @@ class Pools:
     def _refresh_rows(self) -> None:
         for link in self.links.values():
             link.row["usable"] = self.usable(link)
-
-    # --- verification -------------------------------------------------------------------------
-
-    def _begin_trials(self) -> None:
-        links = {link.epoch: link for link in self.links.values() if link.open_to_work}
-        candidates = [
-            Candidate(epoch, link.role, link.fingerprint, link.open_tokens)
-            for epoch, link in links.items()
-        ]
-        for trial in self._trials.due(candidates, time.monotonic()):
-            self.spawn(self._try(trial, links[trial.prefill], links[trial.decode]))
-
-    async def _try(self, trial: Trial, prefill: EngineLink, decode: EngineLink) -> None:
-        ok = False
-        try:
-            report = await run_canary(prefill, decode, self.release)
-            ok = report.ok
-        finally:
-            self._trials.ended(trial, ok=ok, now=time.monotonic())
-        pair = f"canary from {report.prefill} to {report.decode}"
-        if ok:
-            log.info("%s: %d blocks in %.0f ms", pair, report.blocks, report.milliseconds)
-        else:
-            log.warning("%s failed: %s", pair, report.error)
-        self.canaries.pop((report.prefill, report.decode), None)
-        self.canaries[report.prefill, report.decode] = report
-        while len(self.canaries) > MAX_CANARY_REPORTS:
-            del self.canaries[next(iter(self.canaries))]
-        self._changed()
 
     # --- what all engines are asked or told ----------------------------------------------------
 

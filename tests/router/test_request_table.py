@@ -24,7 +24,6 @@ from diptych_protocol import (
     Slo,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router import tenant_places
 from diptych_router.actions import (
     Abort,
     Action,
@@ -42,6 +41,7 @@ from diptych_router.actions import (
 )
 from diptych_router.health.health_book import Failure
 from diptych_router.health.patience import LEAST_S
+from diptych_router.placing import tenant_places
 from diptych_router.policy import Decision, RequestView
 from diptych_router.request_table import RequestTable
 from diptych_router.routed_request import MAX_LATE

@@ -58,7 +58,8 @@ def check_engine_at_rest(engine: SimEngine) -> None:
 def check_router_at_rest(router: SimRouter) -> None:
     """P1: nothing is left of any request."""
     table = router.table
-    left = (table.requests, list(table.held), table._placed, table._charges, table._turns)
+    placed = table._placements
+    left = (table.requests, list(table.held), placed.by_core_id, placed.charges, table._turns)
     assert not any(left), f"P1: {router.name} keeps {left}"
     for link in router.links.by_name.values():
         assert link.open_tokens == 0, f"P1: {router.name} has {link.open_tokens} tokens open"

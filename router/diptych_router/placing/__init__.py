@@ -1,0 +1,1 @@
+"""How requests get to engines: attempts, who has which request, and who waits for what."""

@@ -1,0 +1,264 @@
+"""A request's attempts: begun or put off, handed over, begun anew, and ended.
+
+Pure but for the log: each step returns what is to be done. `RequestTable` says when to take it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from diptych_protocol import EngineGenerateError, EngineOverloadedError, KVTransferParams
+from diptych_router.actions import (
+    Abort,
+    Action,
+    Add,
+    Announce,
+    Ended,
+    Explain,
+    Fail,
+    Interrupted,
+    Release,
+    WakeAt,
+)
+from diptych_router.fleet import Engine, Fleet
+from diptych_router.health.patience import patience_s
+from diptych_router.placing.held_requests import HeldRequests
+from diptych_router.placing.placements import Placements
+from diptych_router.policy import Decision
+from diptych_router.routed_request import RoutedRequest, Setback, Stage
+from diptych_router.slo.promises import Promises
+
+log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Takes each request on, places it with engines, and lets it go when it is over."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: dict[str, RoutedRequest],
+        held: HeldRequests,
+        placements: Placements,
+        *,
+        promises: Promises,
+        random_bits: Callable[[int], int],
+        first_token_s: float,
+    ) -> None:
+        """`requests`: all that are open, by their own ids; who ends is removed from them, from
+        `held` and from `placements`. The rest: see `RequestTable`."""
+        self._fleet = fleet
+        self._requests = requests
+        self._held = held
+        self._placements = placements
+        self._tenants = placements.tenants
+        self._promises = promises
+        self._random_bits, self._first_token_s = random_bits, first_token_s
+
+    # --- the beginning ------------------------------------------------------------------------
+
+    def take_on(self, routed: RoutedRequest, now: float) -> list[Action]:
+        """Begin a request that has just come, or refuse it if its promise could not be kept."""
+        if routed.original.deadline_ms is None:
+            return self.begin(routed, now)
+        decision = self._fleet.choose(routed.view)
+        refusal = self._refusal(routed, decision)
+        if refusal is not None:
+            return [*self.end(routed, "refused"), Fail(routed.request_id, refusal)]
+        return self.begin(routed, now, decision=decision)
+
+    def _refusal(
+        self, routed: RoutedRequest, decision: Decision | None
+    ) -> EngineOverloadedError | None:
+        """Why a new request is not taken on; None: it is."""
+        first = None if decision is None else self._fleet.first_token(routed.view, decision)
+        if decision is None or first is None:
+            return None  # nothing is known: it may be served in time
+        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decision.decode
+        refusal = self._promises.refusal(routed, first)
+        if refusal is not None:
+            log.info("request %s is refused: %s", routed.request_id, refusal)
+        return refusal
+
+    def begin(
+        self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
+    ) -> list[Action]:
+        """Start an attempt with what is known so far, or wait until that is possible.
+
+        before: what went wrong with the attempt before this one. decision: where, if that is clear.
+        """
+        if routed.attempts == 0 and self._tenants.accounts.several:
+            routed.crowded = self._tenants.is_crowded(routed.account.tenant)
+            if routed.crowded:
+                return self._hold(routed, now, "", "your other requests keep the engines busy")
+        if decision is None:
+            decision = self._fleet.choose(routed.view, routed.avoided)
+            if decision is None and routed.suspects:
+                decision = self._fleet.choose(routed.view, routed.full)
+        decode = self._fleet.get(decision.decode) if decision is not None else None
+        if decision is None or decode is None:
+            return self._hold(routed, now, before)
+        prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
+        return self._start(routed, decision, prefill, decode, now)
+
+    def begin_crowded(self, now: float) -> list[Action]:
+        """Let those go on whose tenant's turn it is."""
+        actions: list[Action] = []
+        full = self._tenants.crowded()
+        while (routed := self._held.next_crowded(full)) is not None:
+            self._held.release(routed.request_id)
+            actions += self.begin(routed, now)
+            if self._tenants.is_crowded(routed.account.tenant):
+                full.add(routed.account.tenant)
+        return actions
+
+    def _start(
+        self, routed: RoutedRequest, decision: Decision, prefill: Engine, decode: Engine, now: float
+    ) -> list[Action]:
+        """Start an attempt at these engines, which may be one and the same."""
+        routed.attempts += 1
+        routed.patience_s = patience_s(decision.terms, routed.prompt_tokens, self._first_token_s)
+        if routed.attempts == 1:
+            routed.account.served += routed.prompt_tokens
+            routed.hold_until = None  # until now it may have waited for its tenant's turn
+        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
+        view = routed.view
+        self._fleet.placed(view, decision)
+        facts = {
+            "prefill": prefill.name,
+            "decode": decode.name,
+            "reason": decision.reason,
+            "attempts": routed.attempts,
+        }
+        level = logging.DEBUG if routed.attempts == 1 else logging.INFO
+        log.log(level, "request %s: %s", routed.request_id, facts)
+        source = self._source_of(decision, prefill)
+        if source is not None:
+            facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
+        if prefill is not decode:
+            begin = self._start_pair(routed, prefill, decode, source, now)
+        else:
+            self._placements.place(routed, decode, Stage.DECODE, now)
+            begin = [Add(decode.key, routed.aggregated_request(source))]
+        explain = Explain(routed.request_id, facts, decision, view.output_tokens)
+        return [explain, *begin]
+
+    def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
+        """Who the engine that computes the prompt may ask for a prefix; None: nobody.
+
+        The router has no part in what follows: the two engines make the lease between them.
+        """
+        if decision.fetch is None or decision.fetch_tokens <= 0:
+            return None
+        holder = self._fleet.get(decision.fetch)
+        if holder is None or holder is computing or holder.fingerprint != computing.fingerprint:
+            return None
+        if holder.lends is None:
+            return None
+        return msgspec.structs.replace(holder.lends, remote_num_tokens=decision.fetch_tokens)
+
+    def _start_pair(
+        self,
+        routed: RoutedRequest,
+        prefill: Engine,
+        decode: Engine,
+        source: KVTransferParams | None,
+        now: float,
+    ) -> list[Action]:
+        """Let P compute, and D get ready meanwhile."""
+        self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
+        lease_id = f"{self._random_bits(128):032x}"
+        add = Add(prefill.key, routed.prefill_request(lease_id, source))
+        if prefill.lends is None or not routed.worth_announcing:
+            return [add]
+        return [add, Announce(decode.key, routed.announce(decode.key, prefill.lends, lease_id))]
+
+    def _hold(
+        self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"
+    ) -> list[Action]:
+        try:
+            until = self._held.add(routed, now, why)
+        except EngineOverloadedError as exc:
+            why = f"{before}; then: {exc}" if before else str(exc)
+            return self.fail(routed, EngineOverloadedError(why))
+        log.info("request %s waits: %s", routed.request_id, why)
+        surplus = self._held.surplus(routed)
+        if surplus is None:
+            return [WakeAt(until)]
+        crowded_out = EngineOverloadedError("too many requests wait, most of this API key")
+        return [WakeAt(until), *self.fail(surplus, crowded_out)]
+
+    # --- another engine's turn ----------------------------------------------------------------
+
+    def hand_over(self, routed: RoutedRequest, now: float) -> list[Action]:
+        """An engine lends its KV: let the next one take over."""
+        taker = self._taker(routed)
+        if taker is None:
+            return self.retry(routed, Setback.MOVE, "no decode engine can take it over", now)
+        if routed.announced is not None and routed.announced.engine == taker.key:
+            routed.announced, actions = None, []  # its next placement has the id announced there
+        else:
+            actions = _unannounce(routed)
+        self._placements.place(routed, taker, Stage.DECODE, now)
+        routed.decode_engine = taker.key
+        return [*actions, Add(taker.key, routed.decode_request())]
+
+    def _taker(self, routed: RoutedRequest) -> Engine | None:
+        """The planned engine if it still may, else one that fits, else the planned one after all
+        (while it drains it still takes what was meant for it)."""
+        fingerprint = (routed.lease or {}).get("compat")
+        planned = self._fleet.get(routed.decode_engine)
+        if planned is not None and (
+            planned.key == routed.engine  # it is the one that hands off
+            or not planned.up
+            or fingerprint not in (None, planned.fingerprint)  # restarted as something else
+        ):
+            planned = None
+        if planned is not None and self._fleet.may_begin_at(planned.key):
+            return planned
+        return self._fleet.successor(str(fingerprint)) or planned
+
+    def retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
+        """Give a request another chance elsewhere, or end it with an error."""
+        log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
+        again = routed.set_back(setback)
+        self._placements.leave(routed)
+        interrupted = Interrupted(routed.request_id, setback, why, again)
+        actions = [interrupted, *_drop_lease(routed), *_unannounce(routed)]
+        if again:
+            return [*actions, *self.begin(routed, now, before=why)]
+        kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError
+        return [*actions, *self.fail(routed, kind(why))]
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def fail(
+        self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError
+    ) -> list[Action]:
+        """End a request with an error, which its user is told."""
+        self._promises.saw_failure(routed)
+        return [*self.end(routed, "error"), Fail(routed.request_id, error)]
+
+    def end(self, routed: RoutedRequest, outcome: str) -> list[Action]:
+        """A request is over."""
+        del self._requests[routed.request_id]
+        self._held.release(routed.request_id)
+        self._placements.leave(routed)
+        self._tenants.accounts.close(routed.account)
+        ended = Ended(routed.request_id, outcome, len(routed.generated))
+        return [*_drop_lease(routed), *_unannounce(routed), ended]
+
+
+def _drop_lease(routed: RoutedRequest) -> list[Action]:
+    """Release the lease that no decode engine has read yet."""
+    lease, routed.lease = routed.lease, None
+    return [] if lease is None else [Release(routed.core_id, lease)]
+
+
+def _unannounce(routed: RoutedRequest) -> list[Action]:
+    """The engine that was told that this request would come waits in vain."""
+    announced = routed.withdraw_announcement()
+    return [] if announced is None else [Abort(announced.engine, [announced.core_id])]
