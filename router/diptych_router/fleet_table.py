@@ -128,8 +128,10 @@ class FleetTable:
         holders = [
             table.rows[at].key
             for role, table in self.tables.items()
-            for at in (held[role] == decision.fetch_tokens).nonzero()[0].tolist()
-            if table.rows[at]["fingerprint"] == fingerprint and table.rows[at]["lends"]
+            for at in (_lenders(table) & (held[role] == decision.fetch_tokens))
+            .nonzero()[0]
+            .tolist()
+            if table.rows[at]["fingerprint"] == fingerprint
         ]
         return holders[self._draw(len(holders))] if holders else None
 
@@ -212,7 +214,7 @@ class FleetTable:
         """How many tokens of the prompt each engine has, or could fetch from another one."""
         if held is cached or not any(tokens.any() for tokens in held.values()):
             return cached
-        lent = {role: held[role] * table.column("lends") for role, table in self.tables.items()}
+        lent = {role: held[role] * _lenders(table) for role, table in self.tables.items()}
         fingerprints = {role: table.column("fingerprint") for role, table in self.tables.items()}
         kinds = {kind for values in fingerprints.values() for kind in distinct(values)}
         found = {role: tokens.copy() for role, tokens in cached.items()}
@@ -237,6 +239,12 @@ def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
     lacking = np.array([not row.adapters.has(name, now) for row in table.rows], np.float64)
     seconds: Floats = lacking * table.column("adapter_s")
     return seconds
+
+
+def _lenders(table: EngineTable) -> Flags:
+    """[engines] From whom a prefix can be fetched: not from those that may hang."""
+    lends: Flags = (table.column("lends") > 0) & (table.column("silent") == 0)
+    return lends
 
 
 def _usable(table: EngineTable, lively: bool) -> Flags:

@@ -197,7 +197,13 @@ def only_expected() -> Fleet:
     return fleet
 
 
-@pytest.mark.parametrize("fleet", [none_lends, of_another_revision, only_expected])
+def silent() -> Fleet:
+    fleet = busy_holder(1.0)
+    fleet.rows["p0"]["silent"] = 1.0
+    return fleet
+
+
+@pytest.mark.parametrize("fleet", [none_lends, of_another_revision, only_expected, silent])
 def test_what_cannot_be_fetched_is_computed(fleet: Callable[[], Fleet]) -> None:
     decision = fleet().table.choose(request(501), 0.0)
     assert decision is not None
