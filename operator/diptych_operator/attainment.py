@@ -61,6 +61,10 @@ class Learned:
     overload: Overload | None = None
 
 
+NEW: Final = Learned()
+"""Of a pool of which nothing is known yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Pods that a pool must have for its promise, and why."""

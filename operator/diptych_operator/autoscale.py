@@ -35,7 +35,7 @@ from diptych_operator.api.pools import (
     PrefillAutoscaling,
     PrefillPool,
 )
-from diptych_operator.attainment import Learned, attainment, need
+from diptych_operator.attainment import NEW, Learned, attainment, need
 from diptych_operator.counts import NOTHING, Counts
 from diptych_protocol.admin import EngineReport, RouterReport
 
@@ -65,8 +65,8 @@ class Memory:
     decode: Recent = ()
     busy_at: float | None = None
     """When anything was last going on, or could not be ruled out."""
-    prefill_learned: Learned = Learned()
-    decode_learned: Learned = Learned()
+    prefill_learned: Learned = NEW
+    decode_learned: Learned = NEW
 
 
 @dataclass(frozen=True, slots=True)

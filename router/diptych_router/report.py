@@ -39,9 +39,7 @@ def router_report(client: PoolClient) -> RouterReport:
 
 
 def _told(counts: Mapping[Kind, int]) -> list[PromiseCount]:
-    return [
-        PromiseCount(**kind._asdict(), requests=requests) for kind, requests in counts.items()
-    ]
+    return [PromiseCount(**kind._asdict(), requests=requests) for kind, requests in counts.items()]
 
 
 def engine_report(pools: Pools, link: EngineLink) -> EngineReport:

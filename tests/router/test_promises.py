@@ -250,9 +250,7 @@ class TestRecent:
 
     @pytest.mark.parametrize("begun", [False, True])
     @pytest.mark.parametrize("of_load", [False, True])
-    def test_a_failure_counts_if_there_was_too_much_to_do(
-        self, begun: bool, of_load: bool
-    ) -> None:
+    def test_a_failure_counts_if_there_was_too_much_to_do(self, begun: bool, of_load: bool) -> None:
         kept, request = promises(PROMISED_MS, 50), routed()
         if begun:
             kept.saw_first(request, 0.1)

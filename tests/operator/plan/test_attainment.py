@@ -26,11 +26,13 @@ from diptych_operator.attainment import (
 )
 from diptych_operator.autoscale import Memory, Scaling, autoscale
 from diptych_operator.counts import Counts
-from diptych_protocol.admin import PromiseCount, RouterReport
+from diptych_protocol.admin import PromiseCount
 
 TARGET = 0.95
 START, NOW = 0.0, 1000.0
 FOUR = Learned(ready=4, since=START)
+OVERLOADED = Learned(ready=4, since=START, overload=Overload(3, 10 / 3))
+SETTLED = Memory(busy_at=START, prefill_learned=FOUR, decode_learned=FOUR)
 
 
 def counts(pool: str, promise: str, **outcomes: int) -> list[PromiseCount]:
@@ -93,9 +95,8 @@ def test_the_counts_of_all_routers_add_up(
         ("nor is anything given up then", seen(100), Learned(4, NOW - 1), True, 4),
         ("pods were taken away just now", seen(90, missed=9), Learned(4, NOW - 1, True), True, 5),
         ("pods have yet to come", seen(50, missed=50), Learned(2, START), True, 4),
-        ("three would be too few",
-         seen(600), Learned(4, START, overload=Overload(3, 10 / 3)), True, 4),
-        ("there is less to do", seen(500), Learned(4, START, overload=Overload(3, 10 / 3)), True, 3),
+        ("three would be too few", seen(600), OVERLOADED, True, 4),
+        ("there is less to do", seen(500), OVERLOADED, True, 3),
         ("a fifth at a time", seen(600), Learned(40, START), True, 32),
     ],
 )  # fmt: skip
@@ -178,8 +179,7 @@ def scale(
     recent: Sequence[PromiseCount],
     *,
     waiting: int = 9,
-    memory: Memory = Memory(busy_at=START, prefill_learned=FOUR, decode_learned=FOUR),
-    more: Sequence[RouterReport] = (),
+    memory: Memory = SETTLED,
     unreachable: int = 0,
 ) -> Scaling:
     """Four pods in both pools, which follow their promises."""
@@ -194,7 +194,7 @@ def scale(
         ),
         Counts(4, 4),
         Counts(4, 4),
-        [router_report(engines, recent, open_requests=1), *more],
+        [router_report(engines, recent, open_requests=1)],
         memory,
         NOW,
         block_size=16,

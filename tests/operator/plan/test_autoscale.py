@@ -130,7 +130,8 @@ def test_two_routers_see_the_same_engines_once() -> None:
 def test_of_two_reports_of_an_engine_the_larger_numbers_count() -> None:
     early = router(*pool("prefill", 1), engine_report("decode", 0, kv_usage=1.0))
     late = router(
-        engine_report("prefill", 0, queued_prompt_tokens=8193), engine_report("decode", 0, kv_usage=0.5)
+        engine_report("prefill", 0, queued_prompt_tokens=8193),
+        engine_report("decode", 0, kv_usage=0.5),
     )
     for reports in ((early, late), (late, early)):
         assert scale(Counts(1, 1), *reports).desired == Counts(3, 2)

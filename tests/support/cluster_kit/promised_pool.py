@@ -7,6 +7,7 @@ routers refuse what would be late, or let it wait. New pods take `START_S` to be
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -90,8 +91,8 @@ class PromisedPool:
     def turns(self, since: float = 0.0) -> int:
         """How often the pool grew after it had shrunk, or shrank after it had grown."""
         sizes = [pods for at, pods in self.sizes if at >= since]
-        grew = [b > a for a, b in zip(sizes, sizes[1:], strict=False)]
-        return sum(a != b for a, b in zip(grew, grew[1:], strict=False))
+        grew = [b > a for a, b in itertools.pairwise(sizes)]
+        return sum(a != b for a, b in itertools.pairwise(grew))
 
     def _arrive(self, now: float) -> str:
         begin = max(now, self._free_at[0])
