@@ -25,7 +25,8 @@ FEWEST_NOT_KEPT: Final = 3
 TRIED_PART: Final = 0.2
 """Part of the pods that is given up at a time; at least one pod."""
 SAFE_PART: Final = 0.9
-"""Of the requests/s of a pod that were too many. More are not tried, as rates go up and down."""
+"""Part of the requests/s of a pod that were too many, up to which fewer pods are tried: rates go up
+and down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Attainment:
     """What all routers together saw of late of a pool's promises."""
 
     share: float
-    """Of the requests, how many kept the promise that fewest kept, 0 to 1."""
+    """The part of the requests that kept the promise, 0 to 1; with several promises, the least."""
     not_kept: int
     """Requests that did not keep it, with those that were refused."""
     refused: int
@@ -62,7 +63,7 @@ class Learned:
 
 
 NEW: Final = Learned()
-"""Of a pool of which nothing is known yet."""
+"""Nothing is known of a new pool."""
 
 
 @dataclass(frozen=True, slots=True)

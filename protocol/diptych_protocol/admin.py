@@ -120,7 +120,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     promises: list[PromiseCount] = []
     """Since the router's start."""
     recent_promises: list[PromiseCount] = []
-    """Of the last `RECENT_S` seconds, and only those that more pods can change: neither prompts
+    """The same for the last `RECENT_S` seconds, and only what more pods can change: neither prompts
     that take longer than promised on an idle engine, nor failures that have nothing to do with
     load."""
 

@@ -71,7 +71,7 @@ class PromisedPool:
         self.sizes = [(0.0, pods)]
         """Time, and how many pods the autoscaler wanted from then on."""
         self.outcomes: list[End] = []
-        """Of all requests, with the times of their arrival."""
+        """What became of each request, with the time of its arrival."""
 
     def run(self, rate: Callable[[float], float], seconds: float) -> None:
         """rate: requests/s at a time."""
