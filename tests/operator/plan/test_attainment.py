@@ -63,7 +63,7 @@ def first(**outcomes: int) -> list[PromiseCount]:
         ([first(kept=9, missed=1)], "prefill", Attainment(0.9, 1, 0, 10)),
         ([first(kept=6, missed=1, refused=3)], "prefill", Attainment(0.6, 4, 3, 10)),
         # A router with few requests has no more say than these few.
-        ([first(kept=98), first(missed=2)], "prefill", Attainment(0.98, 2, 0, 100)),
+        ([first(kept=90), first(kept=8, missed=2)], "prefill", Attainment(0.98, 2, 0, 100)),
         # Decode that computes prompts, too, has two promises: what counts is the worse one.
         (
             [[*counts("decode", "inter_token", kept=10),
