@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from diptych_protocol.config import Disaggregate
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.engine_table import EngineRow, EngineTable, Flags, FleetRates, Floats, distinct
+from diptych_router.pair_rates import NOWHERE, PairRates, Place, nearness
 from diptych_router.policy import (
     Decision,
     Draw,
@@ -39,9 +40,10 @@ class FleetTable:
     def __init__(self, policy: Policy, draw: Draw, disaggregate: Disaggregate = "auto") -> None:
         """draw: decides between engines of the same cost."""
         rates = self._rates = FleetRates()
+        self.pairs = PairRates()
         self.tables: dict[Role, EngineTable] = {
             "prefill": EngineTable(rates),
-            "decode": EngineTable(rates),
+            "decode": EngineTable(rates, self.pairs),
         }
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
@@ -53,19 +55,29 @@ class FleetTable:
     def add(self, role: Role, key: str) -> EngineRow:
         """A new engine, not usable yet."""
         row = self.tables[role].add(key, self.known.place(key))
+        self.pairs.add(sends=role == "prefill")
         self._rows[key] = role, row
         return row
 
     def remove(self, key: str) -> None:
         role, row = self._rows.pop(key)
+        self.pairs.remove(row.at, sends=role == "prefill")
         self.tables[role].remove(row)
         self.known.forget(key)
 
-    def is_up(self, row: EngineRow, fingerprint: str) -> None:
-        """Another process answers, which fits together with those of the same fingerprint."""
+    def is_up(
+        self, row: EngineRow, fingerprint: str, name: str = "", place: Place = NOWHERE
+    ) -> None:
+        """Another process answers, which fits together with those of the same fingerprint.
+
+        name: its `engine_id`.
+        """
         number = self._fingerprints.setdefault(fingerprint, float(len(self._fingerprints)))
         row["fingerprint"] = number
         self.known.restarted(row.key)
+        role, _ = self._rows[row.key]
+        trips = self.tables["decode"].trips
+        self.pairs.is_at(row.at, name, place, trips, sends=role == "prefill")
 
     def take_prefixes(self, key: str, changes: PrefixChanges, most_blocks: int) -> bool:
         """What an engine tells of its blocks; see `KnownPrefixes.take`."""
@@ -110,7 +122,7 @@ class FleetTable:
             )
             for role, row in full_at:
                 (prefill if role == "prefill" else decode).usable[row.at] = False
-            decision = choose(self._policy, request, prefill, decode, self._draw, how)
+            decision = choose(self._policy, request, prefill, decode, self._draw, how, self.pairs)
             if decision is not None:
                 break
         if decision is None:
@@ -123,8 +135,9 @@ class FleetTable:
         return decision
 
     def _holder(self, decision: Decision, held: Tokens) -> str | None:
-        """Who has the tokens that are to be fetched."""
-        fingerprint = self._rows[decision.prefill or decision.decode][1]["fingerprint"]
+        """Who has the tokens that are to be fetched: one of the nearest, if several do."""
+        taker = decision.prefill or decision.decode
+        fingerprint = self._rows[taker][1]["fingerprint"]
         holders = [
             table.rows[at].key
             for role, table in self.tables.items()
@@ -133,7 +146,19 @@ class FleetTable:
             .tolist()
             if table.rows[at]["fingerprint"] == fingerprint
         ]
+        if len(holders) > 1:
+            holders = self.nearest(taker, holders)
         return holders[self._draw(len(holders))] if holders else None
+
+    def nearest(self, key: str, others: Sequence[str]) -> list[str]:
+        """Those of some engines that are nearest to one, as far as is known."""
+        place = self._place(key)
+        near = [nearness(place, self._place(other)) for other in others]
+        return [other for other, how in zip(others, near, strict=True) if how == min(near)]
+
+    def _place(self, key: str) -> Place:
+        role, row = self._rows[key]
+        return self.pairs.place(row.at, sends=role == "prefill")
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
         """The decode engine, of some usable ones, that should take over KV of this fingerprint."""
