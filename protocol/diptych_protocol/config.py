@@ -18,7 +18,7 @@ from diptych_protocol.field_ranges import check_fields
 
 Staging = Literal["auto", "always"]
 MAX_PLACE_CHARACTERS: Final = 253
-"""Of a name of a node or of a zone; no name in Kubernetes is longer."""
+"""A name of a node or of a zone has at most so many; no name in Kubernetes is longer."""
 
 LEASE_MEANING: Final = (
     "How long prefilled blocks stay pinned without a sign of life from the decode engine that is "

@@ -196,7 +196,7 @@ class Move(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """KV that came from another engine: a hand-off, or a prefix."""
 
     number: int
-    """Of all moves to this engine since its start, from 1 on."""
+    """Counts all moves to this engine since its start, from 1 on."""
     sender: str
     """`engine_id` of the engine that sent it."""
     num_blocks: int
