@@ -1,4 +1,7 @@
-"""`python -m benchmarks.simulate calibrate|run|check|study|promises`: see docs/capacity.md."""
+"""`python -m benchmarks.simulate calibrate|run|check|study|promises|zones|routers`.
+
+See docs/capacity.md.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
 
     promised = commands.add_parser("promises", help="what refusing late requests at once is worth")
     promised.set_defaults(run=_promises)
+
+    zones = commands.add_parser("zones", help="two zones, and what routers know of them")
+    zones.set_defaults(run=_zones)
 
     routers = commands.add_parser("routers", help="policies side by side, beside Dynamo's router")
     routers.add_argument("--peer", type=Path, help="a folder with reports of dynamo.replay")
@@ -103,6 +109,12 @@ def _promises(_: argparse.Namespace) -> None:
     from benchmarks.simulate import promises  # nobody else waits for its picture
 
     promises.main()
+
+
+def _zones(_: argparse.Namespace) -> None:
+    from benchmarks.simulate import zones
+
+    zones.main()
 
 
 def _routers(args: argparse.Namespace) -> None:

@@ -37,7 +37,9 @@ class Simulation:
         self.log = Log()
         roles: dict[Role, Any] = {"prefill": plan.prefill, "decode": plan.decode}
         self.pods = {
-            f"{role}-{number}": Pod(f"{role}-{number}", role, pool, [0] * plan.routers)
+            f"{role}-{number}": Pod(
+                f"{role}-{number}", role, pool, [0] * plan.routers, number % plan.zones.number
+            )
             for role, pool in roles.items()
             for number in range(pool.pods)
         }
@@ -186,10 +188,12 @@ class Simulation:
         lender, taker = job.lender, job.at
         if job.sequence is not row or lender is None or taker is None or job.lent is None:
             return
-        seconds = self.plan.overheads.kv_token_s
-        done = max(self.now, lender.link_free, taker.link_free) + tokens * seconds
+        seconds, way_s = self.plan.overheads.kv_token_s, self.plan.token_s(lender, taker)
+        begins = max(self.now, lender.link_free, taker.link_free)
         before = max(0, job.lent.prompt - row.computed - tokens) if row.early else 0
-        lender.link_free = taker.link_free = done + before * seconds
+        # A slow way between two zones does not keep the pods' own links busy any longer.
+        lender.link_free = taker.link_free = begins + (tokens + before) * seconds
+        done = begins + tokens * way_s
         self._at(done + self.plan.overheads.hand_off_s / 2, self._loaded, job, row)
 
     def _fetch(self, job: Job, row: Row) -> None:
@@ -201,17 +205,17 @@ class Simulation:
         has = source.engine.prefixes.find(row.chain, row.remote // size)[0] * size
         row.remote = max(has if source.alive else 0, row.computed)
         tokens = row.remote - row.computed
-        done = max(self.now, source.link_free, taker.link_free)
-        done += tokens * self.plan.overheads.kv_token_s
-        source.link_free = taker.link_free = done
-        self._at(done + self.plan.overheads.hand_off_s, self._fetched, job, row, self.now, tokens)
+        begins = max(self.now, source.link_free, taker.link_free)
+        source.link_free = taker.link_free = begins + tokens * self.plan.overheads.kv_token_s
+        done = begins + tokens * self.plan.token_s(source, taker) + self.plan.overheads.hand_off_s
+        self._at(done, self._fetched, job, row, source.key, self.now, tokens)
 
-    def _fetched(self, job: Job, row: Row, asked_at: float, tokens: int) -> None:
+    def _fetched(self, job: Job, row: Row, source: str, asked_at: float, tokens: int) -> None:
         """What another engine had of the prompt is here; the rest is computed."""
         taker = job.at
         if job.sequence is not row or taker is None or not taker.alive:
             return
-        taker.saw_load(tokens, self.now - asked_at)
+        taker.saw_load(source, tokens, self.now - asked_at)
         taker.engine.cached_tokens += row.remote
         row.cached = row.remote
         taker.engine.received(row)
@@ -222,8 +226,10 @@ class Simulation:
         taker = job.at
         if job.sequence is not row or taker is None or not taker.alive:
             return
+        if job.lender is not None:
+            job.loaded_s, job.far = self.now - job.lent_at, job.lender.zone != taker.zone
+            taker.saw_load(job.lender.key, row.remote - row.computed, job.loaded_s)
         self._free_lent(job)
-        taker.saw_load(row.remote - row.computed, self.now - job.lent_at)
         taker.engine.received(row)
         self._wake(taker)
 
@@ -307,7 +313,7 @@ class Simulation:
         idle = not pod.engine.running and not pod.engine.waiting
         due = idle or self.now >= pod.report_at
         news = prefix_news(pod) if pod.engine.prefixes.changed else None
-        stats = statistics(pod) if due else None
+        stats = statistics(pod, moves=self.plan.zones.moves_told) if due else None
         if due:
             pod.report_at = self.now + REPORT_S
         if stats is None and news is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from benchmarks.simulate.costs import StepCost
@@ -9,6 +10,7 @@ from benchmarks.simulate.engine import EngineModel, Limits, Sequence
 from benchmarks.simulate.workload import Request
 
 from diptych_protocol.config import Disaggregate
+from diptych_protocol.wire import MAX_MOVES_TOLD, Move
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Policy, Role
 from diptych_router.slo.first_token import FirstToken
@@ -41,6 +43,19 @@ class Overheads:
 
 
 @dataclass(frozen=True, slots=True)
+class Zones:
+    """Pod number n of a pool is in zone n modulo `number`."""
+
+    number: int = 1
+    times: float = 1.0
+    """How many times as long KV takes between two zones as within one."""
+    told: bool = True
+    """Pods know their zones, and say so."""
+    moves_told: bool = True
+    """Pods tell routers of each move of KV, not only of all together."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A service. With no prefill pods the decode pods do everything."""
 
@@ -55,6 +70,7 @@ class Plan:
     disaggregate: Disaggregate = "auto"
     promised_s: float | None = None
     """Routers refuse requests whose first token would come later than that; None: they do not."""
+    zones: Zones = Zones()
     detection_s: float = 6.0
     """Seconds until a router takes a silent engine for lost."""
 
@@ -63,6 +79,11 @@ class Plan:
         """Prompt and output of the longest request that every engine has blocks for."""
         limits = [pool.limits for pool in (self.prefill, self.decode) if pool.pods]
         return min(each.num_blocks * each.block_size for each in limits)
+
+    def token_s(self, sender: Pod, taker: Pod) -> float:
+        """Seconds to move the KV of one token between these pods, if they do nothing else."""
+        apart = sender.zone != taker.zone
+        return self.overheads.kv_token_s * (self.zones.times if apart else 1.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +95,7 @@ class Pod:
     pool: Pool
     received: list[int]
     """Requests that have come from each router."""
+    zone: int = 0
     engine: EngineModel = field(init=False)
     alive: bool = True
     busy: bool = False
@@ -102,13 +124,16 @@ class Pod:
     """KV transfers received, their tokens, and the seconds that requests waited for them."""
     received_tokens: int = 0
     receiving_s: float = 0.0
+    moves: deque[Move] = field(default_factory=lambda: deque(maxlen=MAX_MOVES_TOLD))
 
     def __post_init__(self) -> None:
         self.engine = EngineModel(self.pool.limits)
 
-    def saw_load(self, tokens: int, seconds: float) -> None:
+    def saw_load(self, sender: str, tokens: int, seconds: float) -> None:
         """KV of so many tokens has come, for which a request waited so long."""
         self.loads += 1
+        blocks = tokens // self.pool.limits.block_size
+        self.moves.append(Move(self.loads, sender, blocks, seconds))
         self.received_tokens += tokens
         self.receiving_s += seconds
 
@@ -138,6 +163,10 @@ class Job:
     """The engine that is planned to take over."""
     lent_at: float = 0.0
     """When P had answered."""
+    loaded_s: float = 0.0
+    """Seconds from then until D had the KV."""
+    far: bool = False
+    """They are in different zones."""
     attempts: int = 0
     expected: FirstToken | None = None
     """When its first token was expected, when it was taken on."""

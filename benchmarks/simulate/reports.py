@@ -8,8 +8,8 @@ from benchmarks.simulate.workload import prefix_keys
 from diptych_protocol.wire import KVTransferStats, PrefixChanges, SchedulerStats
 
 
-def statistics(pod: Pod) -> SchedulerStats:
-    """A pod's report."""
+def statistics(pod: Pod, *, moves: bool) -> SchedulerStats:
+    """A pod's report. moves: with those that it has received."""
     engine = pod.engine
     return SchedulerStats(
         num_running=len(engine.running),
@@ -25,6 +25,7 @@ def statistics(pod: Pod) -> SchedulerStats:
             loads_completed=pod.loads,
             blocks_received=pod.received_tokens // engine.limits.block_size,
             seconds_receiving=pod.receiving_s,
+            newest_moves=list(pod.moves) if moves else [],
         ),
     )
 

@@ -11,6 +11,7 @@ from benchmarks.simulate.workload import Request
 
 from diptych_protocol.wire import PrefixChanges, SchedulerStats
 from diptych_router.fleet_table import FleetTable
+from diptych_router.pair_rates import NOWHERE, Place
 from diptych_router.policy import Decision
 from diptych_router.pools import EXPECTED_S
 from diptych_router.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
@@ -35,7 +36,8 @@ class Router:
             row = self.rows[pod.key]
             row["usable"], row["block_size"] = True, pod.pool.limits.block_size
             row["lends"] = True
-            self.fleet.is_up(row, FINGERPRINT)
+            place = Place(zone=f"zone-{pod.zone}") if plan.zones.told else NOWHERE
+            self.fleet.is_up(row, FINGERPRINT, pod.key, place)
             self.fleet.take_prefixes(pod.key, PrefixChanges(0, whole=True), 0)
         self._caution = None if plan.promised_s is None else Caution(plan.promised_s)
         self.expected: FirstToken | None = None

@@ -133,7 +133,8 @@ def _attempt(
 def _candidates(choice: Choice) -> Table:
     """Candidates x terms, the cheapest first."""
     terms = list(dict.fromkeys(name for x in choice.candidates for name in x.terms))
-    table = _table("", DUTIES[choice.duty].upper())
+    places = any(candidate.near for candidate in choice.candidates)
+    table = _table("", DUTIES[choice.duty].upper(), *(("PLACE",) if places else ()))
     total = "total_s" if any(name.endswith("_s") for name in terms) else "total"
     for column in ("CACHED TOKENS", *map(_heading, (*terms, total))):
         table.add_column(column, justify="right", no_wrap=True)
@@ -142,6 +143,7 @@ def _candidates(choice: Choice) -> Table:
         table.add_row(
             CHOSEN if candidate.chosen else "",
             escape(candidate.engine),
+            *((candidate.near or "-",) if places else ()),
             str(candidate.cached_tokens),
             *amounts,
             _amount(total, candidate.cost),

@@ -43,8 +43,8 @@ MAX_DRAIN_S = 86400.0
 def pod_config(args: argparse.Namespace) -> EngineConfig:
     """The shared configuration, with what is this pod's own."""
     config = msgspec.json.decode(args.config.read_bytes(), type=EngineConfig)
-    if args.engine_id:
-        config = msgspec.structs.replace(config, engine_id=args.engine_id)
+    own = {"engine_id": args.engine_id, "node": args.node, "zone": args.zone}
+    config = msgspec.structs.replace(config, **{name: x for name, x in own.items() if x})
     if args.kv_port is not None:
         transfer = msgspec.structs.replace(
             config.kv_transfer or KVTransferConfig(),
@@ -143,6 +143,8 @@ def main() -> None:
     parser.add_argument("--admin-port", type=int, help="HTTP port for operators; needs --keys")
     parser.add_argument("--advertise-host", help="address at which other pods reach this one")
     parser.add_argument("--engine-id", help="the pod's name")
+    parser.add_argument("--node", help="name of the node that it runs on; empty: not known")
+    parser.add_argument("--zone", help="name of the node's zone; empty: not known")
     parser.add_argument("--keys", type=Path, help="directory with the service's keys and token")
     args = parser.parse_args()
     run_program(args.engine_id or "engine", run(args))

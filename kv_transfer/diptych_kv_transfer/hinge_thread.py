@@ -124,11 +124,12 @@ class HingeThread:
         totals.loads_completed = loads.completed
         totals.loads_failed = loads.failed
         totals.leases_refused_here = loads.rejected
-        totals.seconds_receiving = loads.seconds_waited
-        totals.hand_off_counts = list(loads.waited)
+        totals.seconds_receiving = loads.waits.hand_off_seconds
+        totals.hand_off_counts = list(loads.waits.hand_off_counts)
         totals.stale_reads_refused = leases.stale_reads_refused
         totals.prefix_fetches_now = loads.prefixes_in_flight
-        totals.prefix_seconds = loads.prefix_seconds
+        totals.prefix_seconds = loads.waits.prefix_seconds
+        totals.newest_moves = list(loads.waits.moves)
         totals.prefixes_lent = leases.prefixes_lent
         totals.prefixes_refused = leases.prefixes_refused
         totals.transport = self._transport.name

@@ -89,6 +89,9 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int] = {}
     """What it did wrong since the router knows its address -> how often: error, lost, hang or late
     (with a first token)."""
+    node: str = ""
+    zone: str = ""
+    """Where it runs; empty: not known."""
 
 
 class PromiseCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +159,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     seconds with the policy `prefixAware`."""
     cached_tokens: int
     """Tokens of the prompt whose KV it had, as far as the router knew."""
+    near: str = ""
+    """For the duty decode: how near it was to the engine that was to compute the prompt: `same
+    node`, `same zone` or `other zone`; empty: not known, or the policy does not ask."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

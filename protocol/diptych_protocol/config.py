@@ -17,7 +17,8 @@ from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.field_ranges import check_fields
 
 Staging = Literal["auto", "always"]
-
+MAX_PLACE_CHARACTERS: Final = 253
+"""A name of a node or of a zone has at most so many; no name in Kubernetes is longer."""
 
 LEASE_MEANING: Final = (
     "How long prefilled blocks stay pinned without a sign of life from the decode engine that is "
@@ -98,6 +99,21 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
     engine_id: Annotated[
         str,
         Meta(description="A name for logs, metrics and hand-offs; empty takes a random one."),
+    ] = ""
+    node: Annotated[
+        str,
+        Meta(
+            max_length=MAX_PLACE_CHARACTERS,
+            description="Name of the node that it runs on; empty: not known.",
+        ),
+    ] = ""
+    zone: Annotated[
+        str,
+        Meta(
+            max_length=MAX_PLACE_CHARACTERS,
+            description="Name of the zone that the node is in; empty: not known. Routers prefer "
+            "to hand KV over within a node or a zone.",
+        ),
     ] = ""
     num_blocks: (
         Annotated[

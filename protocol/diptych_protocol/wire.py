@@ -188,6 +188,23 @@ HAND_OFF_BOUNDS_S = (
 """Upper bounds of the buckets in which hand-offs are counted by their length; one is above all."""
 
 
+MAX_MOVES_TOLD = 16
+"""So many moves of KV are told one by one."""
+
+
+class Move(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """KV that came from another engine: a hand-off, or a prefix."""
+
+    number: int
+    """Counts all moves to this engine since its start, from 1 on."""
+    sender: str
+    """`engine_id` of the engine that sent it."""
+    num_blocks: int
+    """This engine's blocks that were filled."""
+    seconds: float
+    """How long the request waited for it; 0 if all had come before the request."""
+
+
 class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Running totals of one engine's side of the hinge, since its start.
 
@@ -260,6 +277,9 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     """Leases of prefixes that other engines asked for."""
     prefixes_refused: int = 0
     """Prefixes that other engines asked for in vain."""
+    newest_moves: list[Move] = []
+    """The newest moves to this engine that are complete, the newest last, `MAX_MOVES_TOLD` at most.
+    All others are only in the totals."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -473,6 +493,9 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """An OTLP endpoint is configured there: it tells the stations of requests."""
     logits_processors: tuple[str, ...] = ()
     """`EngineConfig.logits_processors`: what a request may name."""
+    node: str = ""
+    zone: str = ""
+    """`EngineConfig.node` and `zone`: where it runs, as far as it knows."""
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

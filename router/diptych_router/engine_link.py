@@ -27,11 +27,13 @@ from diptych_protocol import (
     UtilityError,
     fingerprint,
 )
+from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engine_table import EngineRow
 from diptych_router.fleet import common_to_leases
 from diptych_router.health.heartbeats import Heartbeats
 from diptych_router.own_requests import OwnRequests
+from diptych_router.pair_rates import NOWHERE, Place
 from diptych_router.policy import Role
 
 log = logging.getLogger(__name__)
@@ -180,6 +182,14 @@ class EngineLink:
 
     def _refresh_row(self) -> None:
         self.row["silent"] = self.silent or self.kept_out or self._heartbeats.in_call
+
+    @property
+    def place(self) -> Place:
+        """Where it says that it runs."""
+        about = self.description
+        if about is None:
+            return NOWHERE
+        return Place(about.node[:MAX_PLACE_CHARACTERS], about.zone[:MAX_PLACE_CHARACTERS])
 
     @property
     def lends(self) -> KVTransferParams | None:

@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_protocol import SchedulerStats
+from diptych_protocol.wire import MAX_MOVES_TOLD, Move
 from diptych_router.learned_rates import LearnedRates
+from diptych_router.pair_rates import PairRates
 from diptych_router.prefixes.loaded_adapters import LoadedAdapters
 
 Floats = NDArray[np.float64]
@@ -71,8 +73,10 @@ class FleetRates:
 class EngineTable:
     """The rows of one pool, in no particular order."""
 
-    def __init__(self, rates: FleetRates) -> None:
+    def __init__(self, rates: FleetRates, pairs: PairRates | None = None) -> None:
+        """pairs: who learns from what these engines tell of moves of KV to them."""
         self.fleet_rates = rates
+        self.pairs = pairs
         self.rows: list[EngineRow] = []
         self.places: NDArray[np.intp] = np.zeros(0, np.intp)
         """[engines] Which bit each is in what `KnownPrefixes.match` returns."""
@@ -90,6 +94,12 @@ class EngineTable:
         self._column: dict[str, Floats] = dict(zip(FIELDS, columns, strict=True))
         self.standing: Standing | None = None
         """What follows from `SELDOM`; None: one of these has changed."""
+
+    @property
+    def trips(self) -> Floats:
+        """[2, engines] Seconds for a move to each engine, and for a token in it, whoever sends."""
+        both: Floats = self.columns[_TRIP_S : _TRIP_S + 2]
+        return both
 
     def column(self, name: str) -> Floats:
         """[engines] The numbers of this name; see `FIELDS`."""
@@ -223,6 +233,8 @@ class EngineRow:
         self._adapters = LearnedRates(ADAPTER_PRIOR, OWN_PRIOR_S)
         self.adapters = LoadedAdapters()
         self._last: SchedulerStats | None = None
+        self._last_move = 0
+        """Number of the newest move of KV that it has told."""
         self.num_sent = 0
         """Requests sent over this connection."""
         self._unheard: deque[_Unheard] = deque(maxlen=MOST_UNHEARD)
@@ -274,6 +286,7 @@ class EngineRow:
     def restarted(self) -> None:
         """Another process answers there, whose totals begin anew."""
         self._last = None
+        self._last_move = 0
         self.num_sent = 0
         self._unheard.clear()
         self.adapters = LoadedAdapters()
@@ -296,6 +309,17 @@ class EngineRow:
         last, self._last = self._last, stats
         if last is not None:
             self._learn_from(last, stats, size, now)
+        pairs = self._table.pairs
+        if pairs is not None and stats.kv_transfer is not None:
+            moves = self._new_moves(stats.kv_transfer.newest_moves)
+            pairs.saw(self.at, moves, size, self._table.trips, now)
+
+    def _new_moves(self, told: list[Move]) -> list[Move]:
+        """Those that were not told before."""
+        new = [move for move in told[-MAX_MOVES_TOLD:] if move.number > self._last_move]
+        if new:
+            self._last_move = max(move.number for move in new)
+        return new
 
     def _learn_from(
         self, last: SchedulerStats, stats: SchedulerStats, size: float, now: float
@@ -352,5 +376,6 @@ _REPORTED: Final = [
     _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "used_tokens")
 ]
 _STEP_RATES: Final = [_PLACE_OF[name] for name in ("step_s", "prompt_token_s", "row_s")]
+_TRIP_S: Final = _PLACE_OF["trip_s"]
 _TRIP_RATES: Final = [_PLACE_OF[name] for name in ("trip_s", "trip_token_s")]
 _ADAPTER_RATES: Final = [_PLACE_OF["adapter_s"]]

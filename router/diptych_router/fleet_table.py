@@ -17,6 +17,7 @@ import numpy as np
 from diptych_protocol.config import Disaggregate
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.engine_table import EngineRow, EngineTable, FleetRates, Floats
+from diptych_router.pair_rates import NOWHERE, PairRates, Place, nearness
 from diptych_router.policy import (
     TOO_MUCH,
     Decision,
@@ -56,9 +57,10 @@ class FleetTable:
     def __init__(self, policy: Policy, draw: Draw, disaggregate: Disaggregate = "auto") -> None:
         """draw: decides between engines of the same cost."""
         rates = self._rates = FleetRates()
+        self.pairs = PairRates()
         self.tables: dict[Role, EngineTable] = {
             "prefill": EngineTable(rates),
-            "decode": EngineTable(rates),
+            "decode": EngineTable(rates, self.pairs),
         }
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
@@ -74,19 +76,29 @@ class FleetTable:
         """A new engine, not usable yet."""
         place = self.known.place(key)
         row = self.tables[role].add(key, place)
+        self.pairs.add(sends=role == "prefill")
         self._rows[key] = role, row
         self._keys[place] = key
         return row
 
     def remove(self, key: str) -> None:
         role, row = self._rows.pop(key)
+        self.pairs.remove(row.at, sends=role == "prefill")
         self.tables[role].remove(row)
         self.known.forget(key)
 
-    def is_up(self, row: EngineRow, fingerprint: str) -> None:
-        """Another process answers, which fits together with those of the same fingerprint."""
+    def is_up(
+        self, row: EngineRow, fingerprint: str, name: str = "", place: Place = NOWHERE
+    ) -> None:
+        """Another process answers, which fits together with those of the same fingerprint.
+
+        name: its `engine_id`.
+        """
         row["fingerprint"] = self._number_of(fingerprint)
         self.known.restarted(row.key)
+        role, _ = self._rows[row.key]
+        trips = self.tables["decode"].trips
+        self.pairs.is_at(row.at, name, place, trips, sends=role == "prefill")
 
     def _number_of(self, fingerprint: str) -> float:
         """Before a new one gets a number, those that no engine has any more are forgotten."""
@@ -138,7 +150,7 @@ class FleetTable:
                 )
                 for role, table in self.tables.items()
             )
-            decision = choose(self._policy, request, prefill, decode, self._draw, how)
+            decision = choose(self._policy, request, prefill, decode, self._draw, how, self.pairs)
             if decision is not None:
                 break
         if decision is None:
@@ -151,13 +163,27 @@ class FleetTable:
         return decision
 
     def _holder(self, decision: Decision, held: Sequence[Leading]) -> str | None:
-        """Who has the tokens that are to be fetched."""
-        fingerprint = self._rows[decision.prefill or decision.decode][1]["fingerprint"]
+        """Who has the tokens that are to be fetched: one of the nearest, if several do."""
+        taker = decision.prefill or decision.decode
+        fingerprint = self._rows[taker][1]["fingerprint"]
         lenders = self._lenders().get(fingerprint, 0)
         having = [engines for tokens, engines in held if tokens == decision.fetch_tokens]
         bits = reduce(or_, having, 0) & lenders
         places = members(bits, self.known.num_places).nonzero()[0].tolist()
-        return self._keys[places[self._draw(len(places))]] if places else None
+        holders = [self._keys[place] for place in places]
+        if len(holders) > 1:
+            holders = self.nearest(taker, holders)
+        return holders[self._draw(len(holders))] if holders else None
+
+    def nearest(self, key: str, others: Sequence[str]) -> list[str]:
+        """Those of some engines that are nearest to one, as far as is known."""
+        place = self._place(key)
+        near = [nearness(place, self._place(other)) for other in others]
+        return [other for other, how in zip(others, near, strict=True) if how == min(near)]
+
+    def _place(self, key: str) -> Place:
+        role, row = self._rows[key]
+        return self.pairs.place(row.at, sends=role == "prefill")
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
         """The decode engine, of some usable ones, that should take over KV of this fingerprint."""
@@ -213,7 +239,7 @@ class FleetTable:
         for size in {size for t in self.tables.values() for size in t.stands.block_sizes}:
             keys = request.keys(BlockNaming(int(size)))
             match = self.known.match(keys)
-            tokens[size] = lengths(match.soon, self.known.num_places) * size
+            tokens[size] = lengths(match.soon, self.known.num_places) * np.float64(size)
             held += [(blocks * int(size), engines) for blocks, engines in match.now]
             if match.longest < len(keys):
                 tie = int(keys[match.longest])

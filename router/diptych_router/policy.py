@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from operator import add
+from operator import add, itemgetter
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from diptych_protocol.config import Disaggregate
 from diptych_router.engine_table import EngineTable, Flags, Floats
+from diptych_router.pair_rates import WORDS, Nearnesses, Pairing, PairRates, Ways
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.hash_table import Keys
 
@@ -37,6 +38,9 @@ ARRAY_BYTES: Final = 128
 FETCH: Final = "fetch_s"
 """The term of a policy that knows when an engine should fetch what it lacks of a prefix from the
 one that has most of it: above 0 where it should."""
+TRANSFER: Final = "transfer_s"
+"""The term of a policy that knows how long a hand-off takes, whoever sends. For a pair it becomes
+what this pair takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +136,16 @@ class Priced:
         self._prompt_tokens = request.prompt_tokens
         self._terms = policy.costs(request, duty, engines)
         self._total = reduce(add, self._terms.values(), engines.barred)
+        self._near: Nearnesses | None = None
 
-    def best(self, among: Flags | None = None) -> int | None:
-        """The cheapest engine of all or of some; one of them, if several are."""
-        total = self._total if among is None else np.where(among, self._total, TOO_MUCH)
+    def best(self, among: Flags | None = None, pairing: Pairing | None = None) -> int | None:
+        """The cheapest engine of all or of some; one of them, if several are.
+
+        pairing: with an engine of the other pool. Of several, those that are nearest to it count.
+        """
+        total = self._total if pairing is None else self._total + pairing.extra
+        if among is not None:
+            total = np.where(among, total, TOO_MUCH)
         if not len(total):
             return None
         at = int(total.argmin())
@@ -147,11 +157,33 @@ class Priced:
         if fetch is not None and not fetch[at]:
             alike &= fetch == 0  # nothing is fetched for the sake of a draw
         equal = alike.nonzero()[0]
+        if pairing is not None and len(equal) > 1:
+            near = pairing.near[equal]
+            equal = equal[near == near.min()]
         if len(equal) == 1:
-            return at
+            return int(equal[0])
         if self.engines.tie is None:
             return int(equal[self._draw(len(equal))])
         return self.engines.table.preferred(equal, self.engines.tie)
+
+    @property
+    def lacking(self) -> Floats | None:
+        """[engines] Tokens whose KV a hand-off brings; None: the policy does not count how long
+        that takes."""
+        if TRANSFER not in self._terms:
+            return None
+        lacking: Floats = self._prompt_tokens - self.engines.cached
+        return lacking
+
+    def settle(self, pairing: Pairing) -> None:
+        """The other engine is chosen: from now on costs are those with it."""
+        self._terms = {**self._terms, TRANSFER: self._terms[TRANSFER] + pairing.extra}
+        self._total = self._total + pairing.extra
+        self._near = pairing.near.copy()
+
+    def near(self, at: int) -> str:
+        """How near it is to the other engine, in words; empty: not known."""
+        return "" if self._near is None else WORDS[self._near[at]]
 
     @property
     def num_able(self) -> int:
@@ -161,7 +193,8 @@ class Priced:
     @property
     def num_bytes(self) -> int:
         """About what it takes in memory."""
-        return (len(self._terms) + ARRAYS) * (self._total.nbytes + ARRAY_BYTES)
+        near = 0 if self._near is None else self._near.nbytes + ARRAY_BYTES
+        return (len(self._terms) + ARRAYS) * (self._total.nbytes + ARRAY_BYTES) + near
 
     def cost(self, at: int) -> float:
         return float(self._total[at])
@@ -221,6 +254,7 @@ def choose(
     decode: Engines,
     draw: Draw,
     disaggregate: Disaggregate = "auto",
+    pairs: PairRates | None = None,
 ) -> Decision | None:
     """The engines for a new attempt; None: there are none now.
 
@@ -231,7 +265,7 @@ def choose(
         return _pick_one(policy, request, prefill, decode, draw)
     pair = None
     if disaggregate != "never":
-        pair = _pick_pair(policy, request, prefill, decode, draw)
+        pair = _pick_pair(policy, request, prefill, decode, draw, pairs)
         if pair is not None and (disaggregate == "always" or not policy.compares_duties):
             return _pair(policy, pair)
     alone = Priced(policy, request, "both", decode, draw)
@@ -268,14 +302,24 @@ def _pick_pair(
     prefill: Engines,
     decode: Engines,
     draw: Draw,
+    pairs: PairRates | None,
 ) -> tuple[_Picked, _Picked] | None:
     """The cheapest pair among the engines that fit together."""
     if not len(prefill.table):
         return None
     first = Priced(policy, request, "prefill", prefill, draw)
     second = Priced(policy, request, "decode", decode, draw)
-    best = _best_pair(first, second)
-    return None if best is None else ((first, best[0]), (second, best[1]))
+    lacking = second.lacking
+    ways = None
+    if pairs is not None and lacking is not None:
+        ways = pairs.ways(lacking, decode.column("trip_token_s"))
+    best = _best_pair(first, second, ways)
+    if best is None:
+        return None
+    p, d, _ = best
+    if ways is not None:
+        second.settle(ways.from_sender(p))
+    return (first, p), (second, d)
 
 
 def _pair(
@@ -293,22 +337,49 @@ def _pair(
     )
 
 
-def _best_pair(first: Priced, second: Priced) -> tuple[int, int] | None:
-    """Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests
-    in proportion to what it can carry; one without a partner gets none of them while any pair
-    exists."""
-    kinds = second.engines.table.stands.fingerprints
-    if len(kinds) == 1 and first.engines.table.stands.fingerprints == kinds:
-        one, two = first.best(), second.best()
-        return None if one is None or two is None else (one, two)
+def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, int, float] | None:
+    """The cheapest pair, and what it costs.
+
+    Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
+    proportion to what it can carry; one without a partner gets none of them while any pair exists.
+    """
     ours = first.engines.column("fingerprint")
     theirs = second.engines.column("fingerprint")
-    pairs = []
-    for kind in kinds:
-        one, two = first.best(ours == kind), second.best(theirs == kind)
-        if one is not None and two is not None:
-            pairs.append((one, two))
-    return min(pairs, key=lambda pair: first.cost(pair[0]) + second.cost(pair[1]), default=None)
+    kinds = second.engines.table.stands.fingerprints
+    if len(kinds) == 1 and first.engines.table.stands.fingerprints == kinds:
+        return _best_among(first, second, ways)
+    found = [_best_among(first, second, ways, ours == kind, theirs == kind) for kind in kinds]
+    return min([pair for pair in found if pair is not None], key=itemgetter(2), default=None)
+
+
+def _best_among(
+    first: Priced,
+    second: Priced,
+    ways: Ways | None,
+    ours: Flags | None = None,
+    theirs: Flags | None = None,
+) -> tuple[int, int, float] | None:
+    """The cheapest pair of these engines, as far as can be seen from both sides: the best partner
+    of the cheapest engine that computes, or that of the cheapest one that decodes. To look at all
+    pairs would take too long."""
+    p = first.best(ours)
+    if ways is None or p is None:
+        d = None if p is None else second.best(theirs)
+        return None if p is None or d is None else (p, d, first.cost(p) + second.cost(d))
+    onward = ways.from_sender(p)
+    d = second.best(theirs, onward)
+    if d is None:
+        return None
+    found = p, d, first.cost(p) + second.cost(d) + float(onward.extra[d])
+    if not ways.differ:
+        return found
+    d = second.best(theirs)
+    back = None if d is None else ways.to_receiver(d)
+    p = first.best(ours, back)
+    if d is None or p is None or back is None:
+        return found
+    other = p, d, first.cost(p) + second.cost(d) + float(back.extra[p])
+    return min(found, other, key=itemgetter(2))
 
 
 def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:

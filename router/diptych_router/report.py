@@ -72,6 +72,8 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         silent=link.silent,
         breaker=health.breaker.state,
         kept_out=link.kept_out,
+        node=link.place.node,
+        zone=link.place.zone,
         failures={str(kind): count for kind, count in health.failures.items()},
     )
 

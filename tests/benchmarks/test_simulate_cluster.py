@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks.simulate import zones
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.costs import StepCost, StepShape, fit
 from benchmarks.simulate.engine import Limits
@@ -241,3 +242,11 @@ def test_refusing_what_would_be_late_raises_goodput_under_overload(
     else:
         assert len(refusing.refused) <= len(requests) / 100
         assert goods[1] >= 0.99 * goods[0]
+
+
+def test_a_router_that_is_told_of_zones_and_moves_hands_over_within_a_zone() -> None:
+    told = {knows: zones.at(2, 2.0, knows, 12.0) for knows in ("no", "zones and moves")}
+    far, slow_ms = "to the other zone", "hand-off mean ms"
+    assert told["no"][far] > 0.3
+    assert told["zones and moves"][far] < 0.1
+    assert told["zones and moves"][slow_ms] < told["no"][slow_ms] / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from io import StringIO
 from typing import Any
@@ -103,6 +104,19 @@ first token                     200.0 ms  250.0 ms              1.25
 hand-off                         20.0 ms   15.0 ms              0.75
 tokens of the prompt in cache         64        64                 -"""
     )
+
+
+def test_candidates_show_how_near_they_are_if_that_is_known() -> None:
+    near = [
+        Candidate(engine=f"d{at}", chosen=at == 0, cost=1.0, terms={}, cached_tokens=0, near=how)
+        for at, how in enumerate(("same node", "other zone", ""))
+    ]
+    attempt = msgspec.structs.replace(PAIR, choices=[choice("decode", *near)])
+    shown = text(explanation([told(request(attempt))])).splitlines()
+    assert next(line for line in shown if "TO DECODE" in line).split()[2] == "PLACE"
+    lines = [line for line in shown if re.match(r"[> ]  d\d", line)]
+    assert [re.split(r"\s{2,}", line[3:])[1] for line in lines] == ["same node", "other zone", "-"]
+    assert "PLACE" not in text(explanation([told(request(PAIR))]))
 
 
 def test_each_attempt_is_shown_with_what_ended_it() -> None:

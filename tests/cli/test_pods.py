@@ -77,6 +77,8 @@ def test_the_engine_command_speaks_of_local_paths_and_ports() -> None:
         "--config", f"/run/here/configmaps/svc-prefill-{REVISION}/engine.json",
         "--keys", f"/run/here/secrets/svc-keys-{KEYS}",
         "--engine-id", "svc-prefill-0",
+        "--node", "localhost",
+        "--zone", "",
         "--host", "127.0.0.1",
         "--advertise-host", "127.0.0.1",
         "--port", str(pod.ports["http"]),

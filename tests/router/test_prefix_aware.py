@@ -147,7 +147,11 @@ def test_prompts_that_go_on_after_a_common_beginning_are_shared_too() -> None:
     chosen = set()
     for number in range(1, 60):
         own = np.concatenate((chain(0, 5), chain(1000 * number, 5)))
-        view = RequestView(10 * SIZE + 1, 100.0, keys=lambda _, own=own: own)
+
+        def keys(_: BlockNaming, own: Keys = own) -> Keys:
+            return own
+
+        view = RequestView(10 * SIZE + 1, 100.0, keys=keys)
         chosen.add(engines(fleet.table.choose(view, 0.0))[0])
     assert len(chosen) > 15
 

@@ -32,10 +32,12 @@ from diptych_operator.api.names import (
     PORT_VARIABLES,
     ROLE_LABEL,
     SERVICE_LABEL,
+    ZONE_LABEL,
 )
 from diptych_protocol import EngineConfig
 
 LOOPBACK = "127.0.0.1"
+NODE_NAME = "localhost"
 Object = dict[str, Any]
 _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 _PORT_OF_VARIABLE = {variable: port for port, variable in PORT_VARIABLES.items()}
@@ -261,6 +263,8 @@ def _value(pod: _Placed, variable: Object) -> str:
         "metadata.name": pod.name,
         "metadata.namespace": pod.namespace,
         "status.podIP": LOOPBACK,
+        "spec.nodeName": NODE_NAME,
+        f"metadata.labels['{ZONE_LABEL}']": "",
     }
     path = variable["valueFrom"].get("fieldRef", {}).get("fieldPath")
     if path not in fields:

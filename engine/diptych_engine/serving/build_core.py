@@ -94,6 +94,8 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         scheduling_policy=config.scheduling_policy,
         tracing_enabled=config.otlp_traces_endpoint is not None,
         logits_processors=tuple(config.logits_processors),
+        node=config.node,
+        zone=config.zone,
     )
     cpu_level, num_set_aside = runner.cpu_facts
     scheduler = Scheduler(

@@ -20,7 +20,6 @@ which fails all loads on it. Pure: time is passed in.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from diptych_kv_transfer.tables.actions import (
@@ -59,7 +58,7 @@ from diptych_kv_transfer.tables.messages import (
     Renew,
     Sending,
 )
-from diptych_protocol.wire import HAND_OFF_BOUNDS_S
+from diptych_kv_transfer.tables.waits import Waits
 
 STOP_SECONDS = 5.0
 """How long P may take to stop a load that was given up, before the connection is cut."""
@@ -87,13 +86,9 @@ class LoadTable:
     completed: int = 0
     failed: int = 0
     prefixes_started: int = 0
-    prefix_seconds: float = 0.0
-    """How long requests waited for those of their prefixes that came."""
     rejected: int = 0
     """Number of leases for which Reject was sent."""
-    waited: list[int] = field(default_factory=lambda: [0] * (len(HAND_OFF_BOUNDS_S) + 1))
-    """Completed loads by how long their requests waited, in the buckets of `HAND_OFF_BOUNDS_S`."""
-    seconds_waited: float = 0.0
+    waits: Waits = field(default_factory=Waits)
 
     # --- what the engine asks -----------------------------------------------------------------
 
@@ -143,7 +138,7 @@ class LoadTable:
             return []
         load.early, load.waiting_since = False, now
         if load.state is LoadState.KEPT:
-            self._count_wait(0.0)
+            self.waits.saw(load, 0.0)
             del self.loads[request_id]
             return []
         if load.state is LoadState.STOPPING:
@@ -438,14 +433,8 @@ class LoadTable:
         if not ok:
             return [LoadEnded(load.request_id, False, load.problem), *others]
         seconds = now - load.waiting_since
-        if load.prefix is not None:
-            self.prefix_seconds += seconds
-        elif not load.early:
-            self._count_wait(seconds)
+        if not load.early:
+            self.waits.saw(load, seconds)
         num_tokens = 0 if load.prefix is None else load.num_tokens
         ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds, num_tokens)
         return [Unpack(load.request_id), ended, *others] if load.staged else [ended]
-
-    def _count_wait(self, seconds: float) -> None:
-        self.waited[bisect_left(HAND_OFF_BOUNDS_S, seconds)] += 1
-        self.seconds_waited += seconds

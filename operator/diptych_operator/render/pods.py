@@ -25,6 +25,7 @@ from diptych_operator.api.names import (
     SERVING_DIR,
     SERVING_FILE,
     TLS_DIR,
+    ZONE_LABEL,
     Role,
     dns_target,
     engine_ports,
@@ -56,6 +57,8 @@ _ENGINE_ARGUMENTS = [
     *("--config", f"$(DIPTYCH_CONFIG_DIR)/{ENGINE_FILE}"),
     *("--keys", "$(DIPTYCH_KEYS_DIR)"),
     *("--engine-id", "$(POD_NAME)"),
+    *("--node", "$(NODE_NAME)"),
+    *("--zone", "$(NODE_ZONE)"),
     *("--host", "$(DIPTYCH_BIND_HOST)"),
     *("--advertise-host", "$(POD_IP)"),
     *("--port", "$(DIPTYCH_HTTP_PORT)"),
@@ -141,6 +144,8 @@ def engine_deployment(
     ports = engine_ports(service)
     environment = [
         *_environment(ports),
+        _field("NODE_NAME", "spec.nodeName"),
+        _field("NODE_ZONE", f"metadata.labels['{ZONE_LABEL}']"),
         *([_variable("UCX_TLS", UCX_TLS[transport])] if transport in UCX_TLS else []),
     ]
     container = {
@@ -337,8 +342,8 @@ def _check_template(
 
 def _environment(ports: dict[str, int]) -> list[dict[str, Any]]:
     return [
-        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        _field("POD_NAME", "metadata.name"),
+        _field("POD_IP", "status.podIP"),
         _variable("DIPTYCH_CONFIG_DIR", CONFIG_DIR),
         _variable("DIPTYCH_KEYS_DIR", KEYS_DIR),
         _variable(BIND_HOST_VARIABLE, "0.0.0.0"),
@@ -348,6 +353,11 @@ def _environment(ports: dict[str, int]) -> list[dict[str, Any]]:
 
 def _variable(name: str, value: str) -> dict[str, Any]:
     return {"name": name, "value": value}
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    """A variable with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _container_ports(ports: dict[str, int]) -> list[dict[str, Any]]:

@@ -102,6 +102,7 @@ def _choice(priced: Priced, decision: Decision, name_of: NameOf) -> Choice:
                 cost=priced.cost(at),
                 terms=priced.terms(at),
                 cached_tokens=int(priced.engines.cached[at]),
+                near=priced.near(at),
             )
             for at in shown
         ],

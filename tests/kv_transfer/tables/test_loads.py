@@ -30,6 +30,7 @@ from diptych_kv_transfer.tables.messages import (
     Renew,
     Sending,
 )
+from diptych_protocol.wire import MAX_MOVES_TOLD
 
 ME = Hello("decode", "d1", {"dtype": "float32"})
 P = Hello("prefill", "p1", {"dtype": "float32"})
@@ -291,10 +292,33 @@ def test_a_message_about_another_claim_is_ignored() -> None:
 
 def test_an_early_load_is_kept_until_it_is_adopted() -> None:
     table = at(LoadState.KEPT, early=True)
-    assert (table.completed, table.in_flight, sum(table.waited)) == (1, 0, 0)
+    assert (table.completed, table.in_flight, sum(table.waits.hand_off_counts)) == (1, 0, 0)
     assert table.adopt("r", 3.0) == []
     assert table.loads == {}
-    assert table.waited[0] == 1, "nobody waited"
+    assert table.waits.hand_off_counts[0] == 1, "nobody waited"
+
+
+def test_each_completed_load_is_told_with_its_sender_and_what_its_request_waited() -> None:
+    table = LoadTable(ME, load_timeout_s=60.0)
+    table.connected(ADDRESS, PEER, 0.0)
+    table.greeted(PEER, P, 0.0)
+    for number in range(MAX_MOVES_TOLD + 3):
+        name, early = f"r{number}", number % 2 == 1
+        lease = replace(LEASE, lease_id=name)
+        table.start(name, lease, "digest", TAG, dict(WANTED), 1, 10.0 * number, early=early)
+        opened = 10.0 * number + 1.0
+        table.receive(PEER, Opened(name, TAG), opened)
+        table.receive(PEER, Sending(name, TAG, TAG, RUNS), opened)
+        table.receives_ended(name, TAG, ok=True, now=opened)
+        table.receive(PEER, Closed(name, number != 4, TAG), opened + 2.0)
+        if early:
+            table.adopt(name, opened + 3.0)
+    told = list(table.waits.moves)
+    assert len(told) == MAX_MOVES_TOLD
+    last = MAX_MOVES_TOLD + 2  # one was not held, so it was no move
+    assert [move.number for move in told] == list(range(last - MAX_MOVES_TOLD + 1, last + 1))
+    assert {(move.sender, move.num_blocks) for move in told} == {("prefill", 3)}
+    assert {move.seconds for move in told} == {3.0, 0.0}, "nobody waited for the early ones"
 
 
 def test_an_early_load_that_nobody_adopts_ends_once_more() -> None:

@@ -100,6 +100,27 @@ def test_a_feature_renders_as_its_golden_file(feature: str) -> None:
     assert list(yaml.safe_load_all(path.read_text())) == objects
 
 
+def test_engines_of_both_pools_are_told_their_node_and_zone_and_routers_are_not() -> None:
+    objects = msgspec.to_builtins(render(service({}), SECRETS))
+    for name, deployment in by_kind(objects, "Deployment").items():
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        fields = {
+            entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"]
+            for entry in container["env"]
+            if "valueFrom" in entry
+        }
+        assert fields["POD_NAME"] == "metadata.name"
+        arguments = " ".join(container["args"])
+        told = "--node $(NODE_NAME) --zone $(NODE_ZONE)" in arguments
+        if name == "svc-router":
+            assert not told
+            assert "NODE_NAME" not in fields
+        else:
+            assert told
+            assert fields["NODE_NAME"] == "spec.nodeName"
+            assert fields["NODE_ZONE"] == "metadata.labels['topology.kubernetes.io/zone']"
+
+
 def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     objects = render(service(FEATURES["engine_settings"]), SECRETS)
     name = revision(service(FEATURES["engine_settings"]))

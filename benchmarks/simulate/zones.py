@@ -1,0 +1,88 @@
+"""What it is worth that routers know of zones: `python -m benchmarks.simulate zones`.
+
+The same arrivals at pods of two zones, between which KV takes ten times as long as within one. A
+router is told less or more of that.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from benchmarks.machine import RESULTS, machine
+from benchmarks.simulate.calibration import on_paper
+from benchmarks.simulate.cluster import Simulation
+from benchmarks.simulate.metrics import Objectives, summarise
+from benchmarks.simulate.plan import Plan, Zones
+from benchmarks.simulate.workload import Lengths, Traffic, poisson
+
+from diptych_router.policies import POLICIES
+
+FAR: Final = 10.0
+KNOWLEDGE: Final = {
+    "no": Zones(2, FAR, told=False, moves_told=False),
+    "zones alone": Zones(2, FAR, moves_told=False),
+    "moves alone": Zones(2, FAR, told=False),
+    "zones and moves": Zones(2, FAR),
+}
+PODS: Final = (4, 32)
+"""In each pool."""
+RATES: Final = (2.0, 6.0)
+"""Requests a second for each prefill pod; 9 is about what it can do."""
+SECONDS: Final = 20.0
+SETTLED: Final = 5.0
+"""What arrives before that is not counted."""
+DOCUMENTS: Final = Traffic(Lengths(4000, 0.6, 32000), Lengths(300, 0.6, 2000))
+
+
+def plan(pods: int, zones: Zones, routers: int = 1) -> Plan:
+    known = on_paper().plan(pods, pods, routers, POLICIES["prefix_aware"])
+    return replace(known, disaggregate="always", zones=zones)
+
+
+def at(pods: int, rate: float, knows: str, seconds: float = SECONDS) -> dict[str, Any]:
+    """One simulated service. Times are in milliseconds, of requests that came once it was under
+    way."""
+    arrivals = poisson(rate * pods, round(rate * pods * seconds), 0)
+    log = Simulation(plan(pods, KNOWLEDGE[knows])).run(DOCUMENTS.requests(arrivals, 0))
+    seen = summarise(log, Objectives(1.0, 0.02), SETTLED)
+    jobs = [job for job in log.jobs if job.arrival >= SETTLED and job.loaded_s]
+    took_ms = np.array([job.loaded_s for job in jobs]) * 1e3
+    return {
+        "pods": f"{pods}+{pods}",
+        "requests/s a pod": rate,
+        "router knows": knows,
+        "to the other zone": sum(job.far for job in jobs) / len(jobs),
+        "hand-off mean ms": float(took_ms.mean()),
+        "hand-off p90 ms": float(np.percentile(took_ms, 90)),
+        "TTFT p50 ms": seen.ttft_ms["p50"],
+        "TTFT p90 ms": seen.ttft_ms["p90"],
+        "TPOT p50 ms": seen.tpot_ms["p50"],
+    }
+
+
+def main() -> None:
+    began = time.monotonic()
+    rows = [at(pods, rate, knows) for pods in PODS for rate in RATES for knows in KNOWLEDGE]
+    seconds = time.monotonic() - began
+    facts = {"machine": machine(), "costs": on_paper().machine, "seconds": seconds, "rows": rows}
+    (RESULTS / "zones.json").write_text(json.dumps(facts, indent=2) + "\n")
+    names = list(rows[0])
+    lines = [
+        "# Two zones", "",
+        f"`python -m benchmarks.simulate zones`, {seconds:.0f} s on {facts['machine']}. Step "
+        f"costs: {facts['costs']}. KV takes {FAR:g} times as long between the zones as within one.",
+        "", f"| {' | '.join(names)} |", f"|---|---:|---|{'---:|' * (len(names) - 3)}",
+        *(f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows),
+    ]  # fmt: skip
+    (RESULTS / "zones.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def _cell(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.0%}" if value < 1.0 else f"{value:.3g}"
