@@ -234,9 +234,9 @@ def _local_pod(
 
     env: dict[str, str] = {}
     for variable in container.get("env", []):
-        value = localised(_value(pod, variable))
+        value = _value(pod, variable)
         if not any(value == mount or value.startswith(f"{mount}/") for mount in missing):
-            env[variable["name"]] = expand(value, env)
+            env[variable["name"]] = expand(localised(value), env)
     command = [*container.get("command", []), *container.get("args", [])]
     if pod.host != LOOPBACK:
         command += ["--admin-host", LOOPBACK]

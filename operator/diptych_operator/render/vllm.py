@@ -115,4 +115,4 @@ def _path(uri: str) -> str:
 
 def _as_it_is(text: str) -> str:
     """Kubernetes expands $(NAME); a doubled dollar is one."""
-    return text.replace("$(", "$$(")
+    return text.replace("$", "$$")

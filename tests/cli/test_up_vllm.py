@@ -1,0 +1,135 @@
+"""`diptych up` with engines that are vLLM: they start, answer, and none is ever left.
+
+Only where vLLM is installed. The router is a small program: what a router says to vLLM has tests of
+its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from free_ports import free_port
+from vllm_kit.tiny_model import save_tiny_model
+from waits import PATIENCE_S, wait_until
+
+Service = dict[str, Any]
+VENV = Path(os.environ.get("DIPTYCH_VLLM", Path(__file__).parents[2] / ".vllm")).absolute()
+START_S = 900.0
+"""A busy machine may need minutes to import vLLM."""
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (VENV / "bin" / "vllm").exists(),
+        reason="vLLM is not installed: DIPTYCH_VLLM names no virtual environment that has it",
+    ),
+    pytest.mark.slow,
+    pytest.mark.timeout(START_S + 4 * PATIENCE_S),
+]
+VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+@dataclass
+class Run:
+    """One `diptych up` that has come up."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    state: Path
+
+    def pod(self, name: str) -> dict[str, Any]:
+        pods = msgspec.json.decode(self.state.read_bytes())["pods"]
+        return next(pod for pod in pods if pod["name"] == name)
+
+
+@pytest.fixture
+def service(tmp_path: Path, small_pod: Callable[..., Service]) -> Service:
+    env = [{"name": name, "value": value} for name, value in VARIABLES.items()]
+    return {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "model": {"uri": Path(save_tiny_model(tmp_path / "model")).as_uri()},
+            "engine": {
+                "runtime": "vllm",
+                "image": "vllm/vllm-openai:v0.32.0",
+                "args": [
+                    "--dtype=float32", "--enforce-eager", "--num-gpu-blocks-override=32",
+                    "--max-model-len=256",
+                ],
+            },
+            "decode": {
+                "replicas": 1,
+                "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
+            },
+            "router": {"podTemplate": small_pod("router")},
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run(service: Service, service_file: Callable[[Service], Path], tmp_path: Path) -> Iterator[Run]:
+    output = tmp_path / "output"
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path), "NO_COLOR": "1", "DIPTYCH_VLLM": str(VENV)}
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "diptych.main", "up", str(service_file(service))),
+                *("--port", str(free_port())),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+        )
+    try:
+        wait_until(
+            lambda: "ready in" in output.read_text() or process.poll() is not None,
+            "the service is ready",
+            START_S,
+        )
+        assert process.poll() is None, output.read_text()
+        (state,) = tmp_path.glob("diptych-tiny-*/state.json")
+        yield Run(process, output, state)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_vllm_starts_serves_the_revision_and_goes_with_ctrl_c(run: Run) -> None:
+    engine = run.pod("tiny-decode-0")
+    url = f"http://127.0.0.1:{engine['ports']['http']}"
+    assert httpx.get(f"{url}/health").status_code == 200
+    names = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
+    assert names[0] == "tiny"
+    assert names[1].startswith("revision/")
+    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=asked, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(family) >= 5, "two leashes, the small router, vLLM's server and its core"
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(PATIENCE_S) == 0, run.output.read_text()
+    wait_until(lambda: not any(map(_lives, family)), "all processes have ended")
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
