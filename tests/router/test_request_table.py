@@ -19,6 +19,7 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineOverloadedError,
     FinishReason,
+    InvalidRequestError,
     KVTransferParams,
     SamplingParams,
     Slo,
@@ -523,6 +524,19 @@ def test_full_engines_turn_away_who_has_nothing_yet() -> None:
     failed = [action for action in world.log if isinstance(action, Fail)]
     assert isinstance(failed[0].error, EngineOverloadedError)
     assert (world.fleet.refused, world.fleet.badly) == (["p"], [])
+    world.check_end()
+
+
+def test_a_request_that_is_wrong_as_written_is_tried_once_and_blames_nobody() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    refusal = EngineCoreOutput(
+        "r/1", [], finish_reason=FinishReason.ERROR, error="no", error_kind=ErrorKind.REFUSED
+    )
+    world.say("p", refusal)
+    [failed] = [action for action in world.log if isinstance(action, Fail)]
+    assert isinstance(failed.error, InvalidRequestError)
+    assert (str(failed.error), world.placements(), world.fleet.badly) == ("no", [], [])
     world.check_end()
 
 
