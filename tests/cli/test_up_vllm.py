@@ -1,8 +1,4 @@
-"""`diptych up` with engines that are vLLM: they start, answer, and none is ever left.
-
-Only where vLLM is installed. The router is a small program: what a router says to vLLM has tests of
-its own.
-"""
+"""`diptych up` with engines that are vLLM: they start, answer, and none is ever left."""
 
 from __future__ import annotations
 
@@ -20,22 +16,12 @@ import msgspec
 import psutil
 import pytest
 from free_ports import free_port
+from vllm_kit.real_server import START_S, VENV, needs_vllm
 from vllm_kit.tiny_model import save_tiny_model
 from waits import PATIENCE_S, wait_until
 
 Service = dict[str, Any]
-VENV = Path(os.environ.get("DIPTYCH_VLLM", Path(__file__).parents[2] / ".vllm")).absolute()
-START_S = 900.0
-"""A busy machine may need minutes to import vLLM."""
-
-pytestmark = [
-    pytest.mark.skipif(
-        not (VENV / "bin" / "vllm").exists(),
-        reason="vLLM is not installed: DIPTYCH_VLLM names no virtual environment that has it",
-    ),
-    pytest.mark.slow,
-    pytest.mark.timeout(START_S + 4 * PATIENCE_S),
-]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 4 * PATIENCE_S)]
 VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -50,6 +36,7 @@ class Run:
     process: subprocess.Popen[bytes]
     output: Path
     state: Path
+    port: int
 
     def pod(self, name: str) -> dict[str, Any]:
         pods = msgspec.json.decode(self.state.read_bytes())["pods"]
@@ -57,7 +44,7 @@ class Run:
 
 
 @pytest.fixture
-def service(tmp_path: Path, small_pod: Callable[..., Service]) -> Service:
+def service(tmp_path: Path) -> Service:
     env = [{"name": name, "value": value} for name, value in VARIABLES.items()]
     return {
         "apiVersion": "diptych.dev/v1alpha1",
@@ -77,20 +64,19 @@ def service(tmp_path: Path, small_pod: Callable[..., Service]) -> Service:
                 "replicas": 1,
                 "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
             },
-            "router": {"podTemplate": small_pod("router")},
         },
     }  # fmt: skip
 
 
 @pytest.fixture
 def run(service: Service, service_file: Callable[[Service], Path], tmp_path: Path) -> Iterator[Run]:
-    output = tmp_path / "output"
+    output, port = tmp_path / "output", free_port()
     environment = {"XDG_RUNTIME_DIR": str(tmp_path), "NO_COLOR": "1", "DIPTYCH_VLLM": str(VENV)}
     with output.open("wb") as log:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "diptych.main", "up", str(service_file(service))),
-                *("--port", str(free_port())),
+                *("--port", str(port)),
             ],
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -104,28 +90,48 @@ def run(service: Service, service_file: Callable[[Service], Path], tmp_path: Pat
         )
         assert process.poll() is None, output.read_text()
         (state,) = tmp_path.glob("diptych-tiny-*/state.json")
-        yield Run(process, output, state)
+        yield Run(process, output, state, port)
     finally:
         process.kill()
         process.wait()
 
 
-def test_vllm_starts_serves_the_revision_and_goes_with_ctrl_c(run: Run) -> None:
+def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -> None:
     engine = run.pod("tiny-decode-0")
-    url = f"http://127.0.0.1:{engine['ports']['http']}"
-    assert httpx.get(f"{url}/health").status_code == 200
-    names = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
-    assert names[0] == "tiny"
-    assert names[1].startswith("revision/")
-    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "ignore_eos": True}}
-    answer = httpx.post(f"{url}/inference/v1/generate", json=asked, timeout=PATIENCE_S)
-    assert answer.status_code == 200, answer.text
+    addresses = [f"http://127.0.0.1:{port}" for port in (run.port, engine["ports"]["http"])]
+    routed, direct = (_answer(address) for address in addresses)
+    assert routed == direct
+
+    engines = _router_state(run)["engines"]
+    names = [model["id"] for model in httpx.get(f"{addresses[1]}/v1/models").json()["data"]]
+    assert names == ["tiny", f"revision/{engines[0]['revision']}"]
+    assert engines[0]["usable"]
 
     family = psutil.Process(run.process.pid).children(recursive=True)
-    assert len(family) >= 5, "two leashes, the small router, vLLM's server and its core"
+    assert len(family) >= 5, "two leashes, the router, vLLM's server and its core"
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(PATIENCE_S) == 0, run.output.read_text()
     wait_until(lambda: not any(map(_lives, family)), "all processes have ended")
+
+
+def _answer(address: str) -> str:
+    body = {
+        "model": "tiny", "messages": [{"role": "user", "content": "Two panels and a hinge?"}],
+        "max_tokens": 8, "temperature": 0,
+    }  # fmt: skip
+    answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def _router_state(run: Run) -> dict[str, Any]:
+    (token,) = run.state.parent.glob("secrets/*/admin-token")
+    port = run.pod("tiny-router-0")["ports"]["admin"]
+    headers = {"Authorization": f"Bearer {token.read_text()}"}
+    answer = httpx.get(f"http://127.0.0.1:{port}/admin/state", headers=headers)
+    state: dict[str, Any] = answer.json()
+    return state
 
 
 def _lives(process: psutil.Process) -> bool:
