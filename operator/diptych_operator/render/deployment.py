@@ -43,7 +43,7 @@ class Pods:
     replicas: int
     container: dict[str, Any]
     volumes: list[dict[str, Any]]
-    """Of ConfigMaps and Secrets; each is mounted at the place that its name stands for."""
+    """What they hold are ConfigMaps and Secrets; the name of each says where it is mounted."""
     config_hash: str
     """Empty for a program that reads no ConfigMap."""
     model: ModelMount

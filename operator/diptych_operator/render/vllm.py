@@ -109,7 +109,7 @@ def _arguments(service: InferenceService, revision: str) -> Iterator[str]:
 
 
 def _path(uri: str) -> str:
-    """Of a `file://` URI, which is what every model is to the program in a pod."""
+    """What a `file://` URI names; every model is one to the program in a pod."""
     return unquote(urlsplit(uri).path)
 
 

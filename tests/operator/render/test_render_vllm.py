@@ -61,7 +61,7 @@ def test_there_is_one_pool_and_no_trace_of_the_other() -> None:
 
 
 def test_what_the_operator_decides_comes_after_what_the_service_gives() -> None:
-    """Of an argument that is there twice vLLM takes the last, an abbreviated one included."""
+    """vLLM takes the last of an argument that is there twice, even if one is abbreviated."""
     args = container_of(service(engine={"args": ["--ho=1.2.3.4", "--max-model-len=64"]}))["args"]
     assert args[1:3] == ["--ho=1.2.3.4", "--max-model-len=64"]
     names = [arg.partition("=")[0] for arg in args]
