@@ -5,12 +5,9 @@ What it asks of `spec.engine` itself stands beside that, in `engine.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from diptych_operator.api.base import Rule
-
-if TYPE_CHECKING:
-    from diptych_operator.api.service import Spec
 
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu")
 """The resources of which each rank of an engine takes one, where a pod has any."""
@@ -30,15 +27,14 @@ ONE_POOL_OF_VLLM = Rule(
 )
 
 
-def _vllm_can_read(spec: Spec) -> bool:
-    uri = spec.model.uri
+def _vllm_can_read(uri: str) -> bool:
     return not (uri.startswith(("package://", "dummy://")) or uri.endswith(".gguf"))
 
 
 MODEL_OF_VLLM = Rule(
     "self.engine.runtime != 'vllm' || !(self.model.uri.startsWith('package://') || "
     "self.model.uri.startsWith('dummy://') || self.model.uri.endsWith('.gguf'))",
-    lambda spec: spec.engine.runtime != "vllm" or _vllm_can_read(spec),
+    lambda spec: spec.engine.runtime != "vllm" or _vllm_can_read(spec.model.uri),
     "must be a folder in Hugging Face's layout where engine.runtime is vllm: hf://ORG/REPO, "
     "s3://BUCKET/FOLDER, pvc://CLAIM/PATH, oci://IMAGE@sha256:DIGEST or file:///PATH",
     ".model.uri",
@@ -58,7 +54,7 @@ ONE_API_OF_VLLM = Rule(
 )
 
 
-def _has_gpus_for_ranks(spec: Spec) -> bool:
+def _has_gpus_for_ranks(spec: Any) -> bool:
     if spec.engine.runtime != "vllm":
         return True
     limits = spec.decode.resources.limits
