@@ -40,6 +40,11 @@ _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_EVENTS = (
+    '{"enable_kv_cache_events":true,"publisher":"zmq",'
+    '"endpoint":"tcp://*:0","replay_endpoint":"tcp://*:0"}'
+)
+"""vLLM chooses the ports, and routers ask it for them."""
 _HEALTH = {"path": "/health", "port": "http"}
 _PROBES: dict[str, Any] = {
     # An hour to load and compile; until then neither of the others is asked. A rollout gives up
@@ -106,6 +111,7 @@ def _arguments(service: InferenceService, revision: str) -> Iterator[str]:
     yield f"--tensor-parallel-size={service.spec.engine.tensor_parallel_size}"
     yield f"--shutdown-timeout={service.spec.availability.drain_seconds}"
     yield "--enable-scale-out"
+    yield f"--kv-events-config={_EVENTS}"
 
 
 def _path(uri: str) -> str:
