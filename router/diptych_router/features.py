@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from diptych_protocol import EngineCoreRequest, InvalidRequestError
 from diptych_protocol.config import Runtime
@@ -59,17 +59,28 @@ def _sampled(field: str) -> Asks:
     return asks
 
 
-_ASKED: Final[tuple[tuple[str, str, Asks, str], ...]] = (
-    ("embeddings", "input", lambda r: r.pooling_params is not None,
-     "ask a service for embeddings whose engines have another runtime"),
-    ("prompt_embeds", "prompt_embeds", lambda r: r.prompt_embeds is not None,
-     "send the prompt as text or token ids"),
-    ("images", "image_url", lambda r: bool(r.mm_features), "send text only"),
-    ("adapters", "model", lambda r: r.lora_request is not None, "name the base model"),
-    ("prompt_logprobs", "prompt_logprobs", _sampled("prompt_logprobs"), "leave it out"),
-    ("logits_processors", "logits_processors", _sampled("logits_processors"), "leave it out"),
+class Lack(NamedTuple):
+    """A feature that engines may lack."""
+
+    feature: str
+    """The field of `Features`."""
+    field: str
+    """Where users ask for it."""
+    asks: Asks
+    remedy: str
+    """What to do instead."""
+
+
+_ASKED: Final = (
+    Lack("embeddings", "input", lambda r: r.pooling_params is not None,
+         "ask a service for embeddings whose engines have another runtime"),
+    Lack("prompt_embeds", "prompt_embeds", lambda r: r.prompt_embeds is not None,
+         "send the prompt as text or token ids"),
+    Lack("images", "image_url", lambda r: bool(r.mm_features), "send text only"),
+    Lack("adapters", "model", lambda r: r.lora_request is not None, "name the base model"),
+    Lack("prompt_logprobs", "prompt_logprobs", _sampled("prompt_logprobs"), "leave it out"),
+    Lack("logits_processors", "logits_processors", _sampled("logits_processors"), "leave it out"),
 )  # fmt: skip
-"""Feature, the field by which users ask for it, whether a request does, and what to do instead."""
 
 
 def check_pools(features: Features, *, prefill: bool) -> None:
@@ -91,14 +102,18 @@ def check_pools(features: Features, *, prefill: bool) -> None:
         )
 
 
-def check_features(features: Features, request: EngineCoreRequest) -> None:
-    """Raise `InvalidRequestError`, naming the field, if a request asks for what these engines do
-    not have."""
-    for feature, field, asks, remedy in _ASKED:
-        if not getattr(features, feature) and asks(request):
+def lacking(features: Features) -> tuple[Lack, ...]:
+    """What these engines lack; mostly nothing."""
+    return tuple(lack for lack in _ASKED if not getattr(features, lack.feature))
+
+
+def check_features(runtime: Runtime, lacks: tuple[Lack, ...], request: EngineCoreRequest) -> None:
+    """Raise `InvalidRequestError`, naming the field, if a request asks for something of these."""
+    for lack in lacks:
+        if lack.asks(request):
             raise InvalidRequestError(
-                f"{field}: the engines of this service are of the runtime {features.runtime}, "
-                f"which does not offer {feature.replace('_', ' ')} here; {remedy}",
-                param=field,
+                f"{lack.field}: the engines of this service are of the runtime {runtime}, which "
+                f"does not offer {lack.feature.replace('_', ' ')} here; {lack.remedy}",
+                param=lack.field,
                 code="unsupported_by_runtime",
             )

@@ -50,7 +50,7 @@ from diptych_router.discovery import Target
 from diptych_router.engine_link import EngineLink, ReadKeys
 from diptych_router.explaining.explanations import Explanations
 from diptych_router.explaining.prediction_metrics import PredictionMetrics
-from diptych_router.features import FEATURES, check_features, check_pools
+from diptych_router.features import FEATURES, check_features, check_pools, lacking
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
 from diptych_router.request_table import RequestTable
@@ -100,7 +100,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             on_hang=self._engine_hangs,
         )
         self._model_limit = inputs.max_model_len
-        self._features = FEATURES[config.runtime]
+        self._runtime, self._lacks = config.runtime, lacking(FEATURES[config.runtime])
         self.table = RequestTable(
             self.pools,
             hold_seconds=config.hold_seconds,
@@ -172,7 +172,8 @@ class PoolClient(AsyncEngine, WithoutControl):
             )
 
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
-        check_features(self._features, request)
+        if self._lacks:
+            check_features(self._runtime, self._lacks, request)
         if self.router_tracer is not None:
             self.router_tracer.begin(request)
         now = self._loop.time()

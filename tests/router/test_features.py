@@ -10,7 +10,7 @@ import pytest
 from vllm_kit.sent import request
 
 from diptych_protocol import EngineCoreRequest, InvalidRequestError, LoRARequest, PoolingParams
-from diptych_router.features import FEATURES, check_features, check_pools
+from diptych_router.features import FEATURES, check_features, check_pools, lacking
 
 
 def with_(**fields: Any) -> EngineCoreRequest:
@@ -30,15 +30,15 @@ ASKED = {
 @pytest.mark.parametrize("field", ASKED)
 def test_vllm_engines_refuse_what_they_lack(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{field}: .* runtime vllm.*; ") as refused:
-        check_features(FEATURES["vllm"], ASKED[field])
+        check_features("vllm", lacking(FEATURES["vllm"]), ASKED[field])
     assert refused.value.param == field
-    check_features(FEATURES["diptych"], ASKED[field])
+    assert lacking(FEATURES["diptych"]) == ()
 
 
 def test_what_every_runtime_has_is_not_refused() -> None:
     plain = request(logprobs=3, seed=1, stop=["x"], logit_bias={1: 1.0}, bad_words=["no"])
-    for features in FEATURES.values():
-        check_features(features, plain)
+    for runtime, features in FEATURES.items():
+        check_features(runtime, lacking(features), plain)
 
 
 @pytest.mark.parametrize(("runtime", "prefill"), [("vllm", True), ("diptych", False)])

@@ -16,10 +16,17 @@ import pytest
 import pytest_asyncio
 from free_ports import free_port
 from vllm_kit.real_server import START_S, RealVllm, needs_vllm, vllm_servers
-from vllm_kit.tiny_model import save_tiny_model
+from vllm_kit.tiny_model import CONTEXT, VOCABULARY, save_tiny_model
 from waits import PATIENCE_S
 
-from diptych_protocol import RouterConfig
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_protocol import RouterConfig, SamplingParams
+from diptych_router.discovery import parse_targets
+from diptych_router.pool_client import PoolClient
+from diptych_router.routed_request import RoutedRequest
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 600)]
 
@@ -29,6 +36,11 @@ HELLO: dict[str, Any] = {
     "max_tokens": 24,
     "temperature": 0,
 }
+EVENTS = {
+    "enable_kv_cache_events": True, "publisher": "zmq",
+    "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0",
+}  # fmt: skip
+OPTIONS = ("--enable-scale-out", "--kv-events-config", json.dumps(EVENTS))
 LONG = {**HELLO, "max_tokens": 900, "ignore_eos": True}
 
 
@@ -39,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealVllm]]:
-    with vllm_servers(model, tmp_path_factory.mktemp("logs"), 2, "--enable-scale-out") as started:
+    with vllm_servers(model, tmp_path_factory.mktemp("logs"), 2, *OPTIONS) as started:
         yield started
 
 
@@ -168,6 +180,56 @@ async def test_a_client_that_goes_ends_its_request_in_vllm(
     assert sum(server.num_running() for server in servers) == 1
     await stream.aclose()  # type: ignore[attr-defined]
     await eventually(lambda: sum(server.num_running() for server in servers) == 0)
+
+
+def in_process(model: str, servers: list[RealVllm]) -> PoolClient:
+    """A router's client that chooses by what servers remember."""
+    source = resolve_model(model)
+    renderer = TextRenderer(source)
+    return PoolClient(
+        RouterConfig(model=model, served_name="tiny", runtime="vllm", policy="prefix_aware"),
+        InputProcessor(renderer, max_model_len=CONTEXT, vocab_size=VOCABULARY),
+        OutputProcessor(renderer.tokenizer),
+        targets={
+            "prefill": [],
+            "decode": parse_targets(",".join(server.address for server in servers)),
+        },
+        read_keys=None,
+    )
+
+
+async def test_prompts_go_where_their_beginning_is_remembered(
+    model: str, servers: list[RealVllm], eventually: Any
+) -> None:
+    """The router comes after the prompts, so it knows of them by what servers send again."""
+    texts = [f"{number}, and so on and on" * 60 for number in range(4)]
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        for number, text in enumerate(texts):
+            body = {"model": "tiny", "prompt": text, "max_tokens": 1}
+            await client.post(f"{servers[number % 2].url}/v1/completions", json=body)
+    router = in_process(model, servers)
+
+    def choices() -> list[tuple[str, bool]]:
+        """Whom each prompt would go to, and whether that server has most of it."""
+        found = []
+        for text in texts:
+            asked = router.input_processor.process("q", text, SamplingParams(max_tokens=1))
+            view = RoutedRequest(asked, CONTEXT).view
+            decision = router.pools.choose(view)
+            assert decision is not None
+            known = decision.to_compute < view.prompt_tokens / 2
+            found.append((router.name_of(decision.decode), known))
+        return found
+
+    try:
+        router.start()
+        await eventually(lambda: len(router.pools.usable_engines()) == 2)
+        await eventually(lambda: all(known for _, known in choices()))
+        assert [name for name, _ in choices()] == [
+            servers[number % 2].address for number in range(len(texts))
+        ]
+    finally:
+        router.shutdown()
 
 
 async def test_a_stream_goes_on_at_another_server(

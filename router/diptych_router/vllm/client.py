@@ -25,11 +25,13 @@ from diptych_protocol import (
     SchedulerStats,
     UtilityError,
 )
-from diptych_protocol.wire import FOLLOW_HEARTBEAT, Heartbeat
+from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat, PrefixChanges
 from diptych_router.features import FEATURES
 from diptych_router.vllm.answer_stream import AnswerStream, MalformedStreamError, refusal
 from diptych_router.vllm.busy_time import BusyTime
 from diptych_router.vllm.description import ServedModel, UnfitServerError
+from diptych_router.vllm.event_socket import follow
+from diptych_router.vllm.kv_events import RememberedBlocks
 from diptych_router.vllm.messages import (
     GENERATE,
     broken,
@@ -98,6 +100,9 @@ class VllmClient:
         self._tasks: set[asyncio.Task[Any]] = set()
         """All that run, to be ended with this client."""
         self._beating: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._blocks = (1, 0)
+        """The size of its blocks in tokens, and how many it has."""
         self._asking: asyncio.Task[bool] | None = None
         """Whether it lives."""
         self._unstarted: dict[str, int] = {}
@@ -124,6 +129,7 @@ class VllmClient:
             raise
         self._complaint = ""
         self._max_model_len = about.max_model_len
+        self._blocks = about.block_size, about.num_blocks
         self._busy = BusyTime()
         self._connected = True
         return about
@@ -156,9 +162,14 @@ class VllmClient:
 
     def tell(self, method: str, *args: Any) -> None:
         """A call without an answer. What vLLM has no use for is left out."""
-        if method == FOLLOW_HEARTBEAT and self._connected:
-            self._end_beats()
+        if not self._connected:
+            return
+        if method == FOLLOW_HEARTBEAT:
+            _end(self._beating)
             self._beating = self._spawn(self._beat())
+        elif method == FOLLOW_PREFIXES:
+            _end(self._following)
+            self._following = self._spawn(self._follow_blocks())
 
     async def call(self, method: str, *args: Any, timeout_s: float = 0.0) -> Any:
         """A control call. Raises `UtilityError`: a vLLM server has none of them."""
@@ -169,7 +180,8 @@ class VllmClient:
         if not self._connected:
             return
         self._connected = False
-        self._end_beats()
+        _end(self._beating)
+        _end(self._following)
         self.abort(list(self._open))
         self._on_lost(cause)
 
@@ -295,7 +307,22 @@ class VllmClient:
                 )
             await asyncio.sleep(BEAT_S)
 
-    def _end_beats(self) -> None:
-        if self._beating is not None and self._beating is not asyncio.current_task():
-            self._beating.cancel()
-        self._beating = None
+    async def _follow_blocks(self) -> None:
+        """Pass on what the server remembers. Without that, requests go by its load alone."""
+        try:
+            source = await self._server.event_source()
+            if source is None:
+                return
+            await follow(source, RememberedBlocks(*self._blocks), self._tell_blocks)
+        except (EngineDeadError, UtilityError, TimeoutError) as exc:
+            log.warning("the vLLM server at %s: no more KV events: %s", self._address, exc)
+            self._tell_blocks(PrefixChanges(0, whole=True))
+
+    def _tell_blocks(self, changes: PrefixChanges) -> None:
+        self._on_outputs(EngineCoreOutputs(prefix_changes=changes))
+
+
+def _end(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task, unless it is this one."""
+    if task is not None and task is not asyncio.current_task():
+        task.cancel()

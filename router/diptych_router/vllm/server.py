@@ -10,10 +10,12 @@ import aiohttp
 from diptych_frontend.core_client.client import NotConnectedError
 from diptych_protocol import EngineDescription, UtilityError
 from diptych_router.vllm.description import ServedModel, check_generate, description_of
+from diptych_router.vllm.event_socket import EventSource, source_of
 from diptych_router.vllm.messages import GENERATE
 from diptych_router.vllm.metrics import ServerFigures, read_metrics
 
 CONNECT_S: Final = 3.0
+PAGE_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 8 << 20
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError)
 """What HTTP calls raise, besides `TimeoutError`, which is among these."""
@@ -67,6 +69,13 @@ class VllmServer:
         async with asyncio.timeout(timeout_s):
             await self._page("/health")
             return read_metrics((await self._page("/metrics")).decode(errors="replace"))
+
+    async def event_source(self) -> EventSource | None:
+        """Where its KV events are; see `source_of`. Raises as `figures`, and `EventsError`."""
+        async with asyncio.timeout(PAGE_S):
+            page = await self._page("/kv_event_sources")
+        host = self._address.rpartition(":")[0]
+        return source_of(page, host)
 
     async def lives(self, timeout_s: float) -> bool:
         """It says that it is healthy."""
