@@ -7,6 +7,7 @@ compute prompts too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -159,7 +160,38 @@ SLEEPERS_WAKE = Rule(
     "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
     ".router.holdSeconds",
 )
-SPEC_RULES = (DRAIN_OUTLIVES_LEASE, SLEEP_TOGETHER, SLEEPERS_WAKE, *RUNTIME_RULES)
+
+
+def _is_promised(pool: Pool | None, promise: int | None) -> bool:
+    scaling = pool.autoscaling if pool is not None else None
+    return scaling is None or scaling.attainment is None or promise is not None
+
+
+def _attains(pool: str, promise: str, kept: Callable[[Spec], bool]) -> Rule:
+    scaling = f"self.{pool}.autoscaling"
+    return Rule(
+        f"!has(self.{pool}) || !has({scaling}) || !has({scaling}.attainment) || "
+        f"has(self.slo.{promise})",
+        kept,
+        f"needs spec.slo.{promise}, which is the promise that is to be kept",
+        f".{pool}.autoscaling.attainment",
+    )
+
+
+PREFILL_PROMISED = _attains(
+    "prefill", "ttftMs", lambda spec: _is_promised(spec.prefill, spec.slo.ttft_ms)
+)
+DECODE_PROMISED = _attains(
+    "decode", "interTokenMs", lambda spec: _is_promised(spec.decode, spec.slo.inter_token_ms)
+)
+SPEC_RULES = (
+    DRAIN_OUTLIVES_LEASE,
+    SLEEP_TOGETHER,
+    SLEEPERS_WAKE,
+    PREFILL_PROMISED,
+    DECODE_PROMISED,
+    *RUNTIME_RULES,
+)
 """Rules over more than one part."""
 
 
