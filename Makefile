@@ -8,7 +8,7 @@ RUNS   ?= 200
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all chaos simulate lint docs audit format bench lock crds images cluster e2e clean
+.PHONY: help demo test test-slow test-all chaos simulate lint docs audit format bench lock crds images cluster e2e clean vllm
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,10 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS)) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.handoff
 	$(BIN)/python -m benchmarks.kernels
+
+VLLM ?= .vllm
+vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
+	$(PYTHON) install_vllm.py --venv $(VLLM)
 
 lock: ## write requirements.lock anew, after a change of the pins in pyproject.toml
 	$(INSTALL) lock

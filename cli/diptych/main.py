@@ -273,13 +273,16 @@ def completion(shell: str) -> None:
 
 def _run(file: Path, api: ApiAccess, console: Console, while_ready: Any) -> None:
     from diptych.laptop.model import with_local_model
+    from diptych.laptop.programs import other_programs
     from diptych.manifest import load
     from diptych.progress import Progress
     from diptych.up import up as run_service
 
-    service = with_local_model(load(file), MODEL_CACHE.expanduser(), console)
+    service = load(file)
+    programs = other_programs(file, service)  # before anything is fetched in vain
+    service = with_local_model(service, MODEL_CACHE.expanduser(), console)
     with Progress(console) as progress:
-        asyncio.run(run_service(file, service, api, progress, while_ready))
+        asyncio.run(run_service(file, service, api, programs, progress, while_ready))
 
 
 def _example_credentials(state: RunState) -> list[str]:

@@ -36,9 +36,9 @@ def rendered(path: Path, service: InferenceService) -> list[dict[str, Any]]:
 
 
 def check_model(path: Path, service: InferenceService) -> None:
-    """Raise `BadInputError` if this machine does not have the model, or cannot run it."""
+    """Raise `BadInputError` if this machine does not have the model, or cannot serve it."""
     try:
-        resolve_model(service.spec.model.uri)
+        resolve_model(service.spec.model.uri, weights=service.spec.engine.runtime == "diptych")
     except InvalidRequestError as exc:
         problem = str(exc).removeprefix("model: ")
         raise BadInputError(f"{path}: spec.model.uri: {problem}") from exc

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from diptych.laptop.client import options
-from diptych.laptop.rundir import RunState
+from diptych.laptop.pods import LOOPBACK
+from diptych.laptop.rundir import PodState, RunState
 
 METRICS_TIMEOUT_S = 2.0
 
@@ -29,12 +31,16 @@ def with_facts(state: RunState) -> RunState:
     except (httpx.HTTPError, OSError, ValueError):  # it may be starting, or leaving
         return state
     pods = [
-        msgspec.structs.replace(
-            pod, cpu=cpus.get(pod.name, ""), health=health.get(pod.name, pod.health)
-        )
+        msgspec.structs.replace(pod, cpu=cpus.get(pod.name, ""), health=_health(pod, health))
         for pod in state.pods
     ]
     return msgspec.structs.replace(state, pods=pods)
+
+
+def _health(pod: PodState, judged: Mapping[str, str]) -> str:
+    """By the pod's name, or by the address of an engine that has no name, as one of vLLM's."""
+    address = f"{LOOPBACK}:{pod.ports.get('http')}"
+    return judged.get(pod.name, judged.get(address, pod.health))
 
 
 def read_cpus(metrics: str) -> dict[str, str]:

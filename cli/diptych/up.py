@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,11 @@ async def up(
     file: Path,
     service: InferenceService,
     api: ApiAccess,
+    programs: Mapping[str, str],
     progress: Progress,
     while_ready: WhileReady,
 ) -> None:
-    """Run a service, read from `file`, from start to end.
+    """Run a service, read from `file`, from start to end. `programs`: see `local_pods`.
 
     Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
 
@@ -62,7 +63,7 @@ async def up(
         try:
             pods = [
                 RunningPod(pod, run_dir.log_path(pod.name))
-                for pod in _local_pods(objects, run_dir, api)
+                for pod in _local_pods(objects, run_dir, api, programs)
             ]
         except UnsupportedPodError as exc:
             raise BadInputError(f"{file}: {exc}") from exc
@@ -87,10 +88,13 @@ def _check_address(api: ApiAccess) -> None:
 
 
 def _local_pods(
-    objects: list[dict[str, Any]], run_dir: RunDirectory, api: ApiAccess
+    objects: list[dict[str, Any]],
+    run_dir: RunDirectory,
+    api: ApiAccess,
+    programs: Mapping[str, str],
 ) -> list[LocalPod]:
     spare = [free for free in free_ports(count_ports(objects) + 1) if free != api.port]
-    return local_pods(objects, run_dir.path, spare, api.port, api.host)
+    return local_pods(objects, run_dir.path, spare, api.port, api.host, programs)
 
 
 class _Run:

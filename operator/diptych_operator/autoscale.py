@@ -78,7 +78,7 @@ class Scaling:
 
 
 def autoscale(
-    prefill: PrefillPool,
+    prefill: PrefillPool | None,
     decode: DecodePool,
     wanted: Counts,
     ready: Counts,
@@ -91,21 +91,23 @@ def autoscale(
 ) -> Scaling:
     """The pods that both pools should have now. A pool without autoscaling keeps its `replicas`.
 
-    `wanted`: the size that the service aims at now. `ready`: ready pods by the kubelet, of all
-    revisions; one that no router lists is out of reach, and then its pool does not shrink. `now`:
-    seconds of a clock that does not jump back. `block_size`: tokens in a KV block.
+    `prefill`: None if the engines of decode compute prompts too. `wanted`: the size that the
+    service aims at now. `ready`: ready pods by the kubelet, of all revisions; one that no router
+    lists is out of reach, and then its pool does not shrink. `now`: seconds of a clock that does
+    not jump back. `block_size`: tokens in a KV block.
     """
     engines = merged(reports)
-    may_sleep = _may_sleep(prefill.autoscaling, decode.autoscaling)
-    if may_sleep and not (wanted.prefill and wanted.decode):
-        return _woken(reports, memory, now)
+    pools = [pool for pool in (prefill, decode) if pool is not None]
+    may_sleep = all(pool.autoscaling and pool.autoscaling.min_replicas == 0 for pool in pools)
+    if may_sleep and not (wanted.decode and (wanted.prefill or prefill is None)):
+        return _woken(reports, memory, now, Counts(0 if prefill is None else 1, 1))
 
     in_view = Counts(_listed(engines, "prefill"), _listed(engines, "decode"))
     in_reach = bool(reports) and not unreachable_routers
     all_in_view = in_view.prefill >= ready.prefill and in_view.decode >= ready.decode
     idle = in_reach and all_in_view and not _busy(reports, engines)
     busy_at = memory.busy_at if idle and memory.busy_at is not None else now
-    patience = max(_patience(prefill.autoscaling), _patience(decode.autoscaling))
+    patience = max(_patience(pool.autoscaling) for pool in pools)
     if may_sleep and idle and memory.busy_at is not None and now - busy_at >= patience:
         asleep = replace(memory, prefill=(), decode=(), busy_at=busy_at)
         return Scaling(NOTHING, asleep, f"asleep: nothing to do for {patience} s")
@@ -114,7 +116,8 @@ def autoscale(
     p = _prefill(prefill, engines, wanted.prefill, block_size)
     d = _decode(decode, engines, wanted.decode)
     p_known, d_known = (in_reach and in_view.of(role) >= ready.of(role) for role in POOLS)
-    p, p_learned = _promising(p, prefill.autoscaling, memory.prefill_learned, look, known=p_known)
+    promised = prefill.autoscaling if prefill is not None else None
+    p, p_learned = _promising(p, promised, memory.prefill_learned, look, known=p_known)
     d, d_learned = _promising(d, decode.autoscaling, memory.decode_learned, look, known=d_known)
     p_pods, p_recent, p_why = p.settle(memory.prefill, now, known=p_known)
     d_pods, d_recent, d_why = d.settle(memory.decode, now, known=d_known)
@@ -206,8 +209,10 @@ def _remember(recent: Recent, now: float, asked: int, patience: int) -> Recent:
 
 
 def _prefill(
-    pool: PrefillPool, engines: Sequence[EngineReport], current: int, block_size: int
+    pool: PrefillPool | None, engines: Sequence[EngineReport], current: int, block_size: int
 ) -> _Pool:
+    if pool is None:
+        return _Pool("prefill", 0, 0, "none", 0, 0, 0)
     scaling = pool.autoscaling
     if scaling is None:
         return _fixed("prefill", pool.replicas)
@@ -302,20 +307,15 @@ def _promising(
     return replace(pool, asked=asked, why=pool.why + found.why), found.learned if known else learned
 
 
-def _may_sleep(prefill: PrefillAutoscaling | None, decode: DecodeAutoscaling | None) -> bool:
-    """Both pools may have 0 pods; one alone never has."""
-    return all(s is not None and s.min_replicas == 0 for s in (prefill, decode))
-
-
 def _patience(scaling: PrefillAutoscaling | DecodeAutoscaling | None) -> int:
     return scaling.scale_down_seconds if scaling else 0
 
 
-def _woken(reports: Sequence[RouterReport], memory: Memory, now: float) -> Scaling:
+def _woken(reports: Sequence[RouterReport], memory: Memory, now: float, first: Counts) -> Scaling:
     """From no pods: stay asleep until a router holds a request, then one pod in each pool."""
     held = sum(report.held_requests for report in reports)
     if not held:
         asleep = replace(memory, prefill=(), decode=(), busy_at=None)
         return Scaling(NOTHING, asleep, "asleep: no request is held")
     reason = f"woken: {held} request{'s' * (held != 1)} held, 1 pod in each pool"
-    return Scaling(Counts(1, 1), replace(memory, busy_at=now), reason)
+    return Scaling(first, replace(memory, busy_at=now), reason)

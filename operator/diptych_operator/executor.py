@@ -6,7 +6,13 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from diptych_operator.api.names import DELETION_COST_ANNOTATION, POOLS, REVISION_LABEL, ROLE_LABEL
+from diptych_operator.api.names import (
+    DELETION_COST_ANNOTATION,
+    HTTP_PORT,
+    POOLS,
+    REVISION_LABEL,
+    ROLE_LABEL,
+)
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
@@ -26,6 +32,14 @@ OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND)
 """The kinds of shared objects that are deleted once they are no longer rendered. Objects of other
 kinds are never deleted for that reason: an engine's Deployment that has lost its revision label
 would look the same."""
+
+
+def open_work(pod: Mapping[str, Any], work: Mapping[str, int]) -> int:
+    """Requests and leases of a pod, by what engines call themselves: ours by the pod's name, those
+    that run vLLM by the address at which routers reach them."""
+    ip = (pod.get("status") or {}).get("podIP", "")
+    address = f"[{ip}]:{HTTP_PORT}" if ":" in ip else f"{ip}:{HTTP_PORT}"
+    return work.get(pod["metadata"]["name"], work.get(address, 0))
 
 
 class Executor:
@@ -106,7 +120,7 @@ class Executor:
         for pod in snapshot.pods:
             kind = (label(pod, REVISION_LABEL), label(pod, ROLE_LABEL))
             meta = pod["metadata"]
-            cost = str(work.get(meta["name"], 0))
+            cost = str(open_work(pod, work))
             if kind in shrinking and annotation(pod, DELETION_COST_ANNOTATION) != cost:
                 await self._annotate_pod(meta, {DELETION_COST_ANNOTATION: cost})
 

@@ -202,14 +202,13 @@ class Reconciler:
     def _desired(self, key: ServiceKey, snapshot: ServiceSnapshot, aim: Counts) -> Counts:
         """Pods that each pool should have: what the spec, others or the load ask for."""
         service = with_sizes_from_outside(snapshot.service, snapshot.children, aim)
-        prefill, decode = service.spec.prefill, service.spec.decode
-        if service.spec.suspend or not (prefill.autoscaling or decode.autoscaling):
+        if service.spec.suspend or not any(pool.autoscaling for pool in service.pools.values()):
             self._scaling.pop(key, None)
             return fixed_counts(service)
         ready = [snapshot.observed.ready(name) for name in snapshot.observed.revisions()]
         scaling = autoscale(
-            prefill,
-            decode,
+            service.spec.prefill,
+            service.spec.decode,
             aim,
             sum(ready, NOTHING),
             snapshot.observed.routers,
@@ -286,7 +285,7 @@ def _decide(snapshot: ServiceSnapshot, desired: Counts) -> Step:
         desired,
         service.spec.rollout,
         snapshot.revision_states(),
-        verify=service.spec.transfer.verify == "Required",
+        verify=service.verification == "Required",
         failed=deadline_missed(status.rollout, service, counted, _now()),
         routers_serving=[
             *(tuple(router.serving_revisions) for router in snapshot.observed.routers),
@@ -302,8 +301,8 @@ def _interval(service: InferenceService, step: Step) -> float | None:
         return None
     if step.phase not in (Phase.Idle, Phase.Suspended):
         return BUSY_INTERVAL_S
-    pools = (service.spec.prefill.autoscaling, service.spec.decode.autoscaling)
-    by_load = any(scaling is not None and scaling.by == "Operator" for scaling in pools)
+    scalings = (pool.autoscaling for pool in service.pools.values())
+    by_load = any(scaling is not None and scaling.by == "Operator" for scaling in scalings)
     return AUTOSCALE_INTERVAL_S if by_load else REST_INTERVAL_S
 
 

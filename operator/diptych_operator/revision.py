@@ -11,8 +11,10 @@ import hashlib
 
 import msgspec
 
+from diptych_operator.api.engine import Engine
 from diptych_operator.api.names import ROTATE_ANNOTATION
-from diptych_operator.api.service import Engine, InferenceService
+from diptych_operator.api.service import InferenceService
+from diptych_protocol.model_uri import parse_model_uri
 
 _LENGTH = 8
 
@@ -26,9 +28,21 @@ def revision(service: InferenceService) -> str:
             "model": [model.uri, model.revision, model.sha256],
             "engine": _decided(spec.engine),
             "transport": spec.transfer.transport,
-            "keys": key_set(service),
+            **_beside(service),
         }
     )
+
+
+def _beside(service: InferenceService) -> dict[str, str]:
+    """What engines have beside their own image and settings.
+
+    vLLM has no keys of ours, so a rotation leaves it alone. The router's image fetches its model:
+    another one replaces its pods, which is to happen as `rollout` says.
+    """
+    if service.spec.engine.runtime != "vllm":
+        return {"keys": key_set(service)}
+    fetched = parse_model_uri(service.spec.model.uri).is_fetched
+    return {"fetcher": service.spec.router.image} if fetched else {}
 
 
 _COUNTED_AT_THEIR_DEFAULTS = frozenset(

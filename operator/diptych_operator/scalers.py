@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.api.names import POOLS, Role, metadata, selector
-from diptych_operator.api.pools import DecodeAutoscaling, Pool, PrefillAutoscaling
+from diptych_operator.api.names import metadata, selector
+from diptych_operator.api.pools import DecodeAutoscaling, Pool, PoolName, PrefillAutoscaling
 from diptych_operator.api.scaler import SCALER_KIND, PoolScalerStatus
 from diptych_operator.api.service import API_VERSION, InferenceService
 from diptych_operator.counts import Counts
@@ -30,9 +30,9 @@ Object = dict[str, Any]
 # --- pure -------------------------------------------------------------------------------------
 
 
-def scaled_from_outside(service: InferenceService) -> tuple[Role, ...]:
+def scaled_from_outside(service: InferenceService) -> tuple[PoolName, ...]:
     """The pools for which the spec says `autoscaling.by: External`."""
-    return tuple(role for role in POOLS if _bounds(service, role) is not None)
+    return tuple(role for role in service.pools if _bounds(service, role) is not None)
 
 
 def scaler_ids(service: InferenceService) -> set[ChildId]:
@@ -40,7 +40,7 @@ def scaler_ids(service: InferenceService) -> set[ChildId]:
     return {child_id(scaler(service, role, 1)) for role in scaled_from_outside(service)}
 
 
-def scaler(service: InferenceService, role: Role, replicas: int) -> Object:
+def scaler(service: InferenceService, role: PoolName, replicas: int) -> Object:
     """A pool's PoolScaler as it is created."""
     return {
         "apiVersion": API_VERSION,
@@ -50,7 +50,7 @@ def scaler(service: InferenceService, role: Role, replicas: int) -> Object:
     }
 
 
-def size(service: InferenceService, role: Role, asked: int) -> int:
+def size(service: InferenceService, role: PoolName, asked: int) -> int:
     """Pods for a pool of which somebody asks for so many: that, within the pool's bounds."""
     bounds = _bounds(service, role)
     if bounds is None:
@@ -70,12 +70,12 @@ def with_sizes_from_outside(
         here = _own(service, role, live)
         asked = int(here["spec"]["replicas"]) if here else aim.of(role)
         pools[role] = msgspec.structs.replace(
-            _pool(service, role), replicas=size(service, role, asked), autoscaling=None
+            service.pools[role], replicas=size(service, role, asked), autoscaling=None
         )
     return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, **pools))
 
 
-def scaler_status(service: InferenceService, role: Role, ready: int) -> Object:
+def scaler_status(service: InferenceService, role: PoolName, ready: int) -> Object:
     """What `/scale` shows of a pool besides its wanted size."""
     labels = sorted(selector(service, role).items())
     text = ",".join(f"{name}={value}" for name, value in labels)
@@ -83,16 +83,14 @@ def scaler_status(service: InferenceService, role: Role, ready: int) -> Object:
     return status
 
 
-def _pool(service: InferenceService, role: Role) -> Pool:
-    return service.spec.prefill if role == "prefill" else service.spec.decode
-
-
-def _bounds(service: InferenceService, role: Role) -> PrefillAutoscaling | DecodeAutoscaling | None:
-    scaling = _pool(service, role).autoscaling
+def _bounds(
+    service: InferenceService, role: PoolName
+) -> PrefillAutoscaling | DecodeAutoscaling | None:
+    scaling = service.pools[role].autoscaling
     return scaling if scaling is not None and scaling.by == "External" else None
 
 
-def _own(service: InferenceService, role: Role, live: Mapping[ChildId, Raw]) -> Raw | None:
+def _own(service: InferenceService, role: PoolName, live: Mapping[ChildId, Raw]) -> Raw | None:
     """The pool's PoolScaler, unless it is one that an earlier service of this name left."""
     found = live.get(child_id(scaler(service, role, 1)))
     return found if found is not None and belongs_to(found, service) else None
@@ -139,7 +137,7 @@ class PoolScalers:
             )
         return None
 
-    async def _keep_one(self, snapshot: ServiceSnapshot, role: Role, aim: Counts) -> None:
+    async def _keep_one(self, snapshot: ServiceSnapshot, role: PoolName, aim: Counts) -> None:
         service = snapshot.service
         here = _own(service, role, snapshot.children)
         if here is None:

@@ -63,7 +63,7 @@ class ServiceSnapshot:
         """Each revision that has anything in the cluster, as the planner wants to see it."""
         observed, status = self.observed, self.service.status
         known = (status.current_revision, status.transfer.verified_revision)
-        required = self.service.spec.transfer.verify == "Required"
+        required = self.service.verification == "Required"
         return [
             RevisionState(
                 name,
@@ -73,6 +73,7 @@ class ServiceSnapshot:
                 verified=observed.verified(name) or name in known,
                 # What has served before stays believed, whatever routers say while they restart.
                 trusted=observed.trusted(name) if name == self.target and required else None,
+                whole=observed.pools(name) == ("decode",),
             )
             for name in observed.revisions()
         ]

@@ -342,6 +342,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     ) = None
 
 
+Runtime = Literal["diptych", "vllm"]
 RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 Disaggregate = Literal["auto", "always", "never"]
 
@@ -420,6 +421,14 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ),
     ] = 1
     slo: Annotated[Slo, Meta(description="What is promised to each request.")] = Slo()
+    runtime: Annotated[
+        Runtime,
+        Meta(
+            description="What the engines are. diptych: cores of this project, which the router "
+            "reaches over ZMQ. vllm: OpenAI servers of vLLM with `--enable-scale-out`, which it "
+            "reaches over HTTP."
+        ),
+    ] = "diptych"
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

@@ -78,6 +78,9 @@ class ErrorKind(enum.IntEnum):
     """There is no room: try another engine, or later."""
     MISSING_IMAGE = 2
     """The request names an image that the core does not have: send it again with all data."""
+    REFUSED = 3
+    """The request can never succeed as written. Only a router's line to an engine of another
+    runtime says so: cores of this project are sent nothing that they refuse."""
 
 
 class EngineCoreRequestType(enum.Enum):

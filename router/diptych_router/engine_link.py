@@ -1,4 +1,7 @@
-"""The router's line to one engine core, kept up for as long as discovery names its address."""
+"""The router's line to one engine, kept up for as long as discovery names its address.
+
+What differs between runtimes is in the client: a core answers over ZMQ, a vLLM server over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ from diptych_router.health.heartbeats import Heartbeats
 from diptych_router.own_requests import OwnRequests
 from diptych_router.pair_rates import NOWHERE, Place
 from diptych_router.policy import Role
+from diptych_router.vllm.client import VllmClient
+from diptych_router.vllm.description import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +82,7 @@ class EngineLink:
         read_keys: ReadKeys | None,
         row: EngineRow,
         *,
+        served: ServedModel | None = None,
         on_news: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
@@ -84,6 +90,7 @@ class EngineLink:
     ) -> None:
         """Connect in the background.
 
+        `served`: what the engine should serve if it is a vLLM server; None: it is a core.
         `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
         computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: its
         loop has been silent for `HANGS_S`; called again and again until it speaks.
@@ -113,6 +120,7 @@ class EngineLink:
         self._on_lost = on_lost
         self._on_hang = on_hang
         self._read_keys = read_keys
+        self._served = served
         self._key: CurveKeys | None = None
         """The key pair that was tried last."""
         self._refusals = 0
@@ -252,8 +260,11 @@ class EngineLink:
 
     # --- the connection -----------------------------------------------------------------------
 
-    def _connect(self) -> CoreClient:
+    def _connect(self) -> CoreClient | VllmClient:
         """A client with another key than last time: during a rotation, engines have either."""
+        if self._served is not None:
+            served, take = self._served, self._handle_outputs
+            return VllmClient(self.endpoint, served, on_outputs=take, on_lost=self._handle_lost)
         if self._read_keys is not None:
             ring = self._read_keys()
             self._key = next((keys for keys in ring if keys != self._key), ring[0])

@@ -50,10 +50,12 @@ from diptych_router.discovery import Target
 from diptych_router.engine_link import EngineLink, ReadKeys
 from diptych_router.explaining.explanations import Explanations
 from diptych_router.explaining.prediction_metrics import PredictionMetrics
+from diptych_router.features import FEATURES, check_features, check_pools, lacking
 from diptych_router.policy import Role
 from diptych_router.pools import Pools
 from diptych_router.request_table import RequestTable
 from diptych_router.slo.promises import Promises
+from diptych_router.vllm.description import ServedModel
 
 if TYPE_CHECKING:
     from diptych_router.router_tracer import RouterTracer
@@ -80,6 +82,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         tracer: RouterTracer | None = None,
     ) -> None:
         """`tracer`: who sends spans of the requests; whoever made it closes it."""
+        check_pools(FEATURES[config.runtime], prefill=bool(targets["prefill"]))
         super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
         """The router is about to end: it serves on, but wants no more to come."""
@@ -88,12 +91,16 @@ class PoolClient(AsyncEngine, WithoutControl):
             targets,
             read_keys,
             serving,
+            served=ServedModel(config.name, inputs.vocab_size)
+            if config.runtime == "vllm"
+            else None,
             on_change=self._pools_changed,
             on_outputs=self._handle_outputs,
             on_lost=self._engine_lost,
             on_hang=self._engine_hangs,
         )
         self._model_limit = inputs.max_model_len
+        self._runtime, self._lacks = config.runtime, lacking(FEATURES[config.runtime])
         self.table = RequestTable(
             self.pools,
             hold_seconds=config.hold_seconds,
@@ -165,6 +172,8 @@ class PoolClient(AsyncEngine, WithoutControl):
             )
 
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
+        if self._lacks:
+            check_features(self._runtime, self._lacks, request)
         if self.router_tracer is not None:
             self.router_tracer.begin(request)
         now = self._loop.time()

@@ -34,6 +34,7 @@ from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.serving import Serving, ServingFile
 from diptych_router.slo.first_token import FirstToken
+from diptych_router.vllm.description import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +55,13 @@ class Pools:
         read_keys: ReadKeys | None,
         serving: Path | None,
         *,
+        served: ServedModel | None = None,
         on_change: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
         on_hang: Callable[[EngineLink], None],
     ) -> None:
-        """`on_change`: it may be that more, fewer or other engines are usable."""
+        """`served`: see `EngineLink`. `on_change`: maybe more, fewer or others are usable."""
         self.links: dict[str, EngineLink] = {}
         self.had_pair = False
         """Some pair was usable at some time."""
@@ -67,12 +69,10 @@ class Pools:
         """When a decode engine was last seen usable, on the monotonic clock."""
         self._config = config
         self._targets = targets
-        self._read_keys = read_keys
+        self._read_keys, self._served = read_keys, served
         self._serving = ServingFile(serving)
-        self._on_change = on_change
-        self._on_outputs = on_outputs
-        self._on_lost = on_lost
-        self._on_hang = on_hang
+        self._on_change, self._on_outputs = on_change, on_outputs
+        self._on_lost, self._on_hang = on_lost, on_hang
         self.fleet = FleetTable(POLICIES[config.policy], Random().randrange, config.disaggregate)
         self._follows_prefixes = config.policy == "prefix_aware"
         self._followed: dict[str, int] = {}
@@ -256,7 +256,7 @@ class Pools:
         return self.had_pair and idle_s < self._config.hold_seconds
 
     def _why_no_pair(self) -> str:
-        missing = [role for role in ROLES if not self.of(role)]
+        missing = [role for role in ROLES if self._targets[role] and not self.of(role)]
         if missing:
             return f"no engine yet in the {' and the '.join(missing)} pool"
         failed = [report for report in self.canaries.values() if not report.ok]
@@ -266,7 +266,7 @@ class Pools:
         return self._with_mismatch("no usable pair yet")
 
     def _with_mismatch(self, reason: str) -> str:
-        """A reason, and why no two engines that are up fit together, if that is so."""
+        """A reason, and why no two engines that are up fit together, if so."""
         prefill, decode = ([x.description for x in self.of(r) if x.description] for r in ROLES)
         found = compat_mismatch(prefill, decode)
         return f"{reason}; {found}" if found else reason
@@ -310,6 +310,7 @@ class Pools:
                     endpoint,
                     self._read_keys,
                     row,
+                    served=self._served,
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
@@ -341,9 +342,9 @@ class Pools:
         now = time.monotonic()
         self.health.look(now)
         decision = self.fleet.choose(ANY_REQUEST, now, disaggregate="always")
-        self.had_pair = self.had_pair or (decision is not None and decision.prefill is not None)
         if decision is not None:
             self._usable_at = now
+            self.had_pair |= decision.prefill is not None or not self._targets["prefill"]
         self._on_change()
 
     def _greet(self) -> None:

@@ -219,7 +219,7 @@ class RequestTable:
         setback = routed.setback_of(output.error_kind)
         if setback is Setback.FULL:
             self._fleet.was_full(routed.engine)
-        elif output.error_param is None:
+        elif setback is not Setback.REFUSED and output.error_param is None:
             routed.suspect()  # with a parameter it is the request that is wrong
         self._pass_turn(routed, setback, output.error or "the engine gave no reason")
         return _offered(output)

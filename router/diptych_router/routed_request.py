@@ -65,6 +65,8 @@ class Setback(enum.Enum):
     """The engine missed the deadline of its first token."""
     MOVE = enum.auto()
     """Its engine leaves in good order. That is nobody's fault and not counted."""
+    REFUSED = enum.auto()
+    """The engine says that it is wrong as written, as any other engine would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,8 @@ class RoutedRequest:
         self.late += setback is Setback.LATE
         if setback is Setback.FULL:
             self.full.add(self.engine)
+        if setback is Setback.REFUSED:
+            return False
         return self.errors < MAX_ERRORS and self.losses < MAX_LOSSES
 
     @property
@@ -237,6 +241,8 @@ class RoutedRequest:
         """What an engine's error means: with a lease unread it is the hand-off that failed."""
         if kind is ErrorKind.OVERLOADED:
             return Setback.FULL
+        if kind is ErrorKind.REFUSED:
+            return Setback.REFUSED
         handing_off = self.stage is Stage.DECODE and self.lease is not None
         return Setback.LOSS if handing_off else Setback.ERROR
 

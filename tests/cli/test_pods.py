@@ -40,7 +40,8 @@ REVISION, KEYS = revision(PARSED), key_set(PARSED)
 
 
 def rendered(**spec: Any) -> list[dict[str, Any]]:
-    service = SERVICE | {"spec": SERVICE["spec"] | spec}
+    parts = {name: part for name, part in (SERVICE["spec"] | spec).items() if part is not None}
+    service = SERVICE | {"spec": parts}
     secrets = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
     return render(parse(yaml.safe_dump(service)), secrets)
 
@@ -87,6 +88,41 @@ def test_the_engine_command_speaks_of_local_paths_and_ports() -> None:
         "--kv-port", str(pod.ports["kv"]),
     )  # fmt: skip
     assert pod.env["UCX_TLS"] == "tcp,self,cuda_copy"
+
+
+VLLM: dict[str, Any] = {
+    "model": {"uri": "file:///models/llama"},
+    "engine": {
+        "runtime": "vllm",
+        "image": "vllm/vllm-openai:v0.32.0",
+        "args": ["--max-num-seqs=8"],
+    },
+    "transfer": {},
+    "prefill": None,
+}
+
+
+def test_vllm_is_the_one_that_is_installed_here_with_the_users_own_home() -> None:
+    objects = rendered(**VLLM)
+    ports = range(20000, 20000 + count_ports(objects))
+    programs = {"vllm": "/home/me/vllm/bin/vllm"}
+    made = local_pods(objects, RUN_DIR, ports, 8080, programs=programs)
+    local = {pod.name: pod for pod in made}
+    assert local.keys() == {"svc-decode-0", "svc-decode-1", "svc-router-0"}
+    engines = [local[f"svc-decode-{index}"] for index in range(2)]
+    for engine in engines:
+        port = engine.ports["http"]
+        assert engine.command[:4] == (
+            programs["vllm"], "serve", "/models/llama", "--max-num-seqs=8",
+        )  # fmt: skip
+        assert {"--host=127.0.0.1", f"--port={port}"} <= set(engine.command)
+        assert engine.env["VLLM_HOST_IP"] == "127.0.0.1"
+        assert not {"HOME", "VLLM_CACHE_ROOT"} & engine.env.keys(), "places in volumes of pods"
+        assert engine.readiness is not None
+        assert engine.readiness.url == f"http://127.0.0.1:{port}/health"
+    addresses = ",".join(f"127.0.0.1:{engine.ports['http']}" for engine in engines)
+    assert local["svc-router-0"].command[-2:] == ("--decode", addresses)
+    assert "--prefill" not in local["svc-router-0"].command
 
 
 def test_the_router_is_told_of_every_engine_and_takes_the_given_port() -> None:

@@ -5,7 +5,8 @@ What differs from a cluster, and nothing else does:
 - every container port becomes a free port of 127.0.0.1, in the environment and in probes; only the
   API of routers may listen elsewhere;
 - a Service's `name.namespace.svc:port` becomes the list of loopback addresses of its pods;
-- mounted ConfigMaps and Secrets are folders of the run directory; other volumes are left out;
+- mounted ConfigMaps and Secrets are folders of the run directory; other volumes are left out, and
+  with them the variables that name places in them;
 - the first container of a pod runs as a process of the user, with the user's environment below its
   own; init containers, sidecars, resources, security contexts and liveness probes are left out;
 - an engine without a CPU limit gets threads by what it does: the prefill engines share them all
@@ -20,6 +21,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -38,6 +40,7 @@ from diptych_protocol import EngineConfig
 
 LOOPBACK = "127.0.0.1"
 NODE_NAME = "localhost"
+NO_PROGRAMS: Mapping[str, str] = MappingProxyType({})
 Object = dict[str, Any]
 _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 _PORT_OF_VARIABLE = {variable: port for port, variable in PORT_VARIABLES.items()}
@@ -131,16 +134,17 @@ def local_pods(
     free_ports: Sequence[int],
     router_port: int,
     router_host: str = LOOPBACK,
+    programs: Mapping[str, str] = NO_PROGRAMS,
 ) -> list[LocalPod]:
     """Every pod of every Deployment.
 
     `free_ports` holds at least `count_ports(objects)` ports; the first router takes `router_port`,
-    and all routers' APIs listen at `router_host`. Raises `UnsupportedPodError` naming pod and
-    field.
+    and all routers' APIs listen at `router_host`. `programs`: where programs are that an image has
+    on its path. Raises `UnsupportedPodError` naming pod and field.
     """
     placed = _place(objects, free_ports, router_port, router_host)
     targets = _targets(objects, placed)
-    return [_local_pod(pod, run_dir, targets) for pod in placed]
+    return [_local_pod(pod, run_dir, targets, programs) for pod in placed]
 
 
 def files(objects: Sequence[Object], threads: int) -> dict[str, bytes]:
@@ -217,9 +221,12 @@ def _targets(objects: Sequence[Object], placed: Sequence[_Placed]) -> dict[str, 
     return targets
 
 
-def _local_pod(pod: _Placed, run_dir: Path, targets: Mapping[str, str]) -> LocalPod:
+def _local_pod(
+    pod: _Placed, run_dir: Path, targets: Mapping[str, str], programs: Mapping[str, str]
+) -> LocalPod:
     container = pod.container
     folders = _mounted_folders(pod, run_dir)
+    missing = {mount["mountPath"] for mount in container.get("volumeMounts", [])} - folders.keys()
 
     def localised(text: str) -> str:
         for mount, folder in folders.items():
@@ -229,8 +236,9 @@ def _local_pod(pod: _Placed, run_dir: Path, targets: Mapping[str, str]) -> Local
 
     env: dict[str, str] = {}
     for variable in container.get("env", []):
-        value = localised(_value(pod, variable))
-        env[variable["name"]] = expand(value, env)
+        value = _value(pod, variable)
+        if not any(value == mount or value.startswith(f"{mount}/") for mount in missing):
+            env[variable["name"]] = expand(localised(value), env)
     command = [*container.get("command", []), *container.get("args", [])]
     if pod.host != LOOPBACK:
         command += ["--admin-host", LOOPBACK]
@@ -239,7 +247,10 @@ def _local_pod(pod: _Placed, run_dir: Path, targets: Mapping[str, str]) -> Local
     return LocalPod(
         name=pod.name,
         role=pod.role,
-        command=tuple(localised(expand(part, env)) for part in command),
+        command=(
+            programs.get(command[0], command[0]),
+            *(localised(expand(part, env)) for part in command[1:]),
+        ),
         env=env,
         ports=pod.ports,
         startup=_probe(pod, "startupProbe"),

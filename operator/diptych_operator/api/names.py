@@ -14,6 +14,9 @@ MANAGED_BY_LABEL, MANAGED_BY = "app.kubernetes.io/managed-by", "diptych"
 SERVICE_LABEL = "diptych.dev/service"
 ROLE_LABEL = "diptych.dev/role"
 REVISION_LABEL = "diptych.dev/revision"
+SERVED_REVISION = "revision/"
+"""How the further name begins under which vLLM serves the model: routers read the revision off it,
+because vLLM has no other place for one."""
 KEYS_LABEL = "diptych.dev/keys"
 ZONE_LABEL = "topology.kubernetes.io/zone"
 """Kubernetes copies it from a node to the pods that it binds to the node, by default from version
@@ -34,6 +37,8 @@ HTTP_PORT, API_PORT, ADMIN_PORT, CORE_PORT, KV_PORT = 8000, 8001, 8081, 5557, 55
 ENGINE_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT, "core": CORE_PORT, "kv": KV_PORT}
 ENGINE_API_PORTS = {"api": API_PORT}
 """The further ports, by name, of engines that have an OpenAI API of their own."""
+VLLM_PORTS = {"http": HTTP_PORT}
+"""Port numbers of an engine pod that runs vLLM, by their names."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
 
 PORT_VARIABLES = {
@@ -68,6 +73,8 @@ SECRET_KEY_FILE = "curve-secret"
 
 def engine_ports(service: InferenceService) -> dict[str, int]:
     """Port numbers of an engine pod by their names."""
+    if service.spec.engine.runtime == "vllm":
+        return VLLM_PORTS
     asked = service.spec.network.engine_api == "OwnPods"
     return ENGINE_PORTS | ENGINE_API_PORTS if asked else ENGINE_PORTS
 
@@ -111,6 +118,14 @@ def labels(service: InferenceService, component: str) -> dict[str, str]:
 
 
 def dns_target(service: InferenceService, role: Role) -> str:
-    """`host:port` whose A records are the ready engine cores of one pool."""
+    """`host:port` whose A records are the ready engines of one pool, where routers reach them;
+    empty for a pool that there is not."""
+    if role not in service.pools:
+        return ""
     host = f"{object_name(service, role)}.{service.metadata.namespace}.svc"
-    return f"{host}:{CORE_PORT}"
+    return f"{host}:{HTTP_PORT if service.spec.engine.runtime == 'vllm' else CORE_PORT}"
+
+
+def roles(service: InferenceService) -> tuple[Role, ...]:
+    """The kinds of pods that a service has."""
+    return (*service.pools, "router")

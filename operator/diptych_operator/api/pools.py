@@ -238,6 +238,7 @@ class DecodePool(SpecPart, frozen=True):
 
 
 Pool = PrefillPool | DecodePool
+PoolName = Literal["prefill", "decode"]
 
 
 class ApiKeys(SpecPart, frozen=True):

@@ -1,7 +1,8 @@
 """The InferenceService: typed once here; the CRD, its defaults and its help derive from it.
 
 What must be equal in both pools stands in `spec.model`, `spec.engine` and `spec.transfer`; a pool
-carries only what may differ.
+carries only what may differ. A service without a prefill pool has one pool, decode, whose engines
+compute prompts too.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import msgspec
 from msgspec import Meta
 
 from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.engine import ENGINE_RULES, Engine
 from diptych_operator.api.model import MODEL_RULES, Model
-from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PrefillPool, Router
+from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool, Router
+from diptych_operator.api.runtimes import RUNTIME_RULES
 from diptych_operator.api.status import Status
-from diptych_protocol import EngineSettings
 from diptych_protocol.config import LEASE_MEANING
 from diptych_protocol.config import Slo as RouterSlo
 
@@ -29,46 +31,6 @@ MAX_NAME_LENGTH = 40
 """Leaves room for `-prefill` and the suffixes that Kubernetes adds, within its 63 characters."""
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
-
-if TYPE_CHECKING:
-
-    class Engine(EngineSettings, SpecPart, frozen=True):
-        """`EngineSettings` as a part of the spec, with what only pods have."""
-
-        image: str = ""
-        kv_cache_memory: str = "1Gi"
-
-else:
-    Engine = spec_part(
-        "Engine",
-        EngineSettings,
-        image=(
-            Annotated[
-                str,
-                Meta(
-                    pattern=r"^\S*$",
-                    max_length=512,
-                    title="an image reference",
-                    description="Container image of the engine pods; left out, the one that the "
-                    "operator was installed with. The status says which it is.",
-                ),
-            ],
-            "",
-        ),
-        kv_cache_memory=(
-            Annotated[
-                str,
-                Meta(
-                    pattern=r"^(auto|[1-9][0-9]{0,5}(Mi|Gi|Ti))$",
-                    description="Memory for KV blocks in each engine process, such as 512Mi or "
-                    "24Gi. auto takes what gpuMemoryUtilization leaves of a GPU, and 1Gi on a CPU.",
-                    examples=["24Gi", "auto"],
-                ),
-            ],
-            "1Gi",
-        ),
-    )
-    """Defaults are those of the engine, written out so that `kubectl explain` shows them."""
 
 if TYPE_CHECKING:
 
@@ -162,12 +124,6 @@ class Network(SpecPart, frozen=True):
     ] = "None"
 
 
-STEP_BUDGET = Rule(
-    "self.maxNumBatchedTokens >= self.maxNumSeqs",
-    lambda engine: engine.max_num_batched_tokens >= engine.max_num_seqs,
-    "must be at least maxNumSeqs: every request of a step takes a token",
-    ".maxNumBatchedTokens",
-)
 ROLLOUT_STEP = Rule(
     "self.maxSurge + self.maxUnavailable > 0",
     lambda rollout: rollout.max_surge + rollout.max_unavailable > 0,
@@ -175,8 +131,10 @@ ROLLOUT_STEP = Rule(
 )
 DRAIN_OUTLIVES_LEASE = Rule(
     # Not every API server compares an integer with a number.
-    "double(self.availability.drainSeconds) >= self.transfer.leaseSeconds",
-    lambda spec: spec.availability.drain_seconds >= spec.transfer.lease_seconds,
+    "!has(self.prefill) || double(self.availability.drainSeconds) >= self.transfer.leaseSeconds",
+    lambda spec: (
+        spec.prefill is None or spec.availability.drain_seconds >= spec.transfer.lease_seconds
+    ),
     "must be at least transfer.leaseSeconds: a prefill pod may not leave while its blocks can "
     "still be read",
     ".availability.drainSeconds",
@@ -192,27 +150,28 @@ _PREFILL_SLEEPS, _DECODE_SLEEPS = (
     for pool in ("prefill", "decode")
 )
 SLEEP_TOGETHER = Rule(
-    f"{_PREFILL_SLEEPS} == {_DECODE_SLEEPS}",
-    lambda spec: _sleeps(spec.prefill) == _sleeps(spec.decode),
+    f"!has(self.prefill) || {_PREFILL_SLEEPS} == {_DECODE_SLEEPS}",
+    lambda spec: spec.prefill is None or _sleeps(spec.prefill) == _sleeps(spec.decode),
     "autoscaling.minReplicas must be 0 in both pools or in none: one pool alone cannot serve",
 )
 SLEEPERS_WAKE = Rule(
-    f"!{_PREFILL_SLEEPS} || self.router.holdSeconds > 0",
-    lambda spec: not _sleeps(spec.prefill) or spec.router.hold_seconds > 0,
+    f"!{_DECODE_SLEEPS} || self.router.holdSeconds > 0",
+    lambda spec: not _sleeps(spec.decode) or spec.router.hold_seconds > 0,
     "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
     ".router.holdSeconds",
 )
 
 
-def _is_promised(pool: Pool, promise: int | None) -> bool:
-    scaling = pool.autoscaling
+def _is_promised(pool: Pool | None, promise: int | None) -> bool:
+    scaling = pool.autoscaling if pool is not None else None
     return scaling is None or scaling.attainment is None or promise is not None
 
 
 def _attains(pool: str, promise: str, kept: Callable[[Spec], bool]) -> Rule:
     scaling = f"self.{pool}.autoscaling"
     return Rule(
-        f"!has({scaling}) || !has({scaling}.attainment) || has(self.slo.{promise})",
+        f"!has(self.{pool}) || !has({scaling}) || !has({scaling}.attainment) || "
+        f"has(self.slo.{promise})",
         kept,
         f"needs spec.slo.{promise}, which is the promise that is to be kept",
         f".{pool}.autoscaling.attainment",
@@ -231,6 +190,7 @@ SPEC_RULES = (
     SLEEPERS_WAKE,
     PREFILL_PROMISED,
     DECODE_PROMISED,
+    *RUNTIME_RULES,
 )
 """Rules over more than one part."""
 
@@ -247,24 +207,26 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Engine,
         Meta(
             description="Engine settings, equal in both pools.",
-            **ruled(STEP_BUDGET),
+            **ruled(*ENGINE_RULES),
         ),
     ] = Engine()
     transfer: Annotated[
         Transfer, Meta(description="The hand-off of KV blocks from prefill to decode.")
     ] = Transfer()
     prefill: Annotated[
-        PrefillPool,
+        PrefillPool | None,
         Meta(
-            description="The pool that computes prompts.",
+            description="The pool that computes prompts. Left out where the runtime is vllm, whose "
+            "engines compute prompts and answers in one pool.",
             examples=["{replicas: 1}"],
             **ruled(ONE_SCALE),
         ),
-    ]
+    ] = None
     decode: Annotated[
         DecodePool,
         Meta(
-            description="The pool that generates tokens.",
+            description="The pool that generates tokens, and that computes prompts too if there "
+            "is no other.",
             examples=["{replicas: 1}"],
             **ruled(ONE_SCALE),
         ),
@@ -345,7 +307,20 @@ class InferenceService(SpecPart, frozen=True):
         return self.spec.model.served_name or self.metadata.name
 
     @property
+    def pools(self) -> dict[PoolName, Pool]:
+        """The pools that there are."""
+        spec = self.spec
+        if spec.prefill is None:
+            return {"decode": spec.decode}
+        return {"prefill": spec.prefill, "decode": spec.decode}
+
+    @property
+    def verification(self) -> Literal["Required", "Warn", "Off"]:
+        """What canaries are for, as `transfer.verify`; where no KV is handed over none is sent."""
+        return "Off" if self.spec.prefill is None else self.spec.transfer.verify
+
+    @property
     def sleeps_when_idle(self) -> bool:
-        """Both pools may be scaled to zero."""
-        scaling = self.spec.prefill.autoscaling
+        """All pools may be scaled to zero."""
+        scaling = self.spec.decode.autoscaling
         return scaling is not None and scaling.min_replicas == 0

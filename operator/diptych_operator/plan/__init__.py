@@ -12,7 +12,16 @@ from dataclasses import replace
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan.messages import pods
-from diptych_operator.plan.state import Phase, RevisionState, RolloutView, Step, both, total
+from diptych_operator.plan.state import (
+    Phase,
+    RevisionState,
+    RolloutView,
+    Step,
+    both,
+    each,
+    in_both,
+    total,
+)
 from diptych_operator.plan.strategies import alone, blue_green, paired_rolling, recreate
 
 __all__ = ["Phase", "RevisionState", "Step", "plan"]
@@ -36,11 +45,20 @@ def plan(
     `routers_serving`: one entry per router pod, its reported serving list; None for a router that
     did not answer, which is taken not to have switched.
 
-    Raises ValueError if only one pool is to have pods.
+    A revision whose pods compute prompts and answers alike has one pool, decode: `desired` has no
+    prefill pods then, and of another revision its state says so (`whole`).
+
+    Raises ValueError if only prefill is to have pods.
     """
-    if bool(desired.prefill) != bool(desired.decode):
-        raise ValueError(f"both pools have pods or none has: {desired}")
-    states = {state.revision: state for state in revisions}
+    if desired.prefill and not desired.decode:
+        raise ValueError(f"prefill pods serve nobody without decode pods: {desired}")
+    whole = frozenset(state.revision for state in revisions if state.whole) - {target}
+    if desired.decode and not desired.prefill:
+        whole |= {target}
+        desired = each(desired.decode)
+    states = {
+        state.revision: in_both(state) if state.revision in whole else state for state in revisions
+    }
     view = RolloutView(
         target=states.pop(target, RevisionState(target)),
         olds=tuple(old for old in states.values() if old.wanted or old.present),
@@ -48,12 +66,17 @@ def plan(
         rollout=rollout,
         verify=verify,
         failed=failed,
+        whole=whole,
         routers=routers_serving,
     )
     step = _suspended(view) if suspend else _step(view)
     gone = sorted(set(states) - {old.revision for old in view.olds})
     replicas = {old.revision: NOTHING for old in view.olds} | dict(step.replicas)
-    return replace(step, replicas=dict(sorted(replicas.items())), removable=tuple(gone))
+    return replace(
+        step,
+        replicas={name: view.as_it_is(name, replicas[name]) for name in sorted(replicas)},
+        removable=tuple(gone),
+    )
 
 
 def _step(view: RolloutView) -> Step:
@@ -69,7 +92,8 @@ def _step(view: RolloutView) -> Step:
 
 
 def _suspended(view: RolloutView) -> Step:
-    left = total([state.present for state in (view.target, *view.olds)])
+    states = (view.target, *view.olds)
+    left = total([view.as_it_is(state.revision, state.present) for state in states])
     message = f"suspended: {pods(left)} on the way out" if left else "suspended: no pods"
     serving = (view.target.revision,) if view.rollout.type == "BlueGreen" else ()
     return Step({view.target.revision: NOTHING}, serving, Phase.Suspended, message)

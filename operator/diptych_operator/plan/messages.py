@@ -19,12 +19,13 @@ def pods(counts: Counts) -> str:
 def progress(view: RolloutView, replicas: Mapping[str, Counts]) -> str:
     target = view.target
     planned = replicas[target.revision]
-    said = f"{target.revision}: {pods(planned)} of {_both(view.desired)} wanted"
+    here = _pods(view, target.revision, planned)
+    said = f"{target.revision}: {here} of {_wanted(view)} wanted"
     if planned == view.desired:
-        said = f"{target.revision}: {pods(planned)}"
+        said = f"{target.revision}: {here}"
     parts = [f"{said}, {_awaited(view, planned)}"]
     parts += [
-        f"{old.revision}: {pods(replicas[old.revision])} stay"
+        f"{old.revision}: {_pods(view, old.revision, replicas[old.revision])} stay"
         for old in view.living
         if replicas.get(old.revision)
     ]
@@ -36,7 +37,8 @@ def _awaited(view: RolloutView, planned: Counts) -> str:
     if not planned:
         return "waiting for a place"
     if not at_least(target.ready, planned):
-        return f"waiting for {pods(less(planned, target.ready))} to be ready"
+        missing = _pods(view, target.revision, less(planned, target.ready))
+        return f"waiting for {missing} to be ready"
     if not view.proven(target):
         return "ready, waiting for a canary to cross from prefill to decode"
     if not view.admitted(target.revision):
@@ -46,7 +48,7 @@ def _awaited(view: RolloutView, planned: Counts) -> str:
 
 def _on_their_way_out(view: RolloutView, replicas: Mapping[str, Counts]) -> list[str]:
     return [
-        f"{old.revision}: {pods(old.present)} on the way out"
+        f"{old.revision}: {_pods(view, old.revision, old.present)} on the way out"
         for old in view.olds
         if old.present and not replicas.get(old.revision)
     ]
@@ -63,7 +65,7 @@ def stuck(view: RolloutView, replicas: Mapping[str, Counts]) -> str:
 def falling_back(view: RolloutView, keeper: str, replicas: Mapping[str, Counts]) -> str:
     target = view.target.revision
     rest = replicas[target]
-    look = f"; {pods(rest)} of {target} stay to be looked at" if rest else ""
+    look = f"; {_pods(view, target, rest)} of {target} stay to be looked at" if rest else ""
     return (
         f"{target} got no further in {view.rollout.progress_deadline_seconds} s; {keeper} keeps "
         f"serving{look}; change the spec again, or back, to go on"
@@ -71,7 +73,10 @@ def falling_back(view: RolloutView, keeper: str, replicas: Mapping[str, Counts])
 
 
 def leaving(view: RolloutView) -> str:
-    left = [f"{old.revision}: {pods(most(old.present, old.wanted))}" for old in view.olds]
+    left = [
+        f"{old.revision}: {_pods(view, old.revision, most(old.present, old.wanted))}"
+        for old in view.olds
+    ]
     return f"{view.target.revision} waits until old pods are gone ({', '.join(left)})"
 
 
@@ -96,5 +101,10 @@ def _told(view: RolloutView, serving: tuple[str, ...]) -> str:
     return f"{told} of {len(view.routers)}"
 
 
-def _both(counts: Counts) -> str:
-    return f"{counts.prefill} and {counts.decode}"
+def _pods(view: RolloutView, revision: str, counts: Counts) -> str:
+    return pods(view.as_it_is(revision, counts))
+
+
+def _wanted(view: RolloutView) -> str:
+    counts = view.as_it_is(view.target.revision, view.desired)
+    return f"{counts.prefill} and {counts.decode}" if counts.prefill else str(counts.decode)

@@ -28,7 +28,8 @@ back, the end is near. Three cases need a word:
 - The ceiling of a pool is 1 (one pod, maxSurge 0): two revisions cannot be there at once. All old
   pods go first. maxUnavailable is at least 1 then: the user accepted an empty pool.
 
-So no revision ever has pods in one pool only.
+So no revision ever has pods in one pool only. A revision that is made with one pool has each of its
+pods counted in both (`state.in_both`).
 """
 
 from __future__ import annotations

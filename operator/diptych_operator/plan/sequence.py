@@ -49,5 +49,5 @@ def running(revision: str, counts: Counts) -> RevisionState:
     """A revision all of whose wanted pods are ready, and that works."""
     return replace(
         RevisionState(revision), wanted=counts, ready=counts, present=counts,
-        verified=counts != NOTHING,
+        verified=counts != NOTHING, whole=bool(counts) and not counts.prefill,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from diptych_operator.api.service import Rollout
@@ -35,6 +35,8 @@ class RevisionState:
     """Pods that exist, whether ready, starting or on their way out."""
     verified: bool = False
     """A canary crossed this revision's hinge."""
+    whole: bool = False
+    """Its pods are of one pool, decode, and compute prompts too."""
     trusted: Counts | None = None
     """Engines that every reporting router sends requests to; None if that does not matter, or if
     no router reports."""
@@ -85,6 +87,8 @@ class RolloutView:
     rollout: Rollout
     verify: bool
     failed: bool
+    whole: frozenset[str]
+    """Revisions of one pool; their pods are counted in both (`in_both`)."""
     routers: Sequence[tuple[str, ...] | None]
     """The serving list that each router reports; None: it did not answer."""
 
@@ -109,12 +113,31 @@ class RolloutView:
         """The target could carry the service alone."""
         return self.target_ready and self.proven(self.target)
 
+    def as_it_is(self, revision: str, counts: Counts) -> Counts:
+        """Pods of a revision as the cluster is to have them."""
+        return in_one(counts) if revision in self.whole else counts
+
     def proven(self, revision: RevisionState) -> bool:
         return revision.verified or not self.verify
 
     def admitted(self, revision: str) -> bool:
         """No router that answered is told to leave this revision out."""
         return all(revision in serving for serving in self.routers if serving)
+
+
+def in_both(state: RevisionState) -> RevisionState:
+    """A revision of one pool, for the arithmetic of two: a pod that does the work of both pools
+    counts in each of them."""
+    wanted, ready, present = (
+        each(counts.decode) for counts in (state.wanted, state.ready, state.present)
+    )
+    trusted = None if state.trusted is None else each(state.trusted.decode)
+    return replace(state, wanted=wanted, ready=ready, present=present, trusted=trusted)
+
+
+def in_one(counts: Counts) -> Counts:
+    """Back again. As long as either pool needs a pod, it stays."""
+    return Counts(0, max(counts.prefill, counts.decode))
 
 
 def both(counts: Counts) -> bool:

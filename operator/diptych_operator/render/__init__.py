@@ -9,21 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diptych_operator.api.names import POOLS, ROLES
+from diptych_operator.api.names import roles
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.render.config import (
-    config_hash,
-    engine_config_map,
-    router_config_map,
-    serving_config_map,
-)
+from diptych_operator.render.config import router_config_map, serving_config_map
 from diptych_operator.render.guards import disruption_budget, network_policy, service_account
 from diptych_operator.render.keys import KeySets, ServiceSecrets, secret
 from diptych_operator.render.model import model_mount
-from diptych_operator.render.pods import engine_deployment, router_deployment
+from diptych_operator.render.pods import engine_objects, router_deployment
 from diptych_operator.render.services import pool_service, router_service
+from diptych_operator.render.vllm import vllm_objects
 from diptych_operator.revision import key_set, revision
 
 __all__ = ["KeySets", "ServiceSecrets", "Serving", "render", "render_revision", "render_shared"]
@@ -58,11 +54,11 @@ def fixed_counts(service: InferenceService) -> Counts:
     """Pods that the spec asks for; an autoscaled pool starts at its minimum, at least at one."""
     if service.spec.suspend:
         return Counts(0, 0)
-    prefill, decode = (
-        max(1, pool.autoscaling.min_replicas) if pool.autoscaling else pool.replicas or 1
-        for pool in (service.spec.prefill, service.spec.decode)
-    )
-    return Counts(prefill, decode)
+    counts = {
+        role: max(1, pool.autoscaling.min_replicas) if pool.autoscaling else pool.replicas or 1
+        for role, pool in service.pools.items()
+    }
+    return Counts(counts.get("prefill", 0), counts["decode"])
 
 
 def render_shared(
@@ -73,33 +69,26 @@ def render_shared(
     config = router_config_map(service, model.uri)
     routers = 0 if service.spec.suspend else service.spec.router.replicas
     objects = [
-        *(service_account(service, role) for role in ROLES),
+        *(service_account(service, role) for role in roles(service)),
         config,
         serving_config_map(service, serving.revisions, serving.asleep),
-        pool_service(service, "prefill"),
-        pool_service(service, "decode"),
+        *(pool_service(service, role) for role in service.pools),
         router_service(service),
     ]
     if service.spec.availability.pod_disruption_budget == "Managed":
-        objects += [disruption_budget(service, role, cluster) for role in ROLES]
+        objects += [disruption_budget(service, role, cluster) for role in roles(service)]
     if service.spec.network.policy == "Managed":
-        objects += [network_policy(service, role, cluster) for role in ROLES]
-    return [*objects, router_deployment(service, routers, keys, config_hash(config), model)]
+        objects += [network_policy(service, role, cluster) for role in roles(service)]
+    return [*objects, router_deployment(service, routers, keys, config, model)]
 
 
 def render_revision(
     service: InferenceService, cluster: Cluster, name: str, keys: KeySets, counts: Counts
 ) -> list[Object]:
-    """The two pools of the revision that the spec describes. Raises `SpecError`, as `render`."""
-    image_volumes = cluster.has_image_volumes
-    configs, deployments = [], []
-    for role in POOLS:
-        model = model_mount(service, role, cluster_has_image_volumes=image_volumes)
-        config = engine_config_map(service, role, name, model.uri)
-        configs.append(config)
-        deployments.append(
-            engine_deployment(
-                service, role, name, counts.of(role), keys, config_hash(config), model
-            )
-        )
-    return [*configs, *deployments]
+    """The pools of the revision that the spec describes. Raises `SpecError`, as `render`."""
+    render_pool = vllm_objects if service.spec.engine.runtime == "vllm" else engine_objects
+    objects: list[Object] = []
+    for role in service.pools:
+        model = model_mount(service, role, cluster_has_image_volumes=cluster.has_image_volumes)
+        objects += render_pool(service, role, name, counts.of(role), keys, model)
+    return sorted(objects, key=lambda item: item["kind"] == "Deployment")

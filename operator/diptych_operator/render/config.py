@@ -16,7 +16,7 @@ from diptych_operator.api.names import (
     Role,
     metadata,
 )
-from diptych_operator.api.pools import Pool
+from diptych_operator.api.pools import Pool, PoolName
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import (
     EngineConfig,
@@ -76,7 +76,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
     return RouterConfig(
         model=model,
         served_name=service.served_name,
-        verify=_VERIFY[service.spec.transfer.verify],
+        verify=_VERIFY[service.verification],
         policy=_POLICIES[service.spec.router.policy],
         disaggregate=service.spec.router.disaggregate,
         hold_seconds=service.spec.router.hold_seconds,
@@ -85,16 +85,16 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
+        runtime=service.spec.engine.runtime,
         slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
     )
 
 
 def engine_config_map(
-    service: InferenceService, role: Role, revision: str, model: str
+    service: InferenceService, role: PoolName, revision: str, model: str
 ) -> dict[str, Any]:
     """The ConfigMap of one pool of one revision."""
-    pool = service.spec.prefill if role == "prefill" else service.spec.decode
-    config = engine_config(service, pool, revision, model)
+    config = engine_config(service, service.pools[role], revision, model)
     return _config_map(service, role, {ENGINE_FILE: _json(config)}, revision)
 
 

@@ -49,12 +49,18 @@ def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> d
     """Pods of the service reach each other on every port, because UCX listens on ports of its own
     choice; only the operator reaches the admin port. Anybody reaches a router's API, and what
     engines have on the same port: answers for probes and scrapers. The API that an engine may have
-    is at another port, so it is the service's own."""
+    is at another port, so it is the service's own. vLLM has its API at that same port, and no admin
+    port: what runs it is reached by the service's own pods only."""
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.metadata.name}}}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: cluster.operator_namespace}},
         "podSelector": {"matchLabels": OPERATOR_LABELS},
     }
+    others = [
+        {"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]},
+        {"from": [operator], "ports": [{"port": ADMIN_PORT, "protocol": "TCP"}]},
+    ]
+    closed = role != "router" and service.spec.engine.runtime == "vllm"
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -62,10 +68,6 @@ def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> d
         "spec": {
             "podSelector": {"matchLabels": selector(service, role)},
             "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [own_pods]},
-                {"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]},
-                {"from": [operator], "ports": [{"port": ADMIN_PORT, "protocol": "TCP"}]},
-            ],
+            "ingress": [{"from": [own_pods]}, *([] if closed else others)],
         },
     }

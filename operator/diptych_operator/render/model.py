@@ -86,6 +86,13 @@ def _fetched(service: InferenceService, role: Role, uri: ModelUri) -> ModelMount
     )
 
 
+def fetcher_image(service: InferenceService, role: Role) -> str:
+    """What the fetcher runs in: the pod's own image, unless that is another project's."""
+    spec = service.spec
+    ours = role != "router" and spec.engine.runtime == "diptych"
+    return spec.engine.image if ours else spec.router.image
+
+
 def _init_container(service: InferenceService, role: Role, reader: Reader) -> dict[str, Any]:
     model = service.spec.model
     arguments = ["--uri", model.uri, "--for", reader, "--cache", MODEL_CACHE_DIR]
@@ -101,10 +108,10 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
     if model.credentials is not None:
         arguments += ["--credentials", CREDENTIALS_DIR]
         mounts.append({"name": "model-credentials", "mountPath": CREDENTIALS_DIR, "readOnly": True})
-    spec = service.spec
+    part = service.spec.router if role == "router" else service.pools[role]
     return {
         "name": MODEL_CONTAINER,
-        "image": spec.router.image if role == "router" else spec.engine.image,
+        "image": fetcher_image(service, role),
         "command": ["python", "-m", "diptych_frontend.model_files.fetch"],
         # Kubernetes expands $(NAME); a doubled dollar is one.
         "args": [argument.replace("$(", "$$(") for argument in arguments],
@@ -118,7 +125,7 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
         # What went wrong is the last line of its log; status shows it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": mounts,
-        **_resources(getattr(spec, role).resources),
+        **_resources(part.resources),
     }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from diptych_operator.api.names import POOLS, ROLES
+from diptych_operator.api.names import ROLES
+from diptych_operator.api.pools import PoolName
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import MAX_MESSAGE, ConditionStatus, Status, TransferStatus
 from diptych_operator.counts import Counts
@@ -59,7 +60,7 @@ class Situation:
 
     @property
     def must_verify(self) -> bool:
-        return self.service.spec.transfer.verify == "Required"
+        return self.service.verification == "Required"
 
     def wanted(self, role: str) -> int:
         if self.service.spec.suspend:
@@ -70,7 +71,7 @@ class Situation:
         return ready_pods(self.observed, role, revisions)
 
     def pair_ready(self, revision: str) -> bool:
-        return all(self.ready(role, (revision,)) for role in POOLS)
+        return all(self.ready(role, (revision,)) for role in self.observed.pools(revision))
 
 
 def ready_pods(observed: Observed, role: str, revisions: Iterable[str] | None = None) -> int:
@@ -123,8 +124,8 @@ def _available(seen: Situation) -> Verdict:
     ]
     if not trusted and _sleeps(seen):
         return _asleep(seen)
-    for role, reason in _POOL_REASONS:
-        if not seen.ready(role, seen.serving):
+    for role, reason in _POOL_REASONS.items():
+        if not pairs and role in seen.service.pools and not seen.ready(role, seen.serving):
             return Verdict("False", reason, f"No {role} pod is ready. {_state(seen, role)}")
     if not pairs:
         message = "Ready prefill and decode pods are of different revisions, which never pair."
@@ -136,14 +137,15 @@ def _available(seen: Situation) -> Verdict:
     if not _router_answers(seen):
         message = f"No router is ready. {_state(seen, 'router')}"
         return Verdict("False", Reason.ROUTER_NOT_READY, message)
-    message = f"A router and both pools of revision {trusted[0]} are ready."
+    pools = "both pools" if len(seen.observed.pools(trusted[0])) == 2 else "the pool"
+    message = f"A router and {pools} of revision {trusted[0]} are ready."
     return Verdict("True", Reason.SERVING, message)
 
 
-_POOL_REASONS = (
-    ("prefill", Reason.PREFILL_NOT_READY),
-    ("decode", Reason.DECODE_NOT_READY),
-)
+_POOL_REASONS: Mapping[PoolName, Reason] = {
+    "prefill": Reason.PREFILL_NOT_READY,
+    "decode": Reason.DECODE_NOT_READY,
+}
 
 
 def _router_answers(seen: Situation) -> bool:
@@ -203,6 +205,8 @@ def _router(seen: Situation) -> Verdict:
 def _resting(seen: Situation, role: str) -> Verdict | None:
     if seen.service.spec.suspend:
         return Verdict("False", Reason.SUSPENDED, "spec.suspend is true: no pods are wanted.")
+    if role == "prefill" and role not in seen.service.pools:
+        return Verdict("True", Reason.ONE_POOL, Reason.ONE_POOL.meaning)
     if seen.wanted(role) == 0:
         return Verdict("True", Reason.ASLEEP, "No pods are wanted while the service sleeps.")
     return None
@@ -259,7 +263,7 @@ def _failure(seen: Situation) -> str:
     else:
         states = [
             f"{role} {progress_text(seen.observed, role, seen.wanted(role), (seen.target,))}"
-            for role in POOLS
+            for role in seen.service.pools
         ]
         cause = f"{', '.join(states)}. {Reason.ROLLOUT_FAILED.remedy}"
     return f"{seen.step.message.rstrip('. ') or 'The rollout has stopped'}. {cause}"
@@ -271,7 +275,9 @@ def _failure(seen: Situation) -> str:
 def _transfer(seen: Situation) -> Verdict:
     """The verdict on the newest revision whose KV transfer could be tried. While none can be tried,
     an earlier success is kept."""
-    if seen.service.spec.transfer.verify == "Off":
+    if "prefill" not in seen.service.pools:
+        return Verdict("Unknown", Reason.ONE_POOL, Reason.ONE_POOL.meaning)
+    if seen.service.verification == "Off":
         return Verdict("Unknown", Reason.VERIFICATION_OFF, "transfer.verify is Off.")
     if good := newest(seen.observed, seen.target):
         return Verdict("True", Reason.TRANSFER_VERIFIED, figures(good))
@@ -327,7 +333,7 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
     if seen.step.phase is Phase.Failed:
         text = _failure(seen) if not findings else seen.step.message
         yield Reason.ROLLOUT_FAILED, shorten(text or Reason.ROLLOUT_FAILED.meaning, MAX_PART)
-    if seen.service.spec.transfer.verify != "Off":
+    if seen.service.verification != "Off":
         for failure in failures(seen.observed, {*seen.serving, seen.target}):
             yield Reason.TRANSFER_FAILED, failure
     if (count := unreachable_routers(seen)) and not seen.observed.routers:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL
+from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
 from diptych_operator.counts import Counts
 from diptych_protocol.admin import RouterReport
 
@@ -89,6 +89,11 @@ class Observed:
             if view.role == role and view.revision == revision:
                 return view
         return None
+
+    def pools(self, revision: str) -> tuple[Role, ...]:
+        """The pools of a revision; only decode if its engines compute prompts too."""
+        alone = self.deployment("decode", revision) and not self.deployment("prefill", revision)
+        return ("decode",) if alone else POOLS
 
     def wanted(self, revision: str) -> Counts:
         """spec.replicas of a revision's two Deployments; 0 for one that does not exist."""

@@ -96,6 +96,11 @@ class Reason(StrEnum):
         "Disabled", Group.WELL, "`transfer.verify` is Off, so nothing is known of the hinge.",
         "Set transfer.verify to Warn or Required to learn whether KV blocks really move.",
     )  # fmt: skip
+    ONE_POOL = (
+        "OnePool", Group.WELL,
+        "The service has no prefill pool: its decode pods compute prompts too, and hand no KV "
+        "over.",
+    )  # fmt: skip
     ASLEEP = (
         "Asleep", Group.WELL,
         "Both pools are scaled to zero. Routers hold the next request until pods are back.",

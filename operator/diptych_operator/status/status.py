@@ -117,9 +117,7 @@ def _current_revision(
 ) -> str:
     """The newest revision once it serves with all its pods; until then the one before."""
     may_serve = not step.serving or target in step.serving
-    trusted = service.spec.transfer.verify != "Required" or verified(
-        observed, target, previous.transfer
-    )
+    trusted = service.verification != "Required" or verified(observed, target, previous.transfer)
     complete = bool(desired) and all(
         ready_pods(observed, role, (target,)) >= desired.of(role) for role in POOLS
     )

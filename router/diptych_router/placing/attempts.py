@@ -6,11 +6,18 @@ Pure but for the log: each step returns what is to be done. `RequestTable` says 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import msgspec
 
-from diptych_protocol import EngineGenerateError, EngineOverloadedError, KVTransferParams
+from diptych_protocol import (
+    DiptychError,
+    EngineGenerateError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    KVTransferParams,
+)
 from diptych_router.actions import (
     Abort,
     Action,
@@ -32,6 +39,12 @@ from diptych_router.routed_request import RoutedRequest, Setback, Stage
 from diptych_router.slo.promises import Promises
 
 log = logging.getLogger(__name__)
+
+_ERRORS: Final[Mapping[Setback, type[DiptychError]]] = {
+    Setback.FULL: EngineOverloadedError,
+    Setback.REFUSED: InvalidRequestError,
+}
+"""What a user is told of the last setback; everything else is a failure."""
 
 
 class Attempts:
@@ -230,14 +243,12 @@ class Attempts:
         actions = [interrupted, *_drop_lease(routed), *_unannounce(routed)]
         if again:
             return [*actions, *self.begin(routed, now, before=why)]
-        kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError
-        return [*actions, *self.fail(routed, kind(why), now)]
+        error = _ERRORS.get(setback, EngineGenerateError)(why)
+        return [*actions, *self.fail(routed, error, now)]
 
     # --- the end ------------------------------------------------------------------------------
 
-    def fail(
-        self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError, now: float
-    ) -> list[Action]:
+    def fail(self, routed: RoutedRequest, error: DiptychError, now: float) -> list[Action]:
         """End a request with an error, which its user is told."""
         of_load = isinstance(error, EngineOverloadedError)
         self._promises.saw_failure(routed, now, of_load=of_load)

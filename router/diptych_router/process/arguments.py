@@ -14,8 +14,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="The router: an OpenAI API in front of a prefill pool and a decode pool.",
     )
     parser.add_argument("--config", type=Path, required=True, help="RouterConfig as JSON")
-    parser.add_argument("--prefill", required=True, help="cores of the prefill pool: host:port,...")
-    parser.add_argument("--decode", required=True, help="cores of the decode pool: host:port,...")
+    parser.add_argument(
+        "--prefill",
+        help="engines of the prefill pool: host:port,...; left out if the runtime has no such pool",
+    )
+    parser.add_argument("--decode", required=True, help="engines of the decode pool: host:port,...")
     parser.add_argument("--keys", type=Path, help="directory with the service's keys")
     parser.add_argument("--serving", type=Path, help="serving.json: the revisions that may serve")
     parser.add_argument("--host", default="127.0.0.1")

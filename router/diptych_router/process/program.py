@@ -118,7 +118,10 @@ def _build_pool_client(
         config,
         inputs,
         OutputProcessor(renderer.tokenizer, reasoning_parser=config.reasoning_parser),
-        targets={"prefill": parse_targets(args.prefill), "decode": parse_targets(args.decode)},
+        targets={
+            "prefill": parse_targets(args.prefill) if args.prefill is not None else [],
+            "decode": parse_targets(args.decode),
+        },
         read_keys=read_keys,
         serving=args.serving,
         tracer=tracer,

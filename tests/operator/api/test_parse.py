@@ -103,7 +103,7 @@ def test_what_is_free_in_form_is_kept_whole_for_an_api_server_s_object() -> None
         "ofANewerKubernetes": {"a": [1, None]},
     }
     raw["spec"]["prefill"] = {"podTemplate": template, "resources": {"limits": {"a.b/gpu": 1}}}
-    prefill = parse_object(raw, Images()).spec.prefill
+    prefill = parse_object(raw, Images()).pools["prefill"]
     assert prefill.pod_template == template
     assert prefill.resources.limits == {"a.b/gpu": 1}
 

@@ -71,12 +71,33 @@ scaling = st.fixed_dictionaries(
 )
 pools = st.fixed_dictionaries({}, optional={"replicas": st.integers(1, 3), "autoscaling": scaling})
 checksums = st.sampled_from(["", "0" * 64])
+arguments = st.sampled_from(["--seed=1", "--port=1", "--model", "--modelled=1", "--config.a=1"])
+engines = st.fixed_dictionaries(
+    {},
+    optional={
+        "runtime": st.sampled_from(["diptych", "vllm"]),
+        "image": st.sampled_from(["", "example.org/engine:1"]),
+        "args": st.lists(arguments, max_size=2),
+        "tensorParallelSize": st.integers(1, 3),
+        "dtype": st.sampled_from(["auto", "bfloat16"]),
+        "maxNumSeqs": st.sampled_from([1, 3, 64]),
+        "maxNumBatchedTokens": st.sampled_from([1, 3, 512]),
+    },
+)
+gpus = st.dictionaries(
+    st.sampled_from(["cpu", "nvidia.com/gpu", "amd.com/gpu"]), st.sampled_from([1, "2", 3])
+)
 models = st.fixed_dictionaries(
     {"uri": st.sampled_from(["dummy://", "hf://a/b", "hf://a/b/c.gguf", "s3://a/b", "pvc://a/b"])},
     optional={"revision": st.sampled_from(["", "main"]), "sha256": checksums},
 )
 specs = st.fixed_dictionaries(
-    {"model": models, "prefill": pools, "decode": pools},
+    {
+        "model": models,
+        "prefill": pools | st.none(),
+        "decode": pools
+        | st.fixed_dictionaries({"resources": st.fixed_dictionaries({"limits": gpus})}),
+    },
     optional={
         "router": st.fixed_dictionaries({"holdSeconds": counts}),
         "slo": st.fixed_dictionaries(
@@ -85,14 +106,12 @@ specs = st.fixed_dictionaries(
         "rollout": st.fixed_dictionaries({"maxSurge": counts, "maxUnavailable": counts}),
         "transfer": st.fixed_dictionaries({"leaseSeconds": st.floats(1, 4)}),
         "availability": st.fixed_dictionaries({"drainSeconds": st.integers(1, 4)}),
-        "engine": st.fixed_dictionaries(
-            {"maxNumSeqs": st.integers(1, 3), "maxNumBatchedTokens": st.integers(1, 3)}
-        ),
+        "engine": engines,
     },
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(spec=specs)
 def test_cel_and_python_agree_on_any_service(spec: dict[str, Any]) -> None:
     service = inference_service(spec)

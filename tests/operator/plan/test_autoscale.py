@@ -42,7 +42,7 @@ def pool(role: str, count: int, **facts: Any) -> list[EngineReport]:
 def scale(
     wanted: Counts,
     *reports: RouterReport,
-    prefill: PrefillPool = PREFILL,
+    prefill: PrefillPool | None = PREFILL,
     decode: DecodePool = DECODE,
     ready: Counts | None = None,
     memory: Memory = WHOLE_PATIENCE,
@@ -71,6 +71,28 @@ def loaded(prefill: int, decode: int, tokens: int, kv: float, waiting: int) -> R
         engine_report("decode", 99, kv_usage=min(1.0, kv / decode), num_waiting=waiting),
         open_requests=1,
     )
+
+
+@pytest.mark.parametrize(
+    ("kv", "waiting", "pods"), [(0.0, 0, 2), (1.6, 0, 2), (2.4, 0, 3), (1.6, 17, 5)]
+)
+def test_a_pool_without_prefill_beside_it_follows_the_same_signals(
+    kv: float, waiting: int, pods: int
+) -> None:
+    report = router(*pool("decode", 2, kv_usage=kv / 2, num_waiting=-(-waiting // 2)))
+    found = scale(Counts(0, 2), report, prefill=None, memory=Memory(busy_at=0.0))
+    assert found.desired == Counts(0, pods)
+
+
+def test_one_pool_sleeps_and_wakes_alone() -> None:
+    awake = scale(Counts(0, 2), router(*pool("decode", 2)), prefill=None, decode=SLEEPY_DECODE)
+    assert awake.desired == NOTHING
+    asleep = scale(NOTHING, router(), prefill=None, decode=SLEEPY_DECODE)
+    assert asleep.desired == NOTHING
+    woken = scale(NOTHING, router(held=1), prefill=None, decode=SLEEPY_DECODE)
+    assert woken.desired == Counts(0, 1)
+    fixed = scale(Counts(0, 1), router(), prefill=None, decode=DecodePool(replicas=3))
+    assert fixed.desired == Counts(0, 3)
 
 
 @pytest.mark.parametrize(

@@ -335,9 +335,9 @@ def test_a_revision_is_removable_when_nothing_of_it_is_wanted_or_left() -> None:
     )
 
 
-def test_one_pool_alone_cannot_be_desired() -> None:
-    with pytest.raises(ValueError, match="both pools"):
-        step([], Counts(0, 1))
+def test_prefill_alone_cannot_be_desired() -> None:
+    with pytest.raises(ValueError, match="without decode pods"):
+        step([], Counts(1, 0))
 
 
 def test_the_table_shows_each_step(capsys: pytest.CaptureFixture[str]) -> None:

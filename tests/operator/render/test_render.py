@@ -50,6 +50,15 @@ FEATURES: dict[str, dict[str, Any]] = {
         "router": {"apiKeys": {"secretName": "clients"}, "tls": {"secretName": "llm.example.org"}},
         "network": {"engineApi": "OwnPods"},
     },
+    "vllm": {
+        "model": {"uri": "pvc://models/llama", "servedName": "llama"},
+        "engine": {
+            "runtime": "vllm", "image": "vllm/vllm-openai:v0.32.0",
+            "args": ["--max-model-len=8192", "--enforce-eager"], "tensorParallelSize": 2,
+        },
+        "prefill": None,
+        "decode": {"replicas": 2, "resources": {"limits": {"nvidia.com/gpu": 2}}},
+    },
     "pod_template": {
         "prefill": {
             "replicas": 1,
@@ -80,7 +89,7 @@ def service(spec: dict[str, Any], name: str = "svc") -> InferenceService:
         "apiVersion": "diptych.dev/v1alpha1",
         "kind": "InferenceService",
         "metadata": {"name": name, "namespace": "models"},
-        "spec": smallest | spec,
+        "spec": {name: part for name, part in (smallest | spec).items() if part is not None},
     }
     return parse(yaml.safe_dump(raw))
 

@@ -9,6 +9,7 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineOverloadedError,
     FinishReason,
+    InvalidRequestError,
 )
 from diptych_protocol.wire import ErrorKind
 from diptych_router.actions import (
@@ -219,6 +220,19 @@ def test_who_is_late_with_a_first_token_loses_the_request() -> None:
     world.look_for_late_ones(100 * LEAST_S)
     assert world.placements() == [("d", core_id)], "only the first token has a deadline"
     world.leave("r")
+    world.check_end()
+
+
+def test_a_request_that_is_wrong_as_written_is_tried_once_and_blames_nobody() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    refusal = EngineCoreOutput(
+        "r/1", [], finish_reason=FinishReason.ERROR, error="no", error_kind=ErrorKind.REFUSED
+    )
+    world.say("p", refusal)
+    [failed] = [action for action in world.log if isinstance(action, Fail)]
+    assert isinstance(failed.error, InvalidRequestError)
+    assert (str(failed.error), world.placements(), world.fleet.badly) == ("no", [], [])
     world.check_end()
 
 

@@ -19,6 +19,14 @@ from celpy.celtypes import DoubleType, MapType, StringType
 
 from diptych_operator.api.base import Rule
 from diptych_operator.api.crd import custom_resource_definition
+from diptych_operator.api.engine import (
+    ARGS_FOR_VLLM,
+    ARGUMENT_RULES,
+    NOT_FOR_VLLM,
+    OWNED_ARGUMENTS,
+    STEP_BUDGET,
+    VLLM_IMAGE,
+)
 from diptych_operator.api.model import (
     CHECKSUM_OF_FILE,
     CREDENTIALS_OF_FETCHED,
@@ -27,6 +35,14 @@ from diptych_operator.api.model import (
     URI_RULES,
 )
 from diptych_operator.api.pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
+from diptych_operator.api.runtimes import (
+    GPU_FOR_EACH_RANK,
+    MODEL_OF_VLLM,
+    NO_HINGE_TO_SET,
+    ONE_API_OF_VLLM,
+    ONE_POOL_OF_VLLM,
+    PREFILL_NEEDED,
+)
 from diptych_operator.api.service import (
     DECODE_PROMISED,
     DRAIN_OUTLIVES_LEASE,
@@ -34,7 +50,6 @@ from diptych_operator.api.service import (
     ROLLOUT_STEP,
     SLEEP_TOGETHER,
     SLEEPERS_WAKE,
-    STEP_BUDGET,
 )
 
 SCHEMA: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][
@@ -67,14 +82,21 @@ class Broken:
 
 
 def inference_service(spec: dict[str, Any], name: str = "svc") -> dict[str, Any]:
-    """The smallest service, with parts of its spec replaced."""
+    """The smallest service, with parts of its spec replaced; None leaves one out."""
     smallest: dict[str, Any] = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
+    parts = {name: part for name, part in (smallest | spec).items() if part is not None}
     return {
         "apiVersion": "diptych.dev/v1alpha1",
         "kind": "InferenceService",
         "metadata": {"name": name},
-        "spec": copy.deepcopy(smallest | spec),
+        "spec": copy.deepcopy(parts),
     }
+
+
+def vllm_spec(**spec: Any) -> dict[str, Any]:
+    """A spec whose engines run vLLM, with parts replaced; parts of `engine` are added."""
+    engine = {"runtime": "vllm", "image": "vllm/vllm-openai:v0.32.0"} | spec.pop("engine", {})
+    return {"model": {"uri": "hf://org/repo"}, "prefill": None, "engine": engine} | spec
 
 
 def _template(**container: str) -> dict[str, Any]:
@@ -144,8 +166,34 @@ GOOD: dict[str, dict[str, Any]] = {
     "nobody waits, nobody sleeps": {"router": {"holdSeconds": 0}},
     "a sidecar": {"decode": _template(name="sidecar", image="example.org/sidecar:1")},
     "an engine of another mind": {"prefill": _template(name="engine", workingDir="/tmp")},
+    "vLLM": vllm_spec(),
+    "vLLM with arguments": vllm_spec(
+        engine={
+            "args": ["--enforce-eager", "--max-model-len=8192", "--hf-overrides={\"a\": 1}",
+                     "--compilation-config.mode=3", "--hostile=1", "--config-format=hf"],
+            "tensorParallelSize": 2, "reasoningParser": "think",
+        },
+        decode={"replicas": 3, "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}}},
+    ),
+    "vLLM on more GPUs than ranks": vllm_spec(
+        decode={"resources": {"limits": {"amd.com/gpu": "4"}}}
+    ),
+    "vLLM that sleeps, and drains at once": vllm_spec(
+        decode=_ASLEEP, availability={"drainSeconds": 5}
+    ),
     "a template without containers": {"prefill": {"podTemplate": {"spec": {"nodeName": "a"}}}},
 }  # fmt: skip
+
+OTHER_THAN_DEFAULT: dict[str, Any] = {
+    "kvCacheMemory": "2Gi", "device": "cpu", "dtype": "bfloat16", "weightPacking": "none",
+    "cpuLevel": "avx2", "kvCacheDtype": "bfloat16", "blockSize": 32, "gpuMemoryUtilization": 0.5,
+    "maxModelLen": 64, "maxNumSeqs": 8, "maxNumBatchedTokens": 4096, "enoughPromptTokens": 8,
+    "asyncScheduling": False, "maxNumWaiting": 8, "schedulingPolicy": "priority",
+    "enablePrefixCaching": False, "encoderCacheTokens": 8, "maxIdleSessions": 8, "pooling": "mean",
+    "seed": 7, "maxLoras": 0, "maxLoraRank": 8, "loraModules": {"a": "/a"},
+    "enableReturnRoutedExperts": True, "profileDir": "/profiles",
+}  # fmt: skip
+"""A value of each field of our own engine that vLLM does not have."""
 
 BROKEN: dict[str, Broken] = {
     **{
@@ -231,6 +279,50 @@ BROKEN: dict[str, Broken] = {
         "spec.decode.autoscaling.minReplicas",
         EXTERNAL_AWAKE,
     ),
+    "two pools without prefill": Broken({"prefill": None}, "spec.prefill", PREFILL_NEEDED),
+    "vLLM with a prefill pool": Broken(
+        vllm_spec(prefill={"replicas": 1}), "spec.prefill", ONE_POOL_OF_VLLM
+    ),
+    "vLLM of no image": Broken(vllm_spec(engine={"image": ""}), "spec.engine.image", VLLM_IMAGE),
+    "arguments of vLLM for our own engine": Broken(
+        {"engine": {"args": ["--enforce-eager"]}}, "spec.engine.args", ARGS_FOR_VLLM
+    ),
+    **{
+        f"vLLM with {uri}": Broken(vllm_spec(model={"uri": uri}), "spec.model.uri", MODEL_OF_VLLM)
+        for uri in ("package://p/m.gguf", "dummy://", "hf://org/repo/f.gguf")
+    },
+    "vLLM with a hinge of ours": Broken(
+        vllm_spec(transfer={"transport": "tcp"}), "spec.transfer.transport", NO_HINGE_TO_SET
+    ),
+    "vLLM with an API of ours": Broken(
+        vllm_spec(network={"engineApi": "OwnPods"}), "spec.network.engineApi", ONE_API_OF_VLLM
+    ),
+    "vLLM with a GPU too few": Broken(
+        vllm_spec(
+            engine={"tensorParallelSize": 2},
+            decode={"resources": {"limits": {"nvidia.com/gpu": "1"}}},
+        ),
+        "spec.decode.resources.limits",
+        GPU_FOR_EACH_RANK,
+    ),
+    **{
+        f"vLLM with --{name}": Broken(
+            vllm_spec(engine={"args": ["--enforce-eager", f"--{name.replace('*', 'a')}{value}"]}),
+            "spec.engine.args",
+            rule,
+        )
+        for rule, names in zip(ARGUMENT_RULES, OWNED_ARGUMENTS.values(), strict=True)
+        for name in names
+        for value in ("", "=1", ".a=1")
+    },
+    **{
+        f"vLLM with {rule.at[1:]}": Broken(
+            vllm_spec(engine={rule.at[1:]: OTHER_THAN_DEFAULT[rule.at[1:]]}),
+            f"spec.engine{rule.at}",
+            rule,
+        )
+        for rule in NOT_FOR_VLLM
+    },
     "prefill of another image": Broken(
         {"prefill": _template(name="engine", image="example.org/engine:2")},
         "spec.prefill.podTemplate",

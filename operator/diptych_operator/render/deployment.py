@@ -1,0 +1,215 @@
+"""What the Deployments of all roles have in common, whatever program their pods run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.names import (
+    API_KEYS_DIR,
+    BIND_HOST_VARIABLE,
+    CONFIG_DIR,
+    CONFIG_HASH_ANNOTATION,
+    KEYS_DIR,
+    PORT_VARIABLES,
+    REVISION_LABEL,
+    SERVING_DIR,
+    TLS_DIR,
+    Role,
+    metadata,
+    object_name,
+    selector,
+)
+from diptych_operator.api.pools import Pool, Resources, Router
+from diptych_operator.api.service import InferenceService
+from diptych_operator.render.merge import merge
+from diptych_operator.render.model import ModelMount
+
+USER_ID = 10001
+LINGER_SECONDS = 3
+"""Kubernetes takes a moment to send clients elsewhere once a router is on its way out."""
+EXIT_SECONDS = 15
+"""What a drained program may still need to end, before SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pods:
+    """One Deployment's worth of pods, before the user's podTemplate is laid over them."""
+
+    role: Role
+    part: Pool | Router
+    replicas: int
+    container: dict[str, Any]
+    volumes: list[dict[str, Any]]
+    """What they hold are ConfigMaps and Secrets; the name of each says where it is mounted."""
+    config_hash: str
+    """Empty for a program that reads no ConfigMap."""
+    model: ModelMount
+    revision: str = ""
+    linger_seconds: int = LINGER_SECONDS
+    """How long a pod that is to go may still get new work."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    scratch: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    """Volumes that the container may write to, beside /tmp: by name where they are mounted, and
+    what they are."""
+
+
+def deployment(service: InferenceService, pods: Pods) -> dict[str, Any]:
+    """Raises `SpecError` for a podTemplate that does not fit."""
+    role = pods.role
+    template = merge(
+        _pod_template(service, pods), pods.part.pod_template, f"spec.{role}.podTemplate"
+    )
+    selected = _selected(service, pods)
+    _check_template(template, selected, pods.container["name"], role)
+    rollout = service.spec.rollout
+    # Routers are replaced one more at a time, whatever the pools do: they are cheap.
+    surge, unavailable = (
+        (1, 0) if role == "router" else (rollout.max_surge, rollout.max_unavailable)
+    )
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(service, role, role, pods.revision),
+        "spec": {
+            "replicas": pods.replicas,
+            "revisionHistoryLimit": 2,
+            "progressDeadlineSeconds": max(rollout.progress_deadline_seconds, 60),
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable},
+            },
+            "selector": {"matchLabels": selected},
+            "template": template,
+        },
+    }
+
+
+def _selected(service: InferenceService, pods: Pods) -> dict[str, str]:
+    chosen = selector(service, pods.role)
+    return chosen | {REVISION_LABEL: pods.revision} if pods.revision else chosen
+
+
+def _pod_template(service: InferenceService, pods: Pods) -> dict[str, Any]:
+    role = pods.role
+    mount_paths = {
+        "config": CONFIG_DIR,
+        "keys": KEYS_DIR,
+        "serving": SERVING_DIR,
+        "api-keys": API_KEYS_DIR,
+        "tls": TLS_DIR,
+    }
+    container = pods.container | {
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        # A program that fails says why in its last line; status shows it.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            *(
+                {"name": name, "mountPath": mount_paths[name], "readOnly": True}
+                for name in (volume["name"] for volume in pods.volumes)
+            ),
+            {"name": "tmp", "mountPath": "/tmp"},
+            *({"name": name, "mountPath": path} for name, (path, _) in pods.scratch.items()),
+            *pods.model.volume_mounts,
+        ],
+    }
+    own_labels = metadata(service, role, role, pods.revision)["labels"]
+    return {
+        "metadata": {
+            "labels": own_labels,
+            "annotations": {
+                **({CONFIG_HASH_ANNOTATION: pods.config_hash} if pods.config_hash else {}),
+                **pods.annotations,
+            },
+        },
+        "spec": {
+            "serviceAccountName": object_name(service, role),
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": pods.linger_seconds
+            + service.spec.availability.drain_seconds
+            + EXIT_SECONDS,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER_ID,
+                "runAsGroup": USER_ID,
+                "fsGroup": USER_ID,
+                # A big model volume is not walked at every mount.
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": {"matchLabels": selector(service, role)},
+                }
+            ],
+            **({"initContainers": fetchers} if (fetchers := pods.model.init_containers) else {}),
+            "containers": [container],
+            "volumes": [
+                *pods.volumes,
+                {"name": "tmp", "emptyDir": {}},
+                *({"name": name, **source} for name, (_, source) in pods.scratch.items()),
+                *pods.model.volumes,
+            ],
+        },
+    }
+
+
+def _check_template(
+    template: dict[str, Any], selected: dict[str, str], container: str, role: Role
+) -> None:
+    """A podTemplate may change anything but what the rest of the service relies on."""
+    field = f"spec.{role}.podTemplate"
+    found = (template.get("metadata") or {}).get("labels") or {}
+    for label, value in selected.items():
+        if found.get(label) != value:
+            raise SpecError(f"{field}.metadata.labels", f"{label} must stay {value!r}")
+    names = [entry["name"] for entry in (template.get("spec") or {}).get("containers") or []]
+    if container not in names:
+        raise SpecError(f"{field}.spec.containers", f"the container {container!r} must stay")
+
+
+def environment(ports: dict[str, int], folders: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Who and where the pod is, as its program is told, and by what variables its `folders`."""
+    return [
+        field_of_pod("POD_NAME", "metadata.name"),
+        field_of_pod("POD_IP", "status.podIP"),
+        *(variable(name, path) for name, path in folders.items()),
+        variable(BIND_HOST_VARIABLE, "0.0.0.0"),
+        *(variable(PORT_VARIABLES[name], str(port)) for name, port in ports.items()),
+    ]
+
+
+def variable(name: str, value: str) -> dict[str, Any]:
+    return {"name": name, "value": value}
+
+
+def field_of_pod(name: str, path: str) -> dict[str, Any]:
+    """A variable with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def container_ports(ports: dict[str, int]) -> list[dict[str, Any]]:
+    # The protocol is part of a port's identity for server-side apply.
+    return [
+        {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()
+    ]
+
+
+def resources_of(resources: Resources) -> dict[str, Any]:
+    """Quantities as strings: older API servers take no bare numbers in server-side apply."""
+    given = {
+        kind: {name: str(amount) for name, amount in amounts.items()}
+        for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))
+        if amounts
+    }
+    return {"resources": given} if given else {}

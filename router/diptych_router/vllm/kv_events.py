@@ -1,0 +1,161 @@
+"""What a vLLM server remembers, from its KV events. Pure.
+
+The events name blocks by vLLM's own hashes, and bring the tokens. The tokens are hashed anew, as
+Diptych's engines name their blocks, so that one index knows both. Facts from vLLM 0.32: events are
+tagged maps; the salt of a request is among the extra keys of its first block only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from diptych_protocol import UtilityError
+from diptych_protocol.block_hashes import extend_block_hashes, root_hash, salted
+from diptych_protocol.wire import PREFIX_KEY_BYTES
+
+ON_THE_DEVICE: Final = (None, "GPU")
+"""The `medium` of blocks that a request can use at once; the CPU build says GPU, too."""
+
+_Hash = bytes | int
+_Token = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class _Event(msgspec.Struct, tag=True, gc=False):
+    pass
+
+
+class BlockStored(_Event):
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None
+    token_ids: list[_Token]
+    block_size: int
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[_Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(_Event):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+_decoder: Final = msgspec.msgpack.Decoder(_Batch)
+
+
+class EventsError(UtilityError):
+    """Events that are not to be believed, or not understood."""
+
+
+class RememberedBlocks:
+    """The blocks of one server. It has no more than it says to have room for."""
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        self._block_size, self._max_blocks = block_size, max_blocks
+        self._hashes: dict[_Hash, bytes] = {}
+        """vLLM's hash -> ours."""
+        self._added: set[bytes] = set()
+        self._removed: set[bytes] = set()
+        """Keys since the last `changes`."""
+
+    def take(self, payload: bytes) -> None:
+        """Take in a batch of events. Raises `EventsError`."""
+        try:
+            events = _decoder.decode(payload).events
+        except msgspec.MsgspecError as exc:
+            raise EventsError(f"its KV events cannot be read: {exc}") from exc
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(event)
+                case BlockRemoved():
+                    self._remove(event)
+                case AllBlocksCleared():
+                    self.clear()
+
+    def clear(self) -> None:
+        """It remembers nothing, or nothing is known."""
+        self._removed |= {_key(mine) for mine in self._hashes.values()} - self._added
+        self._added.clear()
+        self._hashes.clear()
+
+    def changes(self) -> tuple[bytes, bytes]:
+        """The keys that were added and removed since this was last asked."""
+        added, removed = b"".join(self._added), b"".join(self._removed)
+        self._added, self._removed = set(), set()
+        return added, removed
+
+    def everything(self) -> bytes:
+        """The keys of all blocks. What was added or removed up to now is told with that."""
+        self._added, self._removed = set(), set()
+        return b"".join({_key(mine) for mine in self._hashes.values()})
+
+    def _store(self, event: BlockStored) -> None:
+        """Blocks of an adapter, of another group than the first, or elsewhere than on the device
+        are left out, as those whose beginning is not known."""
+        if event.medium not in ON_THE_DEVICE or event.lora_name is not None or event.group_idx:
+            return
+        if event.block_size != self._block_size:
+            raise EventsError(f"it has blocks of {event.block_size} and {self._block_size} tokens")
+        if len(event.token_ids) != len(event.block_hashes) * self._block_size:
+            num_tokens, num_blocks = len(event.token_ids), len(event.block_hashes)
+            raise EventsError(f"{num_tokens} tokens are no {num_blocks} blocks")
+        parent = self._parent_of(event)
+        if parent is None:
+            return
+        chain = [parent]
+        filler = [0] * self._block_size  # stands for the parent, whose hash is there already
+        extend_block_hashes(chain, filler + event.token_ids, self._block_size, None)
+        for theirs, mine in zip(event.block_hashes, chain[1:], strict=True):
+            if theirs not in self._hashes:
+                if len(self._hashes) >= self._max_blocks:
+                    raise EventsError(f"it says to remember more than {self._max_blocks} blocks")
+                self._hashes[theirs] = mine
+                _move(_key(mine), self._removed, self._added)
+
+    def _parent_of(self, event: BlockStored) -> bytes | None:
+        """What the first of its blocks follows; None: that is not known, or the blocks depend on
+        more than tokens and a salt."""
+        first, *others = event.extra_keys or [None]
+        if any(others):
+            return None
+        if event.parent_block_hash is not None:
+            return None if first else self._hashes.get(event.parent_block_hash)
+        if not first:
+            return root_hash(None)
+        [salt, *more] = first
+        return root_hash(salted(salt)) if isinstance(salt, str) and not more else None
+
+    def _remove(self, event: BlockRemoved) -> None:
+        if event.medium not in ON_THE_DEVICE or event.group_idx:
+            return
+        for theirs in event.block_hashes:
+            mine = self._hashes.pop(theirs, None)
+            if mine is not None:
+                _move(_key(mine), self._added, self._removed)
+
+
+def _key(mine: bytes) -> bytes:
+    return mine[:PREFIX_KEY_BYTES]
+
+
+def _move(key: bytes, source: set[bytes], target: set[bytes]) -> None:
+    """A change that undoes one that was not told yet need not be told."""
+    if key in source:
+        source.remove(key)
+    else:
+        target.add(key)

@@ -1,0 +1,141 @@
+"""`diptych up` with engines that are vLLM: they start, answer, and none is ever left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from free_ports import free_port
+from vllm_kit.real_server import START_S, VENV, needs_vllm
+from vllm_kit.tiny_model import save_tiny_model
+from waits import PATIENCE_S, wait_until
+
+Service = dict[str, Any]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 4 * PATIENCE_S)]
+VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+@dataclass
+class Run:
+    """One `diptych up` that has come up."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    state: Path
+    port: int
+
+    def pod(self, name: str) -> dict[str, Any]:
+        pods = msgspec.json.decode(self.state.read_bytes())["pods"]
+        return next(pod for pod in pods if pod["name"] == name)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Service:
+    env = [{"name": name, "value": value} for name, value in VARIABLES.items()]
+    return {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "model": {"uri": Path(save_tiny_model(tmp_path / "model")).as_uri()},
+            "engine": {
+                "runtime": "vllm",
+                "image": "vllm/vllm-openai:v0.32.0",
+                "args": [
+                    "--dtype=float32", "--enforce-eager", "--num-gpu-blocks-override=32",
+                    "--max-model-len=256",
+                ],
+            },
+            "decode": {
+                "replicas": 1,
+                "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
+            },
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture
+def run(service: Service, service_file: Callable[[Service], Path], tmp_path: Path) -> Iterator[Run]:
+    output, port = tmp_path / "output", free_port()
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path), "NO_COLOR": "1", "DIPTYCH_VLLM": str(VENV)}
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "diptych.main", "up", str(service_file(service))),
+                *("--port", str(port)),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment,
+        )
+    try:
+        wait_until(
+            lambda: "ready in" in output.read_text() or process.poll() is not None,
+            "the service is ready",
+            START_S,
+        )
+        assert process.poll() is None, output.read_text()
+        (state,) = tmp_path.glob("diptych-tiny-*/state.json")
+        yield Run(process, output, state, port)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -> None:
+    engine = run.pod("tiny-decode-0")
+    addresses = [f"http://127.0.0.1:{port}" for port in (run.port, engine["ports"]["http"])]
+    routed, direct = (_answer(address) for address in addresses)
+    assert routed == direct
+
+    engines = _router_state(run)["engines"]
+    names = [model["id"] for model in httpx.get(f"{addresses[1]}/v1/models").json()["data"]]
+    assert names == ["tiny", f"revision/{engines[0]['revision']}"]
+    assert engines[0]["usable"]
+
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(family) >= 5, "two leashes, the router, vLLM's server and its core"
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(PATIENCE_S) == 0, run.output.read_text()
+    wait_until(lambda: not any(map(_lives, family)), "all processes have ended")
+
+
+def _answer(address: str) -> str:
+    body = {
+        "model": "tiny", "messages": [{"role": "user", "content": "Two panels and a hinge?"}],
+        "max_tokens": 8, "temperature": 0,
+    }  # fmt: skip
+    answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def _router_state(run: Run) -> dict[str, Any]:
+    (token,) = run.state.parent.glob("secrets/*/admin-token")
+    port = run.pod("tiny-router-0")["ports"]["admin"]
+    headers = {"Authorization": f"Bearer {token.read_text()}"}
+    answer = httpx.get(f"http://127.0.0.1:{port}/admin/state", headers=headers)
+    state: dict[str, Any] = answer.json()
+    return state
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
