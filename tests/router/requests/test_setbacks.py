@@ -51,6 +51,19 @@ def test_full_engines_turn_away_who_has_nothing_yet() -> None:
     world.check_end()
 
 
+def test_a_request_that_is_wrong_as_written_is_tried_once_and_blames_nobody() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    refusal = EngineCoreOutput(
+        "r/1", [], finish_reason=FinishReason.ERROR, error="no", error_kind=ErrorKind.REFUSED
+    )
+    world.say("p", refusal)
+    [failed] = [action for action in world.log if isinstance(action, Fail)]
+    assert isinstance(failed.error, InvalidRequestError)
+    assert (str(failed.error), world.placements(), world.fleet.badly) == ("no", [], [])
+    world.check_end()
+
+
 def test_a_stream_is_asked_once_to_move_and_begins_again_if_it_cannot() -> None:
     world = World("p", "d", "d2")
     world.submit("r")
@@ -220,19 +233,6 @@ def test_who_is_late_with_a_first_token_loses_the_request() -> None:
     world.look_for_late_ones(100 * LEAST_S)
     assert world.placements() == [("d", core_id)], "only the first token has a deadline"
     world.leave("r")
-    world.check_end()
-
-
-def test_a_request_that_is_wrong_as_written_is_tried_once_and_blames_nobody() -> None:
-    world = World("p", "d")
-    world.submit("r")
-    refusal = EngineCoreOutput(
-        "r/1", [], finish_reason=FinishReason.ERROR, error="no", error_kind=ErrorKind.REFUSED
-    )
-    world.say("p", refusal)
-    [failed] = [action for action in world.log if isinstance(action, Fail)]
-    assert isinstance(failed.error, InvalidRequestError)
-    assert (str(failed.error), world.placements(), world.fleet.badly) == ("no", [], [])
     world.check_end()
 
 
