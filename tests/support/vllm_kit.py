@@ -207,10 +207,15 @@ class VllmScheduler:
         self.requests[arrival.request_id] = Request(arrival)
         self.half.arrived(arrival)
 
+    def reject(self, params: Any) -> None:
+        """vLLM's front-end has refused a request, and adds one of a token, to abort it at once."""
+        self.add(Arrival("rejected", [0], 1, None, params, rejected=True))
+        self.abort("rejected")
+
     def abort(self, request_id: str) -> None:
         request = self.requests.get(request_id)
         if request is not None and request.status is not Status.FINISHED:
-            self._finish(request, aborted=True)
+            self._finish(request)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -250,12 +255,12 @@ class VllmScheduler:
         if request is not None and request.status is Status.RUNNING:
             self._finish(request, by_length=by_length)
 
-    def _finish(self, request: Request, *, by_length: bool = False, aborted: bool = False) -> None:
+    def _finish(self, request: Request, *, by_length: bool = False) -> None:
         name = request.arrival.request_id
         keeps = request.status is Status.LOADING and name not in self.received
         self.received.discard(name)
         request.status = Status.FINISHED
-        params = self.half.finished(name, request.block_ids, by_length=by_length, aborted=aborted)
+        params = self.half.finished(name, request.block_ids, by_length=by_length)
         if params is not None:
             self.answers[name] = params
         if not keeps and params is None:
@@ -298,6 +303,6 @@ def reference(num: int, num_tokens: int = 9, **changes: Any) -> dict[str, Any]:
     other.meet(describe_engine(PREFILL, *THERE, LEASE_SECONDS))
     other.arrived(prompt(f"p{num}", num_tokens, {"do_remote_decode": True}))
     blocks = list(range(-(-num_tokens // BLOCK)))
-    params = other.finished(f"p{num}", blocks, by_length=True, aborted=False)
+    params = other.finished(f"p{num}", blocks, by_length=True)
     assert params is not None
     return params | changes

@@ -1,4 +1,4 @@
-"""What the scheduler half orders, and what it answers, for each thing that may come of a request."""
+"""What the scheduler half orders and answers, for each thing that may come of a request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from diptych_vllm.orders import (
     RevokeAll,
     Withdraw,
 )
-from diptych_vllm.request import identity_of
+from diptych_vllm.request import Arrival, identity_of
 from diptych_vllm.scheduler_half import SchedulerHalf
 
 LEASE_ID = "a" * 32
@@ -53,7 +53,7 @@ def test_a_lease_is_promised_before_anything_is_computed_and_granted_with_the_an
     [promise] = half.take_orders()
     assert promise == Promise(LEASE_ID, "r", 3, prompt("r").digest)
 
-    answer = half.finished("r", [*BLOCKS, 8], by_length=True, aborted=False)
+    answer = half.finished("r", [*BLOCKS, 8], by_length=True)
     assert half.take_orders() == [Grant(LEASE_ID, "r", BLOCKS)]
     params = KVTransferParams.parse(answer)
     References(PUBLIC_KEY, lambda: 0.0).check_use(params, prompt("r").digest)
@@ -64,17 +64,15 @@ def test_a_lease_is_promised_before_anything_is_computed_and_granted_with_the_an
 
 
 @pytest.mark.parametrize(
-    ("block_ids", "by_length", "aborted"),
-    [(BLOCKS, False, False), (BLOCKS, False, True), (BLOCKS[:2], True, False)],
-    ids=["ended by itself", "aborted", "its KV is gone"],
+    ("block_ids", "by_length"),
+    [(BLOCKS, False), (BLOCKS[:2], True)],
+    ids=["ended by itself", "its KV is gone"],
 )
-def test_what_cannot_go_on_elsewhere_is_not_lent(
-    block_ids: list[int], by_length: bool, aborted: bool
-) -> None:
+def test_what_cannot_go_on_elsewhere_is_not_lent(block_ids: list[int], by_length: bool) -> None:
     half = make_half()
     half.arrived(prompt("r", 9, FOR_OTHERS))
     half.take_orders()
-    assert half.finished("r", block_ids, by_length=by_length, aborted=aborted) is None
+    assert half.finished("r", block_ids, by_length=by_length) is None
     assert half.take_orders() == [Withdraw(LEASE_ID)]
     assert half.awaited({"r"}, set()) == (set(), set())
 
@@ -82,7 +80,7 @@ def test_what_cannot_go_on_elsewhere_is_not_lent(
 def test_two_requests_never_have_one_lease() -> None:
     half = make_half()
     half.arrived(prompt("r", 9, FOR_OTHERS))
-    half.finished("r", BLOCKS, by_length=True, aborted=False)
+    half.finished("r", BLOCKS, by_length=True)
     half.arrived(prompt("s", 9, FOR_OTHERS))
     promises = [order for order in half.take_orders() if isinstance(order, Promise)]
     assert len({promise.lease_id for promise in promises}) == 2
@@ -91,7 +89,7 @@ def test_two_requests_never_have_one_lease() -> None:
 def test_a_role_that_does_not_lend_or_fetch_does_neither() -> None:
     half = make_half(lends=False, fetches=False)
     half.arrived(prompt("r", 9, FOR_OTHERS))
-    assert half.finished("r", BLOCKS, by_length=True, aborted=False) is None
+    assert half.finished("r", BLOCKS, by_length=True) is None
     half.arrived(prompt("s", 9, reference(1)))
     half.allocated("s", BLOCKS, half.num_elsewhere("s", 0))
     assert half.take_orders() == [Fail("s")]
@@ -114,7 +112,7 @@ def test_a_good_reference_is_held_while_the_request_queues_and_then_fetched() ->
     assert half.awaited(set(), {"r"}) == (set(), {"r"})
     assert half.num_elsewhere("r", 0) == 0, "if it is preempted, it is computed here"
     assert half.awaited(set(), {"r"}) == (set(), set())
-    half.finished("r", BLOCKS, by_length=True, aborted=False)
+    half.finished("r", BLOCKS, by_length=True)
     assert half.take_orders() == []
     assert (len(half), half.reports_dropped) == (0, 1)
 
@@ -139,7 +137,7 @@ def test_a_bad_reference_fails_its_request_and_reaches_nobody(params: Any, num_t
     assert half.num_elsewhere("r", 0) == num_tokens
     half.allocated("r", BLOCKS, num_tokens)
     assert half.take_orders() == [Fail("r")]
-    half.finished("r", [], by_length=False, aborted=False)
+    half.finished("r", [], by_length=False)
     assert half.awaited(set(), {"r"}) == (set(), {"r"})
     assert [order for order in half.take_orders() if isinstance(order, Release)] == []
     assert len(half) == 0
@@ -152,14 +150,12 @@ def test_a_reference_serves_once() -> None:
     half.take_orders()
     half.allocated("s", BLOCKS, half.num_elsewhere("s", 0))
     assert half.take_orders() == [Fail("s")]
-    half.finished("s", [], by_length=False, aborted=True)
-    assert half.take_orders() == [Cancel("s/2")], "and does not take the lease from the first"
 
 
 def test_a_lease_is_given_back_when_its_request_goes_before_it_is_scheduled() -> None:
     half = make_half()
     half.arrived(prompt("r", 9, reference(1)))
-    half.finished("r", [], by_length=False, aborted=True)
+    half.finished("r", [], by_length=False)
     assert half.take_orders() == [Hold("r/1", lease_of(1)), Cancel("r/1")]
     assert len(half) == 0
 
@@ -169,26 +165,54 @@ def test_a_request_that_goes_while_it_is_fetched_is_awaited_all_the_same() -> No
     half.arrived(prompt("r", 9, reference(1)))
     half.allocated("r", BLOCKS, half.num_elsewhere("r", 0))
     half.take_orders()
-    half.finished("r", [], by_length=False, aborted=True)
+    half.finished("r", [], by_length=False)
     assert half.take_orders() == [Cancel("r/1")]
     assert half.awaited(set(), {"r"}) == (set(), {"r"}), "vLLM keeps the blocks until then"
 
 
-def test_what_vllm_s_front_end_refused_is_given_back() -> None:
-    """vLLM says so with a request of one token, which it aborts at once."""
+def rejection(params: Any) -> Arrival:
+    """What vLLM's front-end adds, and aborts at once, when it has refused a request."""
+    return Arrival("rejected", [0], 1, None, params, rejected=True)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [reference(1), reference(1, remote_num_tokens=8), reference(1, remote_block_ids="garbage")],
+    ids=["whole", "edited elsewhere", "garbled elsewhere"],
+)
+def test_a_rejection_gives_the_lease_back_that_it_names(params: Any) -> None:
     half = make_half()
-    half.arrived(prompt("r", 1, reference(1)))
-    half.finished("r", [], by_length=False, aborted=True)
+    half.arrived(rejection(params))
     assert half.take_orders() == [Release(lease_of(1))]
+    half.finished("rejected", [], by_length=False)
+    assert (half.take_orders(), len(half)) == ([], 0)
 
 
-def test_a_prefill_engine_hears_of_its_own_lease_s_refusal() -> None:
+@pytest.mark.parametrize(
+    "params",
+    [reference(1, lease_id="b" * 32), reference(1, remote_host="10.0.0.9"), {}, "garbage"],
+    ids=["another lease", "another place", "nothing", "garbage"],
+)
+def test_a_rejection_that_is_not_signed_reaches_nobody(params: Any) -> None:
+    half = make_half()
+    half.arrived(rejection(params))
+    assert half.take_orders() == []
+
+
+def test_a_rejection_does_not_take_a_lease_from_the_request_that_came_with_it() -> None:
+    half = make_half()
+    half.arrived(prompt("r", 9, reference(1)))
+    half.take_orders()
+    half.arrived(rejection(reference(1)))
+    assert half.take_orders() == []
+
+
+def test_a_prefill_engine_hears_of_its_own_lease_s_rejection() -> None:
     half = make_half()
     half.arrived(prompt("r", 9, FOR_OTHERS))
-    answer = half.finished("r", BLOCKS, by_length=True, aborted=False)
+    answer = half.finished("r", BLOCKS, by_length=True)
     half.take_orders()
-    half.arrived(prompt("s", 1, answer))
-    half.finished("s", [], by_length=False, aborted=True)
+    half.arrived(rejection(answer))
     assert half.take_orders() == [Revoke(LEASE_ID)]
 
 

@@ -87,6 +87,12 @@ class AnythingHappens(RuleBasedStateMachine):
     def abort(self, name: str) -> None:
         self.vllm.abort(name)
 
+    @precondition(lambda self: self.used or self.vllm.answers)
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        known = [*self.used, *self.vllm.answers.values()]
+        self.vllm.reject(data.draw(st.sampled_from(known)))
+
     @rule(name=names, by_length=st.booleans())
     def end_by_itself(self, name: str, by_length: bool) -> None:
         self.vllm.compute(name, by_length=by_length)

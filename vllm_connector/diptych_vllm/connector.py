@@ -114,6 +114,7 @@ class DiptychConnector(KVConnectorBase_V1):
                     [feature.identifier for feature in request.mm_features or ()],
                 ),
                 request.kv_transfer_params,
+                rejected=request.abort_immediately,
             )
         )
 
@@ -145,7 +146,6 @@ class DiptychConnector(KVConnectorBase_V1):
             request.request_id,
             block_ids,
             by_length=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
-            aborted=request.status == RequestStatus.FINISHED_ABORTED,
         )
         return params is not None, params
 

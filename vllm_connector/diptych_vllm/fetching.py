@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from diptych_kv_transfer.parameters import lease_of
 from diptych_kv_transfer.signing.references import References, UnprovenReferenceError
-from diptych_protocol import KVTransferParams
+from diptych_protocol import InvalidRequestError, KVTransferParams
 from diptych_vllm.orders import Cancel, Fail, Fetch, Hold, Order, Release, Revoke
 from diptych_vllm.request import Arrival
 
@@ -131,31 +131,31 @@ class Fetching:
             )
         ]
 
-    def finished(self, request_id: str, engine_id: str, *, aborted: bool) -> list[Order]:
-        """A request has finished, for whatever reason.
-
-        `engine_id` is our own. `aborted`: not because of its reference. vLLM says so, too, of a
-        request that its front-end has refused, which never had a chance to use its reference.
-        """
+    def finished(self, request_id: str) -> list[Order]:
+        """A request has finished, for whatever reason."""
         fetched = self._requests.pop(request_id, None)
-        if fetched is None or fetched.state is State.DONE:
+        if fetched is None or fetched.state in (State.REFUSED, State.DONE):
             return []
-        if fetched.state is not State.REFUSED:
-            return [Cancel(fetched.load)]
-        params = fetched.params
-        if not aborted or params is None or not self._may_release(params):
+        return [Cancel(fetched.load)]
+
+    def rejected(self, request: Arrival, engine_id: str) -> list[Order]:
+        """Nobody wants a lease, says a request that is none. `engine_id` is our own.
+
+        Repeating it is harmless. A lease whose reference a request has come with is that request's
+        affair.
+        """
+        try:
+            params = KVTransferParams.naming_lease(request.params)
+            self.references.check_lease(params)
+        except InvalidRequestError as exc:
+            log.info("request %s: nothing to release: %s", request.request_id, exc)
             return []
+        if self.references.is_taken(params):
+            return []
+        log.info("request %s was rejected; its lease is released", request.request_id)
         if params.remote_engine_id == engine_id:
             return [Revoke(params.lease_id or "")]
         return [Release(lease_of(params, self.lease_seconds))]
-
-    def _may_release(self, params: KVTransferParams) -> bool:
-        """Whether every field is as it was signed, and no request has come with it."""
-        try:
-            self.references.check(params)
-        except UnprovenReferenceError:
-            return False
-        return not self.references.is_taken(params)
 
     def received(self, request_id: str) -> bool:
         """The worker says that a load has ended. Returns whether one was awaited; otherwise the

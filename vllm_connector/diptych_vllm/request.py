@@ -24,6 +24,8 @@ class Arrival:
     """Everything but the tokens that the KV depends on; see `identity_of`."""
     params: Any
     """The client's `kv_transfer_params`, not validated."""
+    rejected: bool = False
+    """vLLM's front-end has refused the request, or it has failed: it only tells of its end."""
 
     @property
     def digest(self) -> str:

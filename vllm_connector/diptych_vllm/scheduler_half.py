@@ -49,6 +49,10 @@ class SchedulerHalf:
         """How many requests it follows."""
         return len(self._lending) + len(self._fetching)
 
+    @property
+    def _engine_id(self) -> str:
+        return "" if self._engine is None else self._engine.remote_engine_id or ""
+
     def meet(self, engine: KVTransferParams) -> None:
         """Hear what the worker's hinge says of itself, which is in every reference."""
         self._engine = engine
@@ -57,11 +61,13 @@ class SchedulerHalf:
 
     def arrived(self, request: Arrival) -> None:
         """vLLM has admitted a request. It is called once for each, before anything else."""
-        raw = request.params
-        if raw is None:
+        if request.params is None:
+            return
+        if request.rejected:
+            self._orders += self._fetching.rejected(request, self._engine_id)
             return
         try:
-            params = KVTransferParams.parse(raw)
+            params = KVTransferParams.parse(request.params)
         except InvalidRequestError as exc:
             self._unreadable(request, str(exc))
             return
@@ -89,7 +95,7 @@ class SchedulerHalf:
         if self._engine is None or not self._fetches:
             reason = "kv_role has to be kv_consumer or kv_both"
             self._fetching.refused(request, reason, params)
-        elif params.remote_engine_id == self._engine.remote_engine_id:
+        elif params.remote_engine_id == self._engine_id:
             reason = "the reference is this engine's own; send it to a decode engine"
             self._fetching.refused(request, reason, params)
         elif request.token_ids is None:
@@ -114,23 +120,20 @@ class SchedulerHalf:
         self._orders += self._fetching.allocated(request_id, block_ids, num_tokens)
 
     def finished(
-        self, request_id: str, block_ids: list[int], *, by_length: bool, aborted: bool
+        self, request_id: str, block_ids: list[int], *, by_length: bool
     ) -> dict[str, Any] | None:
         """A request has finished; it is called once for each.
 
         Args:
             block_ids: its blocks whose KV is computed, in order.
             by_length: it has finished because it was to go no further.
-            aborted: somebody has given it up.
 
         Returns what its answer tells a decode engine; vLLM then keeps the blocks until the request
         is reported as sent. None: the blocks are not kept.
         """
         if self._engine is None:
             return None
-        self._orders += self._fetching.finished(
-            request_id, self._engine.remote_engine_id or "", aborted=aborted
-        )
+        self._orders += self._fetching.finished(request_id)
         orders, params = self._lending.finished(
             request_id, self._engine, block_ids, lends=by_length
         )
