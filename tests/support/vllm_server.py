@@ -85,13 +85,14 @@ class VllmServer:
         command += ["--port", str(self.port), "--served-model-name", MODEL, "--dtype", "float32"]
         command += ["--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"]
         command += ["--enforce-eager", "--kv-transfer-config", json.dumps(kv_transfer), *more]
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self.client = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}", timeout=FOR_EVER_S, trust_env=False
         )
