@@ -6,6 +6,7 @@ worker. This is the only module that imports vLLM.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ class DiptychConnector(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        _log_as_vllm_does()
         self._vllm = series_of(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         _require_tested(vllm_config, kv_cache_config)
@@ -219,6 +221,15 @@ class DiptychConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM configures its own loggers only; without this, nothing below a warning is seen."""
+    vllm = logging.getLogger("vllm")
+    for name in ("diptych_vllm", "diptych_kv_transfer"):
+        ours = logging.getLogger(name)
+        ours.handlers, ours.propagate = vllm.handlers, False
+        ours.setLevel(vllm.level)
 
 
 def _key(settings: ConnectorSettings) -> HingeKey:
