@@ -157,8 +157,8 @@ class SchedulerHalf:
         return orders
 
     def awaited(self, sent: Iterable[str], received: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Leave out of the ids that the worker half reports what vLLM does not wait for. Each of the
-        others is let through once. vLLM's core would die of any other."""
+        """Return the reported ids that vLLM waits for. Each is let through once. vLLM's core would
+        die of any other."""
         good_sent = {request_id for request_id in sent if self._lending.sent(request_id)}
         good_received = {
             request_id for request_id in received if self._fetching.received(request_id)
