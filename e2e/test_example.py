@@ -13,6 +13,10 @@ from e2e.service import ENGINE_ROLES, ROLES, Service
 from e2e.traffic import Client
 
 QUESTION = "In a few words: what makes a bridge of two arches last for many hundreds of years?"
+NEW_QUESTION = (
+    "Please name three kinds of stone that a careful mason would choose for a lighthouse."
+)
+"""Nobody has asked it before, so its blocks have to move."""
 SEEN_TIMEOUT_S = 180.0
 """Within this the plugin looks while both engines end a request, on a machine that is busy."""
 KEYS = "clients"
@@ -81,6 +85,32 @@ def test_the_plugin_says_that_all_is_well(running: Service, kubectl: Kubectl) ->
     why = plugin.ask("why", running.name)
     assert why.code == 0
     assert f"{running.name} is available" in why.text
+
+
+def test_the_plugin_says_why_a_request_went_where_it_did(
+    running: Service, kubectl: Kubectl
+) -> None:
+    answer = running.chat(NEW_QUESTION)
+    plugin = Plugin(kubectl.namespace)
+    (told,) = plugin.ask("why", running.name, answer["id"], "--json").json
+    assert [told["router"]] == running.ready_pods("router")
+    (request,) = told["requests"]
+    assert request["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert request["output_tokens"] == answer["usage"]["completion_tokens"]
+    (attempt,) = request["attempts"]
+    weighed = {
+        choice["duty"]: [candidate["engine"] for candidate in choice["candidates"]]
+        for choice in attempt["choices"]
+    }
+    assert weighed == {role: running.ready_pods(role) for role in ENGINE_ROLES}
+    # What came true: prefill brought the first token, and decode went on with its blocks.
+    assert [attempt["prefill"]] == running.ready_pods("prefill")
+    assert attempt["decoded_by"] == running.ready_pods("decode")
+    assert attempt["received_tokens"] > 0
+    assert 0 < attempt["first_token_s"] + attempt["hand_off_s"] <= request["seconds"]
+    shown = plugin.ask("why", running.name, answer["id"]).text
+    words = ("TOTAL", "first token", "hand-off", attempt["prefill"], attempt["decode"])
+    assert [word for word in words if word not in shown] == []
 
 
 def test_the_plugin_shows_what_engines_do(

@@ -148,21 +148,36 @@ async def hammer(url: str, connections: int, seconds: float) -> dict[str, float]
     }
 
 
-def run(options: Options, reporter: Reporter) -> list[Record]:
-    seconds = QUICK_SECONDS if options.quick else SECONDS
+@contextlib.contextmanager
+def routers_on_one_core(
+    options: Options,
+    reporter: Reporter,
+    step_ms: int | None = None,
+    kinds: tuple[str, ...] = ("plain", "P/D"),
+) -> Iterator[list[Running]]:
+    """Ours, and those of the peers that start, in front of engines that compute nothing.
+
+    step_ms: as for `engines`. kinds: of peers, what they are to be.
+    """
     cores, workers = [free_port(), free_port()], [free_port(), free_port()]
-    others = other_routers(options.peers, workers)
+    others = [x for x in other_routers(options.peers, workers) if x.name.endswith(kinds)]
     with ExitStack() as stack:
-        stack.enter_context(engines("benchmarks.instant_core", cores))
+        stack.enter_context(engines("benchmarks.instant_core", cores, step_ms))
         routers = [stack.enter_context(running(on_one_core(our_router(*cores))))]
         if others:
             for port in workers:
-                stack.enter_context(engines("benchmarks.instant_http", [port]))
+                stack.enter_context(engines("benchmarks.instant_http", [port], step_ms))
         for system in others:
             try:
                 routers.append(stack.enter_context(running(on_one_core(system))))
             except NotStartedError as exc:
                 reporter.note(f"left out: {exc}")
+        yield routers
+
+
+def run(options: Options, reporter: Reporter) -> list[Record]:
+    seconds = QUICK_SECONDS if options.quick else SECONDS
+    with routers_on_one_core(options, reporter) as routers:
         return _measured(routers, seconds, options, reporter)
 
 

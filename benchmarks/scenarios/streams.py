@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import uvloop
 from benchmarks.figures import Record
 from benchmarks.scenario import Column, Options, Reporter, Scenario, rotated
-from benchmarks.scenarios.router import (
-    START_TIMEOUT_S,
-    engines,
-    on_one_core,
-    other_routers,
-    our_router,
-)
-from benchmarks.servers import NotStartedError, Running, free_port, running
+from benchmarks.scenarios.router import START_TIMEOUT_S, routers_on_one_core
+from benchmarks.servers import Running
 
 STREAMS = (1, 16, 64)
 STEP_MS = 10
@@ -71,19 +64,7 @@ async def read_streams(url: str, streams: int, tokens: int) -> dict[str, float]:
 
 def run(options: Options, reporter: Reporter) -> list[Record]:
     tokens = QUICK_TOKENS if options.quick else TOKENS
-    cores, workers = [free_port(), free_port()], [free_port(), free_port()]
-    others = [one for one in other_routers(options.peers, workers) if one.name.endswith("P/D")]
-    with ExitStack() as stack:
-        stack.enter_context(engines("benchmarks.instant_core", cores, STEP_MS))
-        if others:
-            for port in workers:
-                stack.enter_context(engines("benchmarks.instant_http", [port], STEP_MS))
-        routers = []
-        for system in (our_router(*cores), *others):
-            try:
-                routers.append(stack.enter_context(running(on_one_core(system))))
-            except NotStartedError as exc:
-                reporter.note(f"left out: {exc}")
+    with routers_on_one_core(options, reporter, STEP_MS, kinds=("P/D",)) as routers:
         return _measured(routers, tokens, options, reporter)
 
 

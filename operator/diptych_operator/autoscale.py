@@ -5,6 +5,9 @@ Each pool has a signal of its own, so that a shortage scales the pool that is sh
     prefill = queued prompt tokens / queuedTokensPerReplica
     decode  = the larger of  KV in use / kvUtilization  and  waiting requests / waitingPerReplica
 
+`attainment` adds a signal of its own: the share of requests that kept the pool's promise
+(`attainment.py`). The pool gets the larger of what its signals ask for.
+
 Queued prompt tokens are those that no step has computed and no cached prefix covers. Tokens whose
 blocks wait to be read by decode are taken off: they hold prefill's memory, and so its queue, but it
 is decode that is short, and more prefill pods would only make more blocks wait.
@@ -21,16 +24,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
+from diptych_operator.api.names import POOLS
 from diptych_operator.api.pools import (
     DecodeAutoscaling,
     DecodePool,
     PrefillAutoscaling,
     PrefillPool,
 )
+from diptych_operator.attainment import NEW, Learned, attainment, need
 from diptych_operator.counts import NOTHING, Counts
 from diptych_protocol.admin import EngineReport, RouterReport
 
@@ -60,6 +65,8 @@ class Memory:
     decode: Recent = ()
     busy_at: float | None = None
     """When anything was last going on, or could not be ruled out."""
+    prefill_learned: Learned = NEW
+    decode_learned: Learned = NEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ def autoscale(
     engines = merged(reports)
     may_sleep = _may_sleep(prefill.autoscaling, decode.autoscaling)
     if may_sleep and not (wanted.prefill and wanted.decode):
-        return _woken(reports, now)
+        return _woken(reports, memory, now)
 
     in_view = Counts(_listed(engines, "prefill"), _listed(engines, "decode"))
     in_reach = bool(reports) and not unreachable_routers
@@ -100,17 +107,19 @@ def autoscale(
     busy_at = memory.busy_at if idle and memory.busy_at is not None else now
     patience = max(_patience(prefill.autoscaling), _patience(decode.autoscaling))
     if may_sleep and idle and memory.busy_at is not None and now - busy_at >= patience:
-        return Scaling(NOTHING, Memory(busy_at=busy_at), f"asleep: nothing to do for {patience} s")
+        asleep = replace(memory, prefill=(), decode=(), busy_at=busy_at)
+        return Scaling(NOTHING, asleep, f"asleep: nothing to do for {patience} s")
 
+    look = _Look(reports, engines, ready, now)
     p = _prefill(prefill, engines, wanted.prefill, block_size)
     d = _decode(decode, engines, wanted.decode)
-    p_pods, p_recent, p_why = p.settle(
-        memory.prefill, now, known=in_reach and in_view.prefill >= ready.prefill
-    )
-    d_pods, d_recent, d_why = d.settle(
-        memory.decode, now, known=in_reach and in_view.decode >= ready.decode
-    )
-    return Scaling(Counts(p_pods, d_pods), Memory(p_recent, d_recent, busy_at), f"{p_why}; {d_why}")
+    p_known, d_known = (in_reach and in_view.of(role) >= ready.of(role) for role in POOLS)
+    p, p_learned = _promising(p, prefill.autoscaling, memory.prefill_learned, look, known=p_known)
+    d, d_learned = _promising(d, decode.autoscaling, memory.decode_learned, look, known=d_known)
+    p_pods, p_recent, p_why = p.settle(memory.prefill, now, known=p_known)
+    d_pods, d_recent, d_why = d.settle(memory.decode, now, known=d_known)
+    after = Memory(p_recent, d_recent, busy_at, p_learned, d_learned)
+    return Scaling(Counts(p_pods, d_pods), after, f"{p_why}; {d_why}")
 
 
 def merged(reports: Sequence[RouterReport]) -> list[EngineReport]:
@@ -255,6 +264,44 @@ def _fixed(role: str, replicas: int | None) -> _Pool:
     return _Pool(role, number, number, "fixed", number, number, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one decision sees."""
+
+    reports: Sequence[RouterReport]
+    engines: Sequence[EngineReport]
+    ready: Counts
+    now: float
+
+
+def _promising(
+    pool: _Pool,
+    scaling: PrefillAutoscaling | DecodeAutoscaling | None,
+    learned: Learned,
+    look: _Look,
+    *,
+    known: bool,
+) -> tuple[_Pool, Learned]:
+    """The pool, with at least the pods that its promise needs, and what was learned of that.
+
+    known: every ready engine is in view, and every router was asked. If not, nothing is learned.
+    """
+    if scaling is None or scaling.attainment is None:
+        return pool, learned
+    mine = [engine for engine in look.engines if engine.role == pool.role]
+    found = need(
+        scaling.attainment,
+        attainment(look.reports, pool.role),
+        learned,
+        look.now,
+        current=pool.current,
+        ready=look.ready.of(pool.role),
+        crowded=sum(engine.num_running + engine.num_waiting for engine in mine) > len(mine),
+    )
+    asked = max(pool.asked, found.pods)
+    return replace(pool, asked=asked, why=pool.why + found.why), found.learned if known else learned
+
+
 def _may_sleep(prefill: PrefillAutoscaling | None, decode: DecodeAutoscaling | None) -> bool:
     """Both pools may have 0 pods; one alone never has."""
     return all(s is not None and s.min_replicas == 0 for s in (prefill, decode))
@@ -264,10 +311,11 @@ def _patience(scaling: PrefillAutoscaling | DecodeAutoscaling | None) -> int:
     return scaling.scale_down_seconds if scaling else 0
 
 
-def _woken(reports: Sequence[RouterReport], now: float) -> Scaling:
+def _woken(reports: Sequence[RouterReport], memory: Memory, now: float) -> Scaling:
     """From no pods: stay asleep until a router holds a request, then one pod in each pool."""
     held = sum(report.held_requests for report in reports)
     if not held:
-        return Scaling(NOTHING, Memory(), "asleep: no request is held")
+        asleep = replace(memory, prefill=(), decode=(), busy_at=None)
+        return Scaling(NOTHING, asleep, "asleep: no request is held")
     reason = f"woken: {held} request{'s' * (held != 1)} held, 1 pod in each pool"
-    return Scaling(Counts(1, 1), Memory(busy_at=now), reason)
+    return Scaling(Counts(1, 1), replace(memory, busy_at=now), reason)

@@ -21,6 +21,8 @@ import msgspec
 ADMIN_TOKEN_FILE = "admin-token"
 PREVIOUS_ADMIN_TOKEN_FILE = "previous-admin-token"
 """Accepted too, so that a rotation refuses nobody while the new Secret travels to the pods."""
+RECENT_S = 60.0
+"""What a router reports as recent happened within so many seconds."""
 
 
 class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +119,10 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest of each pair, newest last."""
     promises: list[PromiseCount] = []
     """Since the router's start."""
+    recent_promises: list[PromiseCount] = []
+    """The same for the last `RECENT_S` seconds, and only what more pods can change: neither prompts
+    that take longer than promised on an idle engine, nor failures that have nothing to do with
+    load."""
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):

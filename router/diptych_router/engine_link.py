@@ -29,6 +29,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engine_table import EngineRow
+from diptych_router.fleet import common_to_leases
 from diptych_router.health.heartbeats import Heartbeats
 from diptych_router.own_requests import OwnRequests
 from diptych_router.policy import Role
@@ -187,16 +188,7 @@ class EngineLink:
         about = self.description
         if about is None or not about.kv_transfer_port:
             return None
-        return KVTransferParams(
-            do_remote_prefill=True,
-            remote_engine_id=about.engine_id,
-            remote_host=about.kv_transfer_host,
-            remote_port=about.kv_transfer_port,
-            epoch=about.epoch,
-            compat=self.fingerprint,
-            remote_block_size=about.block_size,
-            proof=about.kv_transfer_proof,
-        )
+        return common_to_leases(about, self.fingerprint)
 
     def close(self) -> None:
         self._task.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from diptych_protocol import KVTransferParams
+from diptych_protocol import EngineDescription, KVTransferParams
 from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView
 from diptych_router.slo.first_token import FirstToken
@@ -70,3 +70,17 @@ class Fleet(Protocol):
 
     def draining(self) -> Sequence[Engine]:
         """Decode engines whose streams should go elsewhere."""
+
+
+def common_to_leases(about: EngineDescription, fingerprint: str) -> KVTransferParams:
+    """The parameters that all leases of an engine have in common."""
+    return KVTransferParams(
+        do_remote_prefill=True,
+        remote_engine_id=about.engine_id,
+        remote_host=about.kv_transfer_host,
+        remote_port=about.kv_transfer_port,
+        epoch=about.epoch,
+        compat=fingerprint,
+        remote_block_size=about.block_size,
+        proof=about.kv_transfer_proof,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,6 +16,7 @@ from diptych_router.engine_link import EngineLink
 from diptych_router.health.health_book import Failure
 from diptych_router.pool_client import PoolClient
 from diptych_router.pools import Pools
+from diptych_router.slo.promises import Kind
 
 PREFIX: Final = "diptych:engine_"
 
@@ -31,11 +33,13 @@ def router_report(client: PoolClient) -> RouterReport:
         serving_revisions=pools.serving.revisions,
         engines=[engine_report(pools, link) for link in pools.links.values() if link.up],
         canaries=list(pools.canaries.values()),
-        promises=[
-            PromiseCount(**kind._asdict(), requests=requests)
-            for kind, requests in client.table.promises.counts.items()
-        ],
+        promises=_told(client.table.promises.counts),
+        recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
     )
+
+
+def _told(counts: Mapping[Kind, int]) -> list[PromiseCount]:
+    return [PromiseCount(**kind._asdict(), requests=requests) for kind, requests in counts.items()]
 
 
 def engine_report(pools: Pools, link: EngineLink) -> EngineReport:

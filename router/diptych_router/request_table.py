@@ -333,7 +333,7 @@ class RequestTable:
         for routed in self.held.overdue(now):
             reason = f"no turn {seconds}" if routed.crowded else f"no engine {seconds}"
             log.warning("request %s: %s", routed.request_id, reason)
-            actions += self._attempts.fail(routed, EngineOverloadedError(reason))
+            actions += self._attempts.fail(routed, EngineOverloadedError(reason), now)
         return self._and_followers(actions, now)
 
     def _move_streams(self) -> list[Action]:

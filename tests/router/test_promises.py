@@ -19,10 +19,12 @@ from diptych_protocol import (
     Slo,
     TenantOverloadedError,
 )
+from diptych_protocol.admin import RECENT_S
 from diptych_router.routed_request import RoutedRequest
 from diptych_router.slo.caution import MOST_FACTOR, Caution
 from diptych_router.slo.first_token import FirstToken, expected
 from diptych_router.slo.promises import MOST_RETRY_S, Kind, Promises
+from diptych_router.slo.recent import SLOT_S, RecentCounts
 
 PROMISED_MS = 1000
 seconds = st.floats(0.0, 100.0)
@@ -68,7 +70,7 @@ class TestRefusals:
         self, tenant: str, first: FirstToken, status: int | None, retry_after: int
     ) -> None:
         kept = promises()
-        refusal = kept.refusal(routed(tenant), first)
+        refusal = kept.refusal(routed(tenant), first, 0.0)
         if status is None:
             assert refusal is None
             assert not kept.counts
@@ -81,8 +83,8 @@ class TestRefusals:
         assert kept.counts == {Kind("prefill", "first_token", "refused"): 1}
 
     def test_the_answer_tells_whose_requests_are_the_reason(self) -> None:
-        own = promises().refusal(routed("a"), FirstToken(5.0, 0.0, 0.1))
-        others = promises().refusal(routed("a"), FirstToken(5.0, 5.0, 0.1))
+        own = promises().refusal(routed("a"), FirstToken(5.0, 0.0, 0.1), 0.0)
+        others = promises().refusal(routed("a"), FirstToken(5.0, 5.0, 0.1), 0.0)
         assert isinstance(own, TenantOverloadedError)
         assert isinstance(others, EngineOverloadedError)
         assert not isinstance(others, TenantOverloadedError)
@@ -93,7 +95,7 @@ class TestRefusals:
     def test_what_has_no_promise_is_not_refused(
         self, kept: Promises, request_: RoutedRequest
     ) -> None:
-        assert kept.refusal(request_, FirstToken(1e6, 1e6, 0.1)) is None
+        assert kept.refusal(request_, FirstToken(1e6, 1e6, 0.1), 0.0) is None
 
 
 class TestCaution:
@@ -201,7 +203,7 @@ class TestCounts:
         kept, request = promises(PROMISED_MS, 50), routed()
         if begun:
             kept.saw_first(request, 0.1)
-        kept.saw_failure(request)
+        kept.saw_failure(request, 9.0, of_load=True)
         assert counted(kept) == wanted
 
     def test_a_prompt_that_the_decode_engine_computes_is_counted_there(self) -> None:
@@ -215,5 +217,56 @@ class TestCounts:
         kept.saw_first(request, 5.0)
         request.generated += range(5)
         kept.saw_end(request, 9.0)
-        kept.saw_failure(request)
+        kept.saw_failure(request, 9.0, of_load=True)
         assert not kept.counts
+
+
+LATE = FirstToken(5.0, 5.0, 0.1)
+HOPELESS = FirstToken(0.0, 0.0, 5.0)
+"""On an idle engine."""
+
+
+class TestRecent:
+    """What an autoscaler is told: what more pods would change, and only of late."""
+
+    def test_a_refusal_and_a_late_first_token_count(self) -> None:
+        kept, late = promises(), routed()
+        assert kept.refusal(routed(), LATE, 1.0) is not None
+        assert kept.refusal(late, FirstToken(0.1, 0.1, 0.1), 1.0) is None
+        kept.saw_first(late, 3.0)
+        assert kept.recent.total(4.0) == {
+            Kind("prefill", "first_token", "refused"): 1,
+            Kind("prefill", "first_token", "missed"): 1,
+        }
+
+    def test_a_prompt_that_no_engine_computes_in_time_counts_only_if_it_is_in_time(self) -> None:
+        kept = promises()
+        for took_s in (7.0, 0.9):
+            request = routed()
+            assert kept.refusal(request, HOPELESS, 0.0) is None
+            kept.saw_first(request, took_s)
+        assert kept.recent.total(7.0) == {Kind("prefill", "first_token", "kept"): 1}
+        assert kept.counts[Kind("prefill", "first_token", "missed")] == 1
+
+    @pytest.mark.parametrize("begun", [False, True])
+    @pytest.mark.parametrize("of_load", [False, True])
+    def test_a_failure_counts_if_there_was_too_much_to_do(self, begun: bool, of_load: bool) -> None:
+        kept, request = promises(PROMISED_MS, 50), routed()
+        if begun:
+            kept.saw_first(request, 0.1)
+        kept.saw_failure(request, 1.0, of_load=of_load)
+        missed = [kind for kind in kept.recent.total(1.0) if kind.outcome == "missed"]
+        promise = "inter_token" if begun else "first_token"
+        assert [kind.promise for kind in missed] == ([promise] if of_load else [])
+        assert sum(kept.counts.values()) == 1 + begun
+
+    @given(st.lists(st.floats(0.0, 200.0)), st.floats(0.0, 100.0))
+    def test_what_is_older_is_forgotten(self, times: list[float], later: float) -> None:
+        counts = RecentCounts[str]()
+        for at in sorted(times):
+            counts.add("seen", at)
+        now = max(times, default=0.0) + later
+        seen = counts.total(now)["seen"]
+        assert sum(at > now - RECENT_S + SLOT_S for at in times) <= seen
+        assert seen <= sum(at >= now - RECENT_S - SLOT_S for at in times)
+        assert not counts.total(now + RECENT_S + SLOT_S)

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import psutil
 import pytest
 from engine_kit.core import EXACT
 from free_ports import free_port
-from service_kit import cores, engine_config
+from service_kit import cores, engine_config, router_command
 from waits import PATIENCE_S, wait_until
 
 from diptych_protocol import RouterConfig
@@ -64,12 +63,6 @@ class Router:
         return msgspec.json.decode(answer.content, type=RouterReport)
 
 
-def command(folder: Path, config: RouterConfig, *arguments: object) -> list[str]:
-    (folder / "router.json").write_bytes(msgspec.json.encode(config))
-    path = str(folder / "router.json")
-    return [sys.executable, "-m", "diptych_router", "--config", path, *map(str, arguments)]
-
-
 @pytest.fixture(scope="module")
 def addresses(smollm2: str, keys_dir: Path) -> Iterator[tuple[str, str]]:
     """The addresses of a prefill and a decode engine, so slow that a stream lasts."""
@@ -93,7 +86,7 @@ def router(
         *("--port", port, "--admin-port", admin, "--keys", keys_dir),
         *("--prefill", addresses[0], "--decode", addresses[1]),
     )
-    parent = psutil.Popen(command(tmp_path, config, *arguments))
+    parent = psutil.Popen(router_command(tmp_path, config, *arguments))
     router = Router(parent, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}")
     everybody: list[psutil.Process] = [parent]
     try:
@@ -236,8 +229,9 @@ def test_a_start_that_cannot_work_ends_with_its_reason(
     smollm2: str, tmp_path: Path, settings: dict[str, Any], code: int, words: str
 ) -> None:
     config = RouterConfig(**{"model": smollm2, "processes": 2, **settings})
+    engines = "--prefill", "a:1", "--decode", "b:1"
     ended = subprocess.run(
-        command(tmp_path, config, "--prefill", "a:1", "--decode", "b:1", "--port", free_port()),
+        router_command(tmp_path, config, *engines, "--port", free_port()),
         capture_output=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert (ended.returncode, words in ended.stderr.decode()) == (code, True)
@@ -247,7 +241,7 @@ def test_a_port_that_others_have_is_not_shared_with_them(smollm2: str, tmp_path:
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
         port = other.getsockname()[1]
         ended = subprocess.run(
-            command(
+            router_command(
                 tmp_path, RouterConfig(model=smollm2, processes=2),
                 "--prefill", "a:1", "--decode", "b:1", "--port", port,
             ),

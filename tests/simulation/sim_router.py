@@ -14,7 +14,7 @@ from sim_model import BLOCK
 from sim_network import Network
 from sim_session import Abort, Add, Call, FromEngine, Posture, Session, ToEngine
 from sim_tally import ROUTER_FAILURES, named
-from toy_pools import EngineView, choose, successor
+from toy_pools import EngineView, ForgetfulFleet, choose, successor
 
 from diptych_protocol import (
     DiptychError,
@@ -25,13 +25,12 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_router import actions
-from diptych_router.health.health_book import Failure
+from diptych_router.fleet import common_to_leases
 from diptych_router.policy import Decision, RequestView, Role
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import keys_of
 from diptych_router.request_table import RequestTable
 from diptych_router.routed_request import Setback
-from diptych_router.slo.first_token import FirstToken
 from diptych_router.slo.promises import Promises
 
 RECONNECT_S = 0.2
@@ -89,17 +88,7 @@ class Link:
         """What all its leases will say of it."""
         if self.session is None:
             return None
-        about = self.session.engine.core.description
-        return KVTransferParams(
-            do_remote_prefill=True,
-            remote_engine_id=about.engine_id,
-            remote_host=about.kv_transfer_host,
-            remote_port=about.kv_transfer_port,
-            epoch=about.epoch,
-            compat=self.fingerprint,
-            remote_block_size=about.block_size,
-            proof=about.kv_transfer_proof,
-        )
+        return common_to_leases(self.session.engine.core.description, self.fingerprint)
 
     def num_remembered(self, keys: list[int]) -> int:
         """How many blocks of a prompt are remembered there at this very moment."""
@@ -114,7 +103,7 @@ class Link:
             self.session.engine.post(self.session, message)
 
 
-class Links:
+class Links(ForgetfulFleet):
     """The `Fleet` of a request table."""
 
     def __init__(self, links: Iterable[Link], random: Random) -> None:
@@ -151,21 +140,6 @@ class Links:
                 return decision
         count = self._random.choice((request.prompt_tokens, self._random.randrange(20)))
         return replace(decision, fetch=others[0].key, fetch_tokens=count)
-
-    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        return None
-
-    def placed(self, request: RequestView, decision: Decision) -> None:
-        pass
-
-    def was_full(self, key: str) -> None:
-        pass
-
-    def went_well(self, *keys: str) -> None:
-        pass
-
-    def went_badly(self, key: str, failure: Failure) -> None:
-        pass
 
     def successor(self, fingerprint: str) -> Link | None:
         views = [_view(link) for link in self.of("decode") if not link.silent]

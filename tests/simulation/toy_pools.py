@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from diptych_protocol.config import Disaggregate
 from diptych_router.fleet_table import FleetTable
+from diptych_router.health.health_book import Failure
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Decision, Draw, Policy, RequestView, Role
+from diptych_router.slo.first_token import FirstToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,25 @@ class EngineView:
     load: int = 0
     usable: bool = True
     silent: bool = False
+
+
+class ForgetfulFleet:
+    """The part of a `Fleet` that learns how engines do. This one learns nothing."""
+
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        return None
+
+    def placed(self, request: RequestView, decision: Decision) -> None:
+        pass
+
+    def was_full(self, key: str) -> None:
+        pass
+
+    def went_well(self, *keys: str) -> None:
+        pass
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        pass
 
 
 def first(_: int) -> int:

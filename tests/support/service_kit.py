@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from free_ports import free_port
 from waits import PATIENCE_S
 
@@ -150,6 +152,13 @@ def make_router(
         serving=serving,
         tracer=start_router_tracer(config),
     )
+
+
+def router_command(folder: Path, config: RouterConfig, *arguments: object) -> list[str]:
+    """The command of a router process whose configuration is written to the folder."""
+    path = folder / "router.json"
+    path.write_bytes(msgspec.json.encode(config))
+    return [sys.executable, "-m", "diptych_router", "--config", str(path), *map(str, arguments)]
 
 
 @contextlib.asynccontextmanager

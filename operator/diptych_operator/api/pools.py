@@ -134,6 +134,17 @@ ScaleDownSeconds = Annotated[
         description="How long fewer pods must have been enough before one is given up.",
     ),
 ]
+Attainment = Annotated[
+    float,
+    Meta(
+        ge=0.5,
+        le=0.999,
+        description="Share of the requests that are to keep the pool's promise, such as 0.95. The "
+        "pool grows while fewer do and requests share pods, and shrinks only as far as the promise "
+        "is kept. Left out, promises are not looked at.",
+        examples=["0.95"],
+    ),
+]
 
 
 class PrefillAutoscaling(SpecPart, frozen=True, kw_only=True):
@@ -149,6 +160,7 @@ class PrefillAutoscaling(SpecPart, frozen=True, kw_only=True):
             "that one pod is to be left with.",
         ),
     ] = 4096
+    attainment: Attainment | None = None
     scale_down_seconds: ScaleDownSeconds = 300
 
 
@@ -168,6 +180,7 @@ class DecodeAutoscaling(SpecPart, frozen=True, kw_only=True):
             description="Requests in a pod's queue beyond which another pod is worth having.",
         ),
     ] = 4
+    attainment: Attainment | None = None
     scale_down_seconds: ScaleDownSeconds = 300
 
 

@@ -6,6 +6,7 @@ carries only what may differ.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -201,7 +202,36 @@ SLEEPERS_WAKE = Rule(
     "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
     ".router.holdSeconds",
 )
-SPEC_RULES = (DRAIN_OUTLIVES_LEASE, SLEEP_TOGETHER, SLEEPERS_WAKE)
+
+
+def _is_promised(pool: Pool, promise: int | None) -> bool:
+    scaling = pool.autoscaling
+    return scaling is None or scaling.attainment is None or promise is not None
+
+
+def _attains(pool: str, promise: str, kept: Callable[[Spec], bool]) -> Rule:
+    scaling = f"self.{pool}.autoscaling"
+    return Rule(
+        f"!has({scaling}) || !has({scaling}.attainment) || has(self.slo.{promise})",
+        kept,
+        f"needs spec.slo.{promise}, which is the promise that is to be kept",
+        f".{pool}.autoscaling.attainment",
+    )
+
+
+PREFILL_PROMISED = _attains(
+    "prefill", "ttftMs", lambda spec: _is_promised(spec.prefill, spec.slo.ttft_ms)
+)
+DECODE_PROMISED = _attains(
+    "decode", "interTokenMs", lambda spec: _is_promised(spec.decode, spec.slo.inter_token_ms)
+)
+SPEC_RULES = (
+    DRAIN_OUTLIVES_LEASE,
+    SLEEP_TOGETHER,
+    SLEEPERS_WAKE,
+    PREFILL_PROMISED,
+    DECODE_PROMISED,
+)
 """Rules over more than one part."""
 
 

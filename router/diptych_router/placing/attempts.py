@@ -65,20 +65,20 @@ class Attempts:
         if routed.original.deadline_ms is None:
             return self.begin(routed, now)
         decision = self._fleet.choose(routed.view)
-        refusal = self._refusal(routed, decision)
+        refusal = self._refusal(routed, decision, now)
         if refusal is not None:
             return [*self.end(routed, "refused"), Fail(routed.request_id, refusal)]
         return self.begin(routed, now, decision=decision)
 
     def _refusal(
-        self, routed: RoutedRequest, decision: Decision | None
+        self, routed: RoutedRequest, decision: Decision | None, now: float
     ) -> EngineOverloadedError | None:
         """Why a new request is not taken on; None: it is."""
         first = None if decision is None else self._fleet.first_token(routed.view, decision)
         if decision is None or first is None:
             return None  # nothing is known: it may be served in time
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decision.decode
-        refusal = self._promises.refusal(routed, first)
+        refusal = self._promises.refusal(routed, first, now)
         if refusal is not None:
             log.info("request %s is refused: %s", routed.request_id, refusal)
         return refusal
@@ -183,13 +183,13 @@ class Attempts:
             until = self._held.add(routed, now, why)
         except EngineOverloadedError as exc:
             why = f"{before}; then: {exc}" if before else str(exc)
-            return self.fail(routed, EngineOverloadedError(why))
+            return self.fail(routed, EngineOverloadedError(why), now)
         log.info("request %s waits: %s", routed.request_id, why)
         surplus = self._held.surplus(routed)
         if surplus is None:
             return [WakeAt(until)]
         crowded_out = EngineOverloadedError("too many requests wait, most of this API key")
-        return [WakeAt(until), *self.fail(surplus, crowded_out)]
+        return [WakeAt(until), *self.fail(surplus, crowded_out, now)]
 
     # --- another engine's turn ----------------------------------------------------------------
 
@@ -231,15 +231,16 @@ class Attempts:
         if again:
             return [*actions, *self.begin(routed, now, before=why)]
         kind = EngineOverloadedError if setback is Setback.FULL else EngineGenerateError
-        return [*actions, *self.fail(routed, kind(why))]
+        return [*actions, *self.fail(routed, kind(why), now)]
 
     # --- the end ------------------------------------------------------------------------------
 
     def fail(
-        self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError
+        self, routed: RoutedRequest, error: EngineOverloadedError | EngineGenerateError, now: float
     ) -> list[Action]:
         """End a request with an error, which its user is told."""
-        self._promises.saw_failure(routed)
+        of_load = isinstance(error, EngineOverloadedError)
+        self._promises.saw_failure(routed, now, of_load=of_load)
         return [*self.end(routed, "error"), Fail(routed.request_id, error)]
 
     def end(self, routed: RoutedRequest, outcome: str) -> list[Action]:

@@ -40,8 +40,12 @@ class Caution:
         alone: if its tenant had no other request there.
         """
         wait_s = self.factor * (first.wait_for_others_s if alone else first.wait_s)
-        own_s = self.factor * first.compute_s
-        return wait_s + (own_s if own_s <= self.promised_s else 0.0) - self.promised_s
+        own_s = self.factor * first.compute_s if self.is_possible(first) else 0.0
+        return wait_s + own_s - self.promised_s
+
+    def is_possible(self, first: FirstToken) -> bool:
+        """An engine that does nothing else would keep the promise."""
+        return self.factor * first.compute_s <= self.promised_s
 
     def saw(self, first: FirstToken, took_s: float) -> None:
         """A first token that was expected has come."""

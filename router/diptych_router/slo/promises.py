@@ -16,6 +16,7 @@ from diptych_protocol import EngineOverloadedError, Slo, TenantOverloadedError
 from diptych_router.policy import Role
 from diptych_router.slo.caution import Caution
 from diptych_router.slo.first_token import FirstToken
+from diptych_router.slo.recent import RecentCounts
 
 Promise = Literal["first_token", "inter_token"]
 Outcome = Literal["kept", "missed", "refused"]
@@ -58,8 +59,12 @@ class Promises:
         self._inter_token_s = None if slo.inter_token_ms is None else slo.inter_token_ms / 1e3
         self.counts = Counter[Kind]()
         """Number of requests; several answers to one prompt count each."""
+        self.recent = RecentCounts[Kind]()
+        """The same of late, without what more engines could not change."""
 
-    def refusal(self, routed: Promised, first: FirstToken) -> EngineOverloadedError | None:
+    def refusal(
+        self, routed: Promised, first: FirstToken, now: float
+    ) -> EngineOverloadedError | None:
         """The error for a request that arrives now and would miss its deadline; None: serve it."""
         if self._caution is None or routed.prefill_only:
             return None
@@ -67,7 +72,7 @@ class Promises:
         if late_s <= 0:
             routed.expected = first
             return None
-        self._count(_computes_prompt(routed), "first_token", "refused")
+        self._count(Kind(_computes_prompt(routed), "first_token", "refused"), now)
         retry_s = min(MOST_RETRY_S, math.ceil(late_s))
         promised = f"promised within {self._caution.promised_s:g} s (slo.ttftMs)"
         what = f"the first token is {promised}, and would come {late_s:.2f} s later"
@@ -86,25 +91,33 @@ class Promises:
             kept = took_s <= self._caution.promised_s
             if routed.expected is not None and routed.attempts == 1:
                 self._caution.saw(routed.expected, took_s)
-            self._count(_computes_prompt(routed), "first_token", "kept" if kept else "missed")
+            possible = routed.expected is None or self._caution.is_possible(routed.expected)
+            kind = Kind(_computes_prompt(routed), "first_token", "kept" if kept else "missed")
+            self._count(kind, now, of_load=kept or possible)
 
     def saw_end(self, routed: Promised, now: float) -> None:
         """The last token of a request is delivered."""
         gaps = len(routed.generated) - 1
         if self._inter_token_s is not None and routed.first_at is not None and gaps > 0:
             kept = now - routed.first_at <= self._inter_token_s * gaps
-            self._count("decode", "inter_token", "kept" if kept else "missed")
+            self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)
 
-    def saw_failure(self, routed: Promised) -> None:
-        """A request that was taken on ended with an error."""
+    def saw_failure(self, routed: Promised, now: float, *, of_load: bool) -> None:
+        """A request that was taken on ended with an error.
+
+        of_load: because the engines had too much to do.
+        """
         if routed.first_at is not None:
             if self._inter_token_s is not None:
-                self._count("decode", "inter_token", "missed")
+                self._count(Kind("decode", "inter_token", "missed"), now, of_load=of_load)
         elif self._caution is not None and not routed.prefill_only:
-            self._count(_computes_prompt(routed), "first_token", "missed")
+            kind = Kind(_computes_prompt(routed), "first_token", "missed")
+            self._count(kind, now, of_load=of_load)
 
-    def _count(self, pool: Role, promise: Promise, outcome: Outcome) -> None:
-        self.counts[Kind(pool, promise, outcome)] += 1
+    def _count(self, kind: Kind, now: float, *, of_load: bool = True) -> None:
+        self.counts[kind] += 1
+        if of_load:
+            self.recent.add(kind, now)
 
 
 def _computes_prompt(routed: Promised) -> Role:

@@ -39,6 +39,7 @@ def state_of_all(states: Sequence[RouterReport]) -> RouterReport:
         engines=_engines(states),
         canaries=_newest(canary for state in states for canary in state.canaries),
         promises=_added_up(count for state in states for count in state.promises),
+        recent_promises=_added_up(count for state in states for count in state.recent_promises),
     )
 
 

@@ -183,6 +183,8 @@ def test_each_column_and_each_scale_path_shows_a_field_that_exists(version: dict
         {"decode": {"autoscaling": {"minReplicas": 1}}},
         {"decode": {"autoscaling": {"maxReplicas": 2, "queuedTokensPerReplica": 5}}},
         {"decode": {"autoscaling": {"maxReplicas": 2, "by": "external"}}},
+        {"decode": {"autoscaling": {"maxReplicas": 2, "attainment": 95}}},
+        {"decode": {"autoscaling": {"maxReplicas": 2, "attainment": 1.0}}},
         {"model": {"uri": "ftp://x"}},
         {"model": {"uri": "dummy://", "cache": {"hostPath": "models"}}},
         {"engine": {"blockSize": 3}},

@@ -64,7 +64,10 @@ def test_of_several_faults_python_names_one_that_cel_names_too() -> None:
 counts = st.integers(0, 3)
 scaling = st.fixed_dictionaries(
     {"minReplicas": counts, "maxReplicas": st.integers(1, 3)},
-    optional={"by": st.sampled_from(["Operator", "External"])},
+    optional={
+        "by": st.sampled_from(["Operator", "External"]),
+        "attainment": st.floats(0.5, 0.999),
+    },
 )
 pools = st.fixed_dictionaries({}, optional={"replicas": st.integers(1, 3), "autoscaling": scaling})
 checksums = st.sampled_from(["", "0" * 64])
@@ -76,6 +79,9 @@ specs = st.fixed_dictionaries(
     {"model": models, "prefill": pools, "decode": pools},
     optional={
         "router": st.fixed_dictionaries({"holdSeconds": counts}),
+        "slo": st.fixed_dictionaries(
+            {}, optional={"ttftMs": st.integers(1, 9), "interTokenMs": st.integers(1, 9)}
+        ),
         "rollout": st.fixed_dictionaries({"maxSurge": counts, "maxUnavailable": counts}),
         "transfer": st.fixed_dictionaries({"leaseSeconds": st.floats(1, 4)}),
         "availability": st.fixed_dictionaries({"drainSeconds": st.integers(1, 4)}),

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cluster_kit.promised_pool import engine_report, router_report
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,30 +31,12 @@ NOTHING_HELD_BACK = Memory(LONG_AGO, LONG_AGO, busy_at=0.0)
 """No recommendation of the window stands in the way of fewer pods."""
 
 
-def engine(role: str, number: int, **facts: Any) -> EngineReport:
-    nothing: dict[str, Any] = {
-        "open_tokens": 0, "num_running": 0, "num_waiting": 0, "queued_prompt_tokens": 0,
-        "kv_usage": 0.0, "leases_held": 0, "blocks_held": 0, "loads_failed": 0,
-        "leases_expired": 0, "stale_reads_refused": 0, "usable": True, "listed": True,
-        "draining": False, "verified": True,
-    }  # fmt: skip
-    return EngineReport(engine_id=f"{role}-{number}", role=role, revision="r", **(nothing | facts))
-
-
 def router(*engines: EngineReport, open_requests: int = 0, held: int = 0) -> RouterReport:
-    return RouterReport(
-        ready=True,
-        reason="",
-        open_requests=open_requests,
-        held_requests=held,
-        serving_revisions=[],
-        engines=list(engines),
-        canaries=[],
-    )
+    return router_report(engines, open_requests=open_requests, held_requests=held)
 
 
 def pool(role: str, count: int, **facts: Any) -> list[EngineReport]:
-    return [engine(role, number, **facts) for number in range(count)]
+    return [engine_report(role, number, **facts) for number in range(count)]
 
 
 def scale(
@@ -83,9 +66,9 @@ def loaded(prefill: int, decode: int, tokens: int, kv: float, waiting: int) -> R
     """All prefill tokens wait at one engine; KV use (in pods) is spread over all of decode."""
     return router(
         *pool("prefill", prefill - 1),
-        engine("prefill", 99, queued_prompt_tokens=tokens),
+        engine_report("prefill", 99, queued_prompt_tokens=tokens),
         *pool("decode", decode - 1, kv_usage=min(1.0, kv / decode)),
-        engine("decode", 99, kv_usage=min(1.0, kv / decode), num_waiting=waiting),
+        engine_report("decode", 99, kv_usage=min(1.0, kv / decode), num_waiting=waiting),
         open_requests=1,
     )
 
@@ -107,9 +90,9 @@ def test_prefill_follows_uncached_tokens_but_not_those_that_decode_holds_up(
     tokens: int, held_blocks: int, pods: int
 ) -> None:
     report = router(
-        engine("prefill", 0, queued_prompt_tokens=tokens, blocks_held=held_blocks,
+        engine_report("prefill", 0, queued_prompt_tokens=tokens, blocks_held=held_blocks,
                leases_held=held_blocks, kv_usage=1.0),
-        engine("prefill", 1),
+        engine_report("prefill", 1),
         *pool("decode", 1),
     )  # fmt: skip
     assert scale(Counts(2, 1), report).desired == Counts(pods, 1)
@@ -134,7 +117,7 @@ def test_decode_follows_the_larger_of_memory_and_queue(
     pods: int, usage: float, waiting: int, expected: int
 ) -> None:
     engines = pool("decode", pods - 1, kv_usage=usage)
-    engines.append(engine("decode", 99, kv_usage=usage, num_waiting=waiting))
+    engines.append(engine_report("decode", 99, kv_usage=usage, num_waiting=waiting))
     report = router(*pool("prefill", 1), *engines)
     assert scale(Counts(1, pods), report).desired == Counts(1, expected)
 
@@ -145,9 +128,10 @@ def test_two_routers_see_the_same_engines_once() -> None:
 
 
 def test_of_two_reports_of_an_engine_the_larger_numbers_count() -> None:
-    early = router(*pool("prefill", 1), engine("decode", 0, kv_usage=1.0))
+    early = router(*pool("prefill", 1), engine_report("decode", 0, kv_usage=1.0))
     late = router(
-        engine("prefill", 0, queued_prompt_tokens=8193), engine("decode", 0, kv_usage=0.5)
+        engine_report("prefill", 0, queued_prompt_tokens=8193),
+        engine_report("decode", 0, kv_usage=0.5),
     )
     for reports in ((early, late), (late, early)):
         assert scale(Counts(1, 1), *reports).desired == Counts(3, 2)
@@ -244,7 +228,7 @@ def test_anything_going_on_keeps_both_awake(report: RouterReport) -> None:
 
 
 def test_a_ready_engine_that_no_router_lists_keeps_both_awake() -> None:
-    lost = router(*pool("prefill", 1), engine("decode", 0, listed=False))
+    lost = router(*pool("prefill", 1), engine_report("decode", 0, listed=False))
     assert sleepy(Counts(1, 1), lost, memory=WHOLE_PATIENCE, now=1e6).desired == Counts(1, 1)
 
 

@@ -53,7 +53,8 @@ def test_requests_and_open_work_add_up_and_engines_are_told_once() -> None:
     assert both.engines == [engine(open_tokens=150)]
 
 
-def test_promises_add_up() -> None:
+@pytest.mark.parametrize("counted", ["promises", "recent_promises"])
+def test_promises_add_up(counted: str) -> None:
     def count(outcome: str, requests: int) -> PromiseCount:
         return PromiseCount(
             pool="prefill", promise="first_token", outcome=outcome, requests=requests
@@ -61,11 +62,11 @@ def test_promises_add_up() -> None:
 
     both = state_of_all(
         [
-            state(promises=[count("kept", 3), count("refused", 1)]),
-            state(promises=[count("kept", 4)]),
+            state(**{counted: [count("kept", 3), count("refused", 1)]}),
+            state(**{counted: [count("kept", 4)]}),
         ]
     )
-    assert both.promises == [count("kept", 7), count("refused", 1)]
+    assert getattr(both, counted) == [count("kept", 7), count("refused", 1)]
 
 
 @pytest.mark.parametrize(

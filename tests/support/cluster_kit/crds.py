@@ -28,7 +28,9 @@ from diptych_operator.api.model import (
 )
 from diptych_operator.api.pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
 from diptych_operator.api.service import (
+    DECODE_PROMISED,
     DRAIN_OUTLIVES_LEASE,
+    PREFILL_PROMISED,
     ROLLOUT_STEP,
     SLEEP_TOGETHER,
     SLEEPERS_WAKE,
@@ -84,6 +86,7 @@ def _uri(uri: str, **more: Any) -> dict[str, Any]:
 
 
 _PVC = {"pvc": {"claimName": "models"}}
+_ATTAINS = {"autoscaling": {"maxReplicas": 2, "attainment": 0.95}}
 _ASLEEP = {"autoscaling": {"minReplicas": 0, "maxReplicas": 2}}
 _LEFT_ALONE = {"autoscaling": {"by": "External", "minReplicas": 0, "maxReplicas": 2}}
 
@@ -133,6 +136,10 @@ GOOD: dict[str, dict[str, Any]] = {
         "prefill": {"autoscaling": {"by": "External", "minReplicas": 1, "maxReplicas": 2}},
         "decode": {"autoscaling": {"by": "External", "maxReplicas": 8, "kvUtilization": 50}},
     },
+    "both keep promises": {
+        "slo": {"ttftMs": 500, "interTokenMs": 50}, "prefill": _ATTAINS, "decode": _ATTAINS,
+    },
+    "one keeps its promise": {"slo": {"ttftMs": 500}, "prefill": _ATTAINS},
     "both sleep": {"prefill": _ASLEEP, "decode": _ASLEEP},
     "nobody waits, nobody sleeps": {"router": {"holdSeconds": 0}},
     "a sidecar": {"decode": _template(name="sidecar", image="example.org/sidecar:1")},
@@ -196,6 +203,14 @@ BROKEN: dict[str, Broken] = {
         {"decode": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}},
         "spec.decode.autoscaling.minReplicas",
         MIN_BELOW_MAX,
+    ),
+    "prefill without a promise to keep": Broken(
+        {"prefill": _ATTAINS, "slo": {"interTokenMs": 50}},
+        "spec.prefill.autoscaling.attainment",
+        PREFILL_PROMISED,
+    ),
+    "decode without a promise to keep": Broken(
+        {"decode": _ATTAINS}, "spec.decode.autoscaling.attainment", DECODE_PROMISED
     ),
     "only prefill sleeps": Broken({"prefill": _ASLEEP}, "spec", SLEEP_TOGETHER),
     "only decode sleeps": Broken(

@@ -22,7 +22,7 @@ from engine_kit.core import CLIENT, core_request, make_core
 from model_kit.checkpoints import SIZES, random_tensors, save_model
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from toy_pools import EngineView, choose, successor
+from toy_pools import EngineView, ForgetfulFleet, choose, successor
 from waits import PATIENCE_S, Deadline, source_of
 
 from diptych_frontend.text.collector import Collector
@@ -52,10 +52,9 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
-from diptych_router.health.health_book import Failure
+from diptych_router.fleet import common_to_leases
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.request_table import RequestTable
-from diptych_router.slo.first_token import FirstToken
 from diptych_router.slo.promises import Promises
 
 BLOCK = 4
@@ -224,17 +223,7 @@ class Seat:
     def lends(self) -> KVTransferParams | None:
         if not self.announces:
             return None
-        about = self.engine.core.description
-        return KVTransferParams(
-            do_remote_prefill=True,
-            remote_engine_id=about.engine_id,
-            remote_host=about.kv_transfer_host,
-            remote_port=about.kv_transfer_port,
-            epoch=about.epoch,
-            compat=self.fingerprint,
-            remote_block_size=about.block_size,
-            proof=about.kv_transfer_proof,
-        )
+        return common_to_leases(self.engine.core.description, self.fingerprint)
 
     def plan(self, more: int) -> None:
         self.planned += more
@@ -244,7 +233,7 @@ class Seat:
         return EngineView(self.key, self.fingerprint, self.open_tokens, not self.withdrawn)
 
 
-class LocalFleet:
+class LocalFleet(ForgetfulFleet):
     """Both pools, in this process, in the order in which they are to be chosen."""
 
     def __init__(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> None:
@@ -275,21 +264,6 @@ class LocalFleet:
         known = [seat for seat in self.seats.values() if seat.engine is engine]
         self._holder = known[0] if known else Seat(engine, "prefill", withdrawn=True)
         self.seats[self._holder.key] = self._holder
-
-    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        return None
-
-    def placed(self, request: RequestView, decision: Decision) -> None:
-        pass
-
-    def was_full(self, key: str) -> None:
-        pass
-
-    def went_well(self, *keys: str) -> None:
-        pass
-
-    def went_badly(self, key: str, failure: Failure) -> None:
-        pass
 
     def successor(self, fingerprint: str) -> Seat | None:
         chosen = successor([seat.view for seat in self.of("decode")], fingerprint)

@@ -1,0 +1,244 @@
+"""Requests whose engines are full, lost, late or hanging, and who is to blame."""
+
+from __future__ import annotations
+
+import pytest
+from router_kit.request_world import World, prefilled
+
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineOverloadedError,
+    FinishReason,
+)
+from diptych_protocol.wire import ErrorKind
+from diptych_router.actions import (
+    Abort,
+    AskHandOff,
+    Fail,
+)
+from diptych_router.health.patience import LEAST_S
+from diptych_router.routed_request import MAX_LATE
+
+
+def test_a_request_waits_for_an_engine_and_no_longer_than_it_may() -> None:
+    world = World("p", "d")
+    world.change("p", up=False)
+    world.change("d", up=False)
+    world.submit("r1")
+    world.now = 10.0
+    world.submit("r2")
+    assert world.wake_at == [30.0, 40.0]
+    world.carry_out(world.table.tick(30.0))
+    assert world.ended == {"r1": "failed"}
+    world.change("d", up=True)
+    assert world.placements() == [("d", "r2/1")]
+    world.carry_out(world.table.tick(40.0))
+    world.say("d", world.answer("r2/1", FinishReason.STOP))
+    world.check_end()
+
+
+def test_full_engines_turn_away_who_has_nothing_yet() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    full = EngineCoreOutput(
+        "r/1", [], finish_reason=FinishReason.ERROR, error_kind=ErrorKind.OVERLOADED
+    )
+    world.say("p", full)
+    failed = [action for action in world.log if isinstance(action, Fail)]
+    assert isinstance(failed[0].error, EngineOverloadedError)
+    assert (world.fleet.refused, world.fleet.badly) == (["p"], [])
+    world.check_end()
+
+
+def test_a_stream_is_asked_once_to_move_and_begins_again_if_it_cannot() -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.say("d", world.answer("r/2"))
+    world.change("d", withdrawn=True)
+    world.change("d", withdrawn=True)
+    assert world.asked == [AskHandOff("d", "r/2")]
+    world.carry_out(world.table.cannot_hand_off("r/2", "it does not answer", 0.0))
+    assert world.placements() == [("p", "r/3")]
+    assert not world.table.cannot_hand_off("r/2", "it does not answer", 0.0)
+    prefilled(world, lease="L2")
+    assert world.placements() == [("d2", "r/4")]
+    world.leave("r")
+    world.check_end()
+
+
+def test_a_stream_moves_with_its_lease() -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.say("d", world.answer("r/2"))
+    world.change("d", withdrawn=True)
+    world.say("d", world.answer("r/2", FinishReason.ABORT, tokens=0, lease="L2"))
+    assert world.placements() == [("d2", "r/3")]
+    world.say("d2", world.answer("r/3", FinishReason.LENGTH, tokens=2))
+    assert world.delivered["r"] == [0, 1, 2, 3]
+    world.check_end()
+
+
+def test_sending_may_find_out_first_that_an_engine_is_gone() -> None:
+    world = World("p", "p2", "d")
+    world.fleet.engines["d"].open_tokens = 0
+    world.submit("r1")
+    world.submit("r2")
+    assert world.placements() == [("p", "r1/1"), ("p2", "r2/1")]
+    actions = world.table.engine_lost("p", "lost", 0.0)
+    world.fleet.engines["p"].open.clear()
+    world.fleet.engines["p"].up = False
+    world.carry_out(actions)  # goes to p2, or to p again, which is found to be gone
+    assert {at for at, _ in world.placements()} == {"p2"}
+    world.leave("r1")
+    world.leave("r2")
+    world.check_end()
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_what_hangs_begins_again_elsewhere_and_its_engine_is_told(where: str) -> None:
+    world = World("p1", "p2", "d1", "d2")
+    world.submit("r")
+    engine = "p1"
+    if where == "decode":
+        prefilled(world)
+        world.say("d1", world.answer("r/2"))
+        engine = "d1"
+    [(_, core_id)] = world.placements()
+    world.hang(engine)
+    assert Abort(engine, [core_id]) in world.log
+    assert [key for key, _ in world.placements()] == ["p2" if where == "prefill" else "p1"]
+    world.say(engine, world.answer(core_id))  # it goes on before it hears that
+    assert world.delivered["r"] == ([] if where == "prefill" else [0, 1])
+    again = "p2" if where == "prefill" else "p1"
+    world.say(again, world.answer(world.placements()[0][1], FinishReason.LENGTH, lease="L2"))
+    assert [key for key, _ in world.placements()] == ["d1" if where == "prefill" else "d2"]
+    world.leave("r")
+    world.check_end()
+
+
+def test_what_hangs_stays_where_it_is_while_nobody_else_can_take_it() -> None:
+    world = World("p", "d1", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.hang("d1")
+    assert world.placements() == [("p", "r/3")]
+    world.say("p", world.answer("r/3", FinishReason.LENGTH, lease="L2"))
+    assert world.placements() == [("d2", "r/4")]
+    world.hang("d2")
+    assert world.placements() == [("d2", "r/4")]
+    world.change("d1", silent=False)
+    world.hang("d2")
+    assert [key for key, _ in world.placements()] == ["p"]
+    world.leave("r")
+    world.check_end()
+
+
+def fails(core_id: str, error: str = "no", param: str | None = None) -> EngineCoreOutput:
+    return EngineCoreOutput(
+        core_id, [], finish_reason=FinishReason.ERROR, error=error, error_param=param
+    )
+
+
+def test_an_engine_is_blamed_when_another_does_what_it_failed_at() -> None:
+    world = World("p1", "p2", "d1", "d2")
+    world.submit("r")
+    world.say("p1", fails("r/1"))
+    assert world.fleet.badly == []
+    [(engine, core_id)] = world.placements()
+    assert engine == "p2", "it is not given to the same one again"
+    world.say("p2", world.answer(core_id, FinishReason.LENGTH, lease="L1"))
+    assert world.fleet.badly == [("p1", "error")]
+    [(engine, core_id)] = world.placements()
+    world.say(engine, fails(core_id))  # the hand-off fails: either side may be to blame
+    assert world.fleet.badly == [("p1", "error")]
+    prefilled(world, lease="L2")
+    [(other, core_id)] = world.placements()
+    assert {engine, other} == {"d1", "d2"}
+    world.say(other, world.answer(core_id))
+    assert sorted(world.fleet.badly[1:]) == [(engine, "error"), ("p2", "error")]
+    world.say(other, world.answer(core_id, FinishReason.STOP))
+    assert world.fleet.well == [other, "p1"]
+    world.check_end()
+
+
+@pytest.mark.parametrize("param", [None, "lora_request"])
+def test_a_request_that_fails_everywhere_is_to_blame_itself(param: str | None) -> None:
+    world = World("p1", "p2", "p3", "d")
+    world.submit("r")
+    while world.placements():
+        [(engine, core_id)] = world.placements()
+        world.say(engine, fails(core_id, "wrong", param))
+    assert world.ended == {"r": "failed"}
+    assert not world.fleet.badly
+    assert not world.fleet.well
+    world.check_end()
+
+
+def test_the_only_engine_is_tried_again() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    world.say("p", fails("r/1"))
+    assert [key for key, _ in world.placements()] == ["p"]
+    world.leave("r")
+    world.check_end()
+
+
+def test_a_refusal_of_the_request_is_nobodys_fault() -> None:
+    world = World("p1", "p2", "d")
+    world.submit("r")
+    world.say("p1", fails("r/1", param="sampling_params"))
+    [(engine, core_id)] = world.placements()
+    world.say(engine, world.answer(core_id, FinishReason.LENGTH, lease="L1"))
+    assert world.fleet.badly == []
+    world.leave("r")
+
+
+def test_the_loss_of_an_engine_is_one_failure_however_much_was_there() -> None:
+    world = World("p1", "p2", "d")
+    for name in "abcdef":
+        world.submit(name)
+    world.lose("p1")
+    world.lose("p1")
+    assert world.fleet.badly == [("p1", "lost")]
+
+
+def test_who_is_late_with_a_first_token_loses_the_request() -> None:
+    world = World("p1", "p2", "d")
+    world.submit("r")
+    world.look_for_late_ones(LEAST_S - 1.0)
+    assert world.placements() == [("p1", "r/1")]
+    world.look_for_late_ones(LEAST_S + 1.0)
+    assert world.fleet.badly == [("p1", "late")]
+    [(engine, core_id)] = world.placements()
+    assert engine == "p2"
+    prefilled(world)
+    [(engine, core_id)] = world.placements()
+    world.say("d", world.answer(core_id))
+    world.look_for_late_ones(100 * LEAST_S)
+    assert world.placements() == [("d", core_id)], "only the first token has a deadline"
+    world.leave("r")
+    world.check_end()
+
+
+def test_a_request_stays_with_a_late_engine_that_is_the_only_one() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    world.look_for_late_ones(2 * LEAST_S)
+    world.look_for_late_ones(9 * LEAST_S)
+    assert world.fleet.badly == [("p", "late")]
+    assert world.placements() == [("p", "r/1")]
+    world.leave("r")
+    world.check_end()
+
+
+def test_where_all_are_late_a_request_moves_only_a_few_times_and_does_not_fail() -> None:
+    world = World("p1", "p2", "p3", "p4", "d")
+    world.submit("r")
+    for turn in range(20):
+        world.look_for_late_ones(turn * 2 * LEAST_S)
+    assert len(world.fleet.badly) == MAX_LATE
+    assert not world.ended
+    world.leave("r")
+    world.check_end()
