@@ -13,6 +13,7 @@ import pytest
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
 from vllm_server import (
     MODEL,
+    START_S,
     VllmServer,
     connector_config,
     needs_vllm,
@@ -77,6 +78,20 @@ def test_one_prefill_and_one_decode_answer_as_one_engine_does(
     assert fetched >= sum(len(question.prompt) for question in asked)
     wait_until(p.holds_nothing)
     wait_until(d.holds_nothing)
+
+
+def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(
+    model: str, tmp_path: Path
+) -> None:
+    transfer = connector_config() | {"kv_load_failure_policy": "recompute"}
+    server = VllmServer(model, tmp_path / "refused", transfer)
+    try:
+        wait_until(lambda: server.process.poll() is not None, "the server ends", START_S)
+    finally:
+        server.kill()
+    assert server.process.returncode != 0
+    sentence = "kv_load_failure_policy is 'recompute', and only 'fail' was tested"
+    assert f"the Diptych connector: {sentence}" in server.log
 
 
 def edited(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
