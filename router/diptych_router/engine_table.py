@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -40,18 +42,14 @@ UNHEARD_S: Final = 5.0
 """Requests that an engine was given and that no report of it has counted yet; and for how long."""
 FIELDS: Final = (
     "usable", "silent", "lends", "fingerprint", "block_size", "open_tokens", "given",
-    "free_at", "rows", "coming", "free_tokens", "all_tokens",
+    "free_at", "rows", "coming", "free_tokens", "used_tokens",
     "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
     "adapter_s", "told_adapters",
 )  # fmt: skip
-
-
-def distinct(values: Floats) -> list[float]:
-    """The different ones. Mostly there is one."""
-    if len(values) and (values == values[0]).all():
-        return [float(values[0])]
-    found: list[float] = np.unique(values).tolist()
-    return found
+"""`free_tokens` is infinite where an engine has told of no KV memory, so that it never seems full;
+`used_tokens` is at least 1."""
+SELDOM: Final = frozenset({"usable", "silent", "lends", "fingerprint", "block_size"})
+"""Those that change when an engine comes, goes or hangs."""
 
 
 class FleetRates:
@@ -76,39 +74,64 @@ class EngineTable:
     def __init__(self, rates: FleetRates) -> None:
         self.fleet_rates = rates
         self.rows: list[EngineRow] = []
-        self.columns: Floats = np.zeros((len(FIELDS), 0))
         self.places: NDArray[np.intp] = np.zeros(0, np.intp)
-        """[engines] Where each stands in `KnownPrefixes.lengths`."""
+        """[engines] Which bit each is in what `KnownPrefixes.match` returns."""
+        self.identities: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """[engines] Numbers that all routers know these engines by."""
         self._prompt_s = 0.0
         self._prompt_s_at = 0.0
+        self._set_columns(np.zeros((len(FIELDS), 0)))
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def _set_columns(self, columns: Floats) -> None:
+        self.columns = columns
+        self._column: dict[str, Floats] = dict(zip(FIELDS, columns, strict=True))
+        self.standing: Standing | None = None
+        """What follows from `SELDOM`; None: one of these has changed."""
+
     def column(self, name: str) -> Floats:
         """[engines] The numbers of this name; see `FIELDS`."""
-        values: Floats = self.columns[_PLACE_OF[name]]
-        return values
+        return self._column[name]
+
+    @property
+    def stands(self) -> Standing:
+        """What changes seldom, and is therefore not gathered for each decision."""
+        if self.standing is None:
+            self.standing = Standing.of(self._column, self.places)
+        return self.standing
 
     def add(self, key: str, place: int) -> EngineRow:
         """A new engine. It has been given as much as those that were given most."""
         row = EngineRow(self, key, len(self.rows))
         most = self.column("given").max(initial=0.0)
         self.rows.append(row)
-        self.columns = np.hstack((self.columns, np.zeros((len(FIELDS), 1))))
+        self._set_columns(np.hstack((self.columns, np.zeros((len(FIELDS), 1)))))
         self.places = np.append(self.places, place)
+        self.identities = np.append(self.identities, _identity(key))
         row["given"], row["block_size"] = most, 1.0
+        row["free_tokens"], row["used_tokens"] = math.inf, 1.0
         self.share_rates()
         return row
 
     def remove(self, row: EngineRow) -> None:
         """An engine is gone."""
-        self.columns = np.delete(self.columns, row.at, axis=1)
+        self._set_columns(np.delete(self.columns, row.at, axis=1))
         self.places = np.delete(self.places, row.at)
+        self.identities = np.delete(self.identities, row.at)
         # Whoever explains an earlier choice has the rows of that time.
         self.rows = [other for other in self.rows if other is not row]
         for at, other in enumerate(self.rows):
             other.at = at
+
+    def preferred(self, among: NDArray[np.intp], tie: int) -> int:
+        """The one of some engines that a number prefers: another one for each number, and the same
+        at all routers (rendezvous hashing, Thaler and Ravishankar 1998)."""
+        scores = (self.identities[among] ^ np.uint64(tie)) * _MIX
+        scores ^= scores >> _HALF
+        scores *= _MIX
+        return int(among[scores.argmax()])
 
     def share_rates(self) -> None:
         """Engines that have told nothing have the rates of the others."""
@@ -134,6 +157,45 @@ class EngineTable:
         self._prompt_s *= math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
         self._prompt_s += seconds
         self._prompt_s_at = max(now, self._prompt_s_at)
+
+
+class Standing(NamedTuple):
+    """What follows from those columns of a table that change seldom. The arrays are [engines] and
+    not to be written."""
+
+    barred: Floats
+    """0 for those that may get requests, infinity for the others."""
+    barred_or_silent: Floats
+    """The same, without those that may hang."""
+    lends: dict[float, int]
+    """By fingerprint, of which there is mostly one: those of it from whom a prefix can be fetched,
+    as the bits of their places. Those that may hang do not lend."""
+    block_sizes: list[float]
+    """The different ones."""
+
+    @property
+    def fingerprints(self) -> list[float]:
+        """The different ones."""
+        return list(self.lends)
+
+    @classmethod
+    def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Standing:
+        """places: see `EngineTable`."""
+        usable, lively = column["usable"] > 0, column["silent"] == 0
+        lends, kinds = (column["lends"] > 0) & lively, column["fingerprint"]
+        return cls(
+            np.where(usable, 0.0, np.inf),
+            np.where(usable & lively, 0.0, np.inf),
+            {
+                kind: sum(1 << place for place in places[lends & (kinds == kind)].tolist())
+                for kind in np.unique(kinds).tolist()
+            },
+            np.unique(column["block_size"]).tolist(),
+        )
+
+
+def _identity(key: str) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(key.encode(), digest_size=8).digest()))
 
 
 class _Unheard(NamedTuple):
@@ -172,7 +234,10 @@ class EngineRow:
         return float(self._table.columns[_PLACE_OF[name], self.at])
 
     def __setitem__(self, name: str, value: float) -> None:
-        self._table.columns[_PLACE_OF[name], self.at] = value
+        column = self._table.column(name)
+        if name in SELDOM and column[self.at] != value:
+            self._table.standing = None
+        column[self.at] = value
 
     def plan(self, more: int) -> None:
         """Requests that will decode there are planned; negative: so many less."""
@@ -224,9 +289,10 @@ class EngineRow:
         queued_s = stats.queued_prompt_tokens * float(columns[_PROMPT_TOKEN, self.at])
         unheard_s = sum(request.seconds for request in self._unheard)
         rows = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
-        free, total = stats.blocks_free * size, stats.blocks_total * size
+        free = stats.blocks_free * size if stats.blocks_total else math.inf
+        used = max(1.0, (stats.blocks_total - stats.blocks_free) * size)
         coming = self.num_planned + len(self._unheard)
-        columns[_REPORTED, self.at] = now + queued_s + unheard_s, rows, coming, free, total
+        columns[_REPORTED, self.at] = now + queued_s + unheard_s, rows, coming, free, used
         last, self._last = self._last, stats
         if last is not None:
             self._learn_from(last, stats, size, now)
@@ -275,13 +341,15 @@ class EngineRow:
             self._table.columns[places, self.at] = learned.rates
 
 
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+_HALF: Final = np.uint64(32)
 _PLACE_OF: Final = {name: place for place, name in enumerate(FIELDS)}
 _BLOCK_SIZE: Final = _PLACE_OF["block_size"]
 _PROMPT_TOKEN: Final = _PLACE_OF["prompt_token_s"]
 _FREE_AT: Final = _PLACE_OF["free_at"]
 _COMING: Final = _PLACE_OF["coming"]
 _REPORTED: Final = [
-    _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "all_tokens")
+    _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "used_tokens")
 ]
 _STEP_RATES: Final = [_PLACE_OF[name] for name in ("step_s", "prompt_token_s", "row_s")]
 _TRIP_RATES: Final = [_PLACE_OF[name] for name in ("trip_s", "trip_token_s")]

@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from itertools import count
+from operator import or_
+from typing import NamedTuple
 
 import numpy as np
 
 from diptych_protocol.config import Disaggregate
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.engine_table import EngineRow, EngineTable, Flags, FleetRates, Floats, distinct
+from diptych_router.engine_table import EngineRow, EngineTable, FleetRates, Floats
 from diptych_router.policy import (
+    TOO_MUCH,
     Decision,
     Draw,
     Engines,
@@ -25,12 +30,24 @@ from diptych_router.policy import (
 )
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import KnownPrefixes
-from diptych_router.prefixes.prefix_index import Lengths
+from diptych_router.prefixes.prefix_index import Leading, lengths, members
 from diptych_router.slo.first_token import FirstToken, expected
 
 ANY_REQUEST = RequestView()
 Tokens = dict[Role, Floats]
 """Role -> [engines] tokens of a prompt."""
+
+
+class _Remembered(NamedTuple):
+    """What engines have of a prompt."""
+
+    cached: Tokens
+    """With what was sent there a moment ago."""
+    held: Sequence[Leading] = ()
+    """Without; in tokens."""
+    tie: int | None = None
+    """The key of the first block that nobody has. Until an engine has told of it, requests that
+    begin alike have the same one, at whatever router."""
 
 
 class FleetTable:
@@ -46,14 +63,19 @@ class FleetTable:
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
         self._rows: dict[str, tuple[Role, EngineRow]] = {}
+        self._keys: dict[int, str] = {}
+        """By the engines' places."""
         self._fingerprints: dict[str, float] = {}
+        self._numbers = count()
 
     # --- who is there -------------------------------------------------------------------------
 
     def add(self, role: Role, key: str) -> EngineRow:
         """A new engine, not usable yet."""
-        row = self.tables[role].add(key, self.known.place(key))
+        place = self.known.place(key)
+        row = self.tables[role].add(key, place)
         self._rows[key] = role, row
+        self._keys[place] = key
         return row
 
     def remove(self, key: str) -> None:
@@ -63,9 +85,16 @@ class FleetTable:
 
     def is_up(self, row: EngineRow, fingerprint: str) -> None:
         """Another process answers, which fits together with those of the same fingerprint."""
-        number = self._fingerprints.setdefault(fingerprint, float(len(self._fingerprints)))
-        row["fingerprint"] = number
+        row["fingerprint"] = self._number_of(fingerprint)
         self.known.restarted(row.key)
+
+    def _number_of(self, fingerprint: str) -> float:
+        """Before a new one gets a number, those that no engine has any more are forgotten."""
+        if fingerprint not in self._fingerprints:
+            used = {no for table in self.tables.values() for no in table.stands.fingerprints}
+            kept = {name: no for name, no in self._fingerprints.items() if no in used}
+            self._fingerprints = kept | {fingerprint: float(next(self._numbers))}
+        return self._fingerprints[fingerprint]
 
     def take_prefixes(self, key: str, changes: PrefixChanges, most_blocks: int) -> bool:
         """What an engine tells of its blocks; see `KnownPrefixes.take`."""
@@ -90,7 +119,7 @@ class FleetTable:
         full_at = [self._rows[key] for key in full if key in self._rows]
         if how == "auto" and any(role == "prefill" for role, _ in full_at):
             how = "always"
-        cached, held = self._cached(request)
+        cached, held, tie = self._remembered(request)
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
         loading: dict[Role, Floats] = {}
@@ -100,16 +129,15 @@ class FleetTable:
             prefill, decode = (
                 Engines(
                     table,
-                    _usable(table, lively),
+                    _barred(table, lively, role, full_at),
                     cached[role],
                     elsewhere[role],
                     now,
                     loading[role] if adapter else None,
+                    tie,
                 )
                 for role, table in self.tables.items()
             )
-            for role, row in full_at:
-                (prefill if role == "prefill" else decode).usable[row.at] = False
             decision = choose(self._policy, request, prefill, decode, self._draw, how)
             if decision is not None:
                 break
@@ -122,28 +150,24 @@ class FleetTable:
             return replace(decision, fetch=self._holder(decision, held))
         return decision
 
-    def _holder(self, decision: Decision, held: Tokens) -> str | None:
+    def _holder(self, decision: Decision, held: Sequence[Leading]) -> str | None:
         """Who has the tokens that are to be fetched."""
         fingerprint = self._rows[decision.prefill or decision.decode][1]["fingerprint"]
-        holders = [
-            table.rows[at].key
-            for role, table in self.tables.items()
-            for at in (_lenders(table) & (held[role] == decision.fetch_tokens))
-            .nonzero()[0]
-            .tolist()
-            if table.rows[at]["fingerprint"] == fingerprint
-        ]
-        return holders[self._draw(len(holders))] if holders else None
+        lenders = self._lenders().get(fingerprint, 0)
+        having = [engines for tokens, engines in held if tokens == decision.fetch_tokens]
+        bits = reduce(or_, having, 0) & lenders
+        places = members(bits, self.known.num_places).nonzero()[0].tolist()
+        return self._keys[places[self._draw(len(places))]] if places else None
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
         """The decode engine, of some usable ones, that should take over KV of this fingerprint."""
         table = self.tables["decode"]
-        fit: Flags = np.zeros(len(table), np.bool_)
+        barred = np.full(len(table), TOO_MUCH)
         for key in usable:
-            fit[self._rows[key][1].at] = True
+            barred[self._rows[key][1].at] = 0.0
         number = self._fingerprints.get(fingerprint, -1.0)
         nothing = np.zeros(len(table))
-        engines = Engines(table, fit, nothing, nothing, now)
+        engines = Engines(table, barred, nothing, nothing, now)
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
@@ -157,8 +181,9 @@ class FleetTable:
     def placed(self, request: RequestView, decision: Decision, now: float) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
         computes = decision.prefill or decision.decode
-        for key in {decision.prefill, decision.decode} - {None}:
-            known = self._rows.get(str(key))
+        naming_of: dict[BlockNaming, list[str]] = {}
+        for key in {computes, decision.decode}:
+            known = self._rows.get(key)
             if known is None:
                 continue
             _, row = known
@@ -168,37 +193,32 @@ class FleetTable:
             if key == computes:
                 row.place(decision.to_compute, now, request.tenant)
             naming = self._naming(request, row)
-            if request.keys is None or naming is None:
-                continue
-            keys = request.keys(naming)
-            if len(keys):
-                self.known.expect(row.key, keys)
+            if naming is not None:
+                naming_of.setdefault(naming, []).append(key)
+        if request.keys is not None:
+            for naming, engines in naming_of.items():
+                self.known.expect(engines, request.keys(naming))
 
     # --- what engines have of a prompt --------------------------------------------------------
 
-    def _cached(self, request: RequestView) -> tuple[Tokens, Tokens]:
-        """How many tokens of the prompt each engine has, with those that were sent there a moment
-        ago, and without."""
-        nothing = {role: np.zeros(len(table)) for role, table in self.tables.items()}
+    def _remembered(self, request: RequestView) -> _Remembered:
         if request.keys is None or not self.known.num_known:
-            return nothing, nothing
+            return _Remembered({role: np.zeros(len(t)) for role, t in self.tables.items()})
         if request.adapter:
-            mine = {role: self._cached_by_adapter(t, request) for role, t in self.tables.items()}
-            return mine, nothing
-        soon = nothing
-        now = {role: np.zeros(len(table)) for role, table in self.tables.items()}
-        lengths: dict[float, tuple[Lengths, Lengths]] = {}
-        """By block size."""
-        for role, table in self.tables.items():
-            sizes, places = table.column("block_size"), table.places
-            kinds = distinct(sizes)
-            for size in kinds:
-                if size not in lengths:
-                    lengths[size] = self.known.lengths(request.keys(BlockNaming(int(size))))
-                among = slice(None) if len(kinds) == 1 else sizes == size
-                for found, blocks in zip((soon, now), lengths[size], strict=True):
-                    found[role][among] = blocks[places[among]] * size
-        return soon, now
+            tables = self.tables.items()
+            return _Remembered({role: self._cached_by_adapter(t, request) for role, t in tables})
+        tokens: dict[float, Floats] = {}
+        held: list[Leading] = []
+        tie = None
+        for size in {size for t in self.tables.values() for size in t.stands.block_sizes}:
+            keys = request.keys(BlockNaming(int(size)))
+            match = self.known.match(keys)
+            tokens[size] = lengths(match.soon, self.known.num_places) * size
+            held += [(blocks * int(size), engines) for blocks, engines in match.now]
+            if match.longest < len(keys):
+                tie = int(keys[match.longest])
+        cached = {role: _tokens(table, tokens) for role, table in self.tables.items()}
+        return _Remembered(cached, held, tie)
 
     def _cached_by_adapter(self, table: EngineTable, request: RequestView) -> Floats:
         """Engines may have other files under the same name, and most do not have it loaded."""
@@ -210,23 +230,25 @@ class FleetTable:
                 cached[at] = found[row.key] * naming.block_size
         return cached
 
-    def _elsewhere(self, cached: Tokens, held: Tokens) -> Tokens:
+    def _elsewhere(self, cached: Tokens, held: Sequence[Leading]) -> Tokens:
         """How many tokens of the prompt each engine has, or could fetch from another one."""
-        if held is cached or not any(tokens.any() for tokens in held.values()):
-            return cached
-        lent = {role: held[role] * _lenders(table) for role, table in self.tables.items()}
-        fingerprints = {role: table.column("fingerprint") for role, table in self.tables.items()}
-        kinds = {kind for values in fingerprints.values() for kind in distinct(values)}
-        found = {role: tokens.copy() for role, tokens in cached.items()}
-        for kind in kinds:
-            among = {
-                role: slice(None) if len(kinds) == 1 else values == kind
-                for role, values in fingerprints.items()
-            }
-            most = max(float(lent[role][of].max(initial=0.0)) for role, of in among.items())
-            for role, of in among.items():
-                found[role][of] = np.maximum(found[role][of], most)
+        found = dict(cached)
+        kinds = self._lenders() if held else {}
+        for kind, lenders in kinds.items():
+            most = max((tokens for tokens, engines in held if engines & lenders), default=0)
+            if not most:
+                continue
+            for role, table in self.tables.items():
+                more = np.maximum(found[role], most)
+                if len(kinds) > 1:
+                    more = np.where(table.column("fingerprint") == kind, more, found[role])
+                found[role] = more
         return found
+
+    def _lenders(self) -> dict[float, int]:
+        """See `Standing.lends`, of both tables."""
+        first, second = (table.stands.lends for table in self.tables.values())
+        return {kind: first.get(kind, 0) | second.get(kind, 0) for kind in first | second}
 
     def _naming(self, request: RequestView, row: EngineRow) -> BlockNaming | None:
         """How an engine names the blocks of a prompt; None: that is not known."""
@@ -241,15 +263,25 @@ def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
     return seconds
 
 
-def _lenders(table: EngineTable) -> Flags:
-    """[engines] From whom a prefix can be fetched: not from those that may hang."""
-    lends: Flags = (table.column("lends") > 0) & (table.column("silent") == 0)
-    return lends
+def _barred(
+    table: EngineTable, lively: bool, role: Role, full: Sequence[tuple[Role, EngineRow]]
+) -> Floats:
+    """[engines] 0 for those that may get requests, infinity for the others, the full ones among
+    them. lively: those that may hang are, too."""
+    barred = table.stands.barred_or_silent if lively else table.stands.barred
+    if full:
+        barred = barred.copy()
+        barred[[row.at for where, row in full if where == role]] = TOO_MUCH
+    return barred
 
 
-def _usable(table: EngineTable, lively: bool) -> Flags:
-    """[engines] Who may get requests. lively: but for those that may hang."""
-    usable: Flags = table.column("usable") > 0
-    if lively:
-        usable &= table.column("silent") == 0
-    return usable
+def _tokens(table: EngineTable, tokens: Mapping[float, Floats]) -> Floats:
+    """[engines] What each has; tokens: by block size, [places]."""
+    sizes = table.stands.block_sizes
+    if len(sizes) == 1:
+        return tokens[sizes[0]].take(table.places)
+    found = np.zeros(len(table))
+    for size in sizes:
+        among = table.column("block_size") == size
+        found[among] = tokens[size][table.places[among]]
+    return found

@@ -2,19 +2,21 @@
 
 A `Policy` says what each engine would cost a request. `choose` leaves out the engines that cannot
 take it, and picks the cheapest pair that fits together, or one decode engine that does everything.
-Equal costs are decided at draw, so that several routers do not all take the same engine.
+Of engines that cost the same each prompt prefers another one, and all routers agree on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal, Protocol
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from diptych_protocol.config import Disaggregate
-from diptych_router.engine_table import EngineTable, Flags, Floats, distinct
+from diptych_router.engine_table import EngineTable, Flags, Floats
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.hash_table import Keys
 
@@ -27,6 +29,7 @@ Terms = Mapping[str, Floats]
 """What each engine would cost, by the name of the reason; the cost is the sum of all terms."""
 Draw = Callable[[int], int]
 """A number from 0 to below another one, at random."""
+Made = TypeVar("Made")
 TOO_MUCH: Final = np.inf
 ARRAYS: Final = 4
 ARRAY_BYTES: Final = 128
@@ -57,8 +60,8 @@ class Engines:
     """One pool as a policy sees it for one request. All arrays are [engines]."""
 
     table: EngineTable
-    usable: Flags
-    """Who can take it."""
+    barred: Floats
+    """0 for those that can take it, infinity for the others."""
     cached: Floats
     """Tokens of its prompt, from the first one on, whose KV each has."""
     elsewhere: Floats
@@ -66,6 +69,9 @@ class Engines:
     now: float = 0.0
     adapter_s: Floats | None = None
     """Seconds that each needs to load the adapter that the request wants; None: it wants none."""
+    tie: int | None = None
+    """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
+    _made: dict[str, Any] = field(default_factory=dict)
 
     def column(self, name: str) -> Floats:
         """See `engine_table.FIELDS`."""
@@ -73,6 +79,18 @@ class Engines:
 
     def key(self, at: int) -> str:
         return self.table.rows[at].key
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What a policy needs for several duties, made for the first of them."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: Made = self._made[name]
+        return made
+
+    @property
+    def any_able(self) -> bool:
+        """Somebody can take it."""
+        return bool((self.barred == 0).any())
 
 
 class Policy(Protocol):
@@ -113,10 +131,10 @@ class Priced:
         self._equal_within = policy.equal_within(duty)
         self._prompt_tokens = request.prompt_tokens
         self._terms = policy.costs(request, duty, engines)
-        self._total = np.where(engines.usable, sum(self._terms.values()), TOO_MUCH)
+        self._total = reduce(add, self._terms.values(), engines.barred)
 
     def best(self, among: Flags | None = None) -> int | None:
-        """The cheapest engine of all or of some; one of them at draw, if several are."""
+        """The cheapest engine of all or of some; one of them, if several are."""
         total = self._total if among is None else np.where(among, self._total, TOO_MUCH)
         if not len(total):
             return None
@@ -129,7 +147,11 @@ class Priced:
         if fetch is not None and not fetch[at]:
             alike &= fetch == 0  # nothing is fetched for the sake of a draw
         equal = alike.nonzero()[0]
-        return int(equal[self._draw(len(equal))]) if len(equal) > 1 else at
+        if len(equal) == 1:
+            return at
+        if self.engines.tie is None:
+            return int(equal[self._draw(len(equal))])
+        return self.engines.table.preferred(equal, self.engines.tie)
 
     @property
     def num_able(self) -> int:
@@ -162,6 +184,11 @@ class Priced:
         """How many tokens of the prompt it would neither have nor fetch; the last one always."""
         has = max(float(self.engines.cached[at]), self.fetches(at))
         return max(1.0, self._prompt_tokens - has)
+
+
+_Picked = tuple[Priced, int]
+"""An engine of some, by its place."""
+ALONE: Final = "prompt computed by the decode engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +233,17 @@ def choose(
     if disaggregate != "never":
         pair = _pick_pair(policy, request, prefill, decode, draw)
         if pair is not None and (disaggregate == "always" or not policy.compares_duties):
-            return pair
-    why = "cheaper than a hand-off" if pair is not None else _why_alone(prefill, disaggregate)
-    alone = _alone(policy, request, decode, draw, why)
-    if pair is None or alone is None:
-        return pair or alone
-    weighed = (*pair.weighed, *alone.weighed)
-    cheaper = pair if sum(pair.terms.values()) <= sum(alone.terms.values()) else alone
-    return replace(cheaper, weighed=weighed)
+            return _pair(policy, pair)
+    alone = Priced(policy, request, "both", decode, draw)
+    at = alone.best()
+    if pair is None:
+        why = _why_alone(prefill, disaggregate)
+        return None if at is None else _one(alone, at, f"{why}: {ALONE}", (alone,))
+    (first, p), (second, d) = pair
+    weighed = (first, second, alone)
+    if at is None or first.cost(p) + second.cost(d) <= alone.cost(at):
+        return _pair(policy, pair, weighed)
+    return _one(alone, at, f"cheaper than a hand-off: {ALONE}", weighed)
 
 
 def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
@@ -238,24 +268,28 @@ def _pick_pair(
     prefill: Engines,
     decode: Engines,
     draw: Draw,
-) -> Decision | None:
+) -> tuple[_Picked, _Picked] | None:
     """The cheapest pair among the engines that fit together."""
-    if not len(prefill.usable):
+    if not len(prefill.table):
         return None
     first = Priced(policy, request, "prefill", prefill, draw)
     second = Priced(policy, request, "decode", decode, draw)
     best = _best_pair(first, second)
-    if best is None:
-        return None
-    p, d = best
+    return None if best is None else ((first, best[0]), (second, best[1]))
+
+
+def _pair(
+    policy: Policy, pair: tuple[_Picked, _Picked], weighed: Sequence[Priced] = ()
+) -> Decision:
+    (first, p), (second, d) = pair
     return Decision(
-        prefill.key(p),
-        decode.key(d),
+        first.engines.key(p),
+        second.engines.key(d),
         f"{policy.reason} pair",
         fetch_tokens=first.fetches(p),
         terms=_added(first.terms(p), second.terms(d)),
         to_compute=first.to_compute(p),
-        weighed=(first, second),
+        weighed=weighed or (first, second),
     )
 
 
@@ -263,12 +297,12 @@ def _best_pair(first: Priced, second: Priced) -> tuple[int, int] | None:
     """Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests
     in proportion to what it can carry; one without a partner gets none of them while any pair
     exists."""
-    ours = first.engines.column("fingerprint")
-    theirs = second.engines.column("fingerprint")
-    kinds = distinct(theirs)
-    if len(kinds) == 1 and distinct(ours) == kinds:
+    kinds = second.engines.table.stands.fingerprints
+    if len(kinds) == 1 and first.engines.table.stands.fingerprints == kinds:
         one, two = first.best(), second.best()
         return None if one is None or two is None else (one, two)
+    ours = first.engines.column("fingerprint")
+    theirs = second.engines.column("fingerprint")
     pairs = []
     for kind in kinds:
         one, two = first.best(ours == kind), second.best(theirs == kind)
@@ -277,19 +311,10 @@ def _best_pair(first: Priced, second: Priced) -> tuple[int, int] | None:
     return min(pairs, key=lambda pair: first.cost(pair[0]) + second.cost(pair[1]), default=None)
 
 
-def _alone(
-    policy: Policy, request: RequestView, decode: Engines, draw: Draw, why: str
-) -> Decision | None:
-    """The best decode engine computes the prompt itself."""
-    priced = Priced(policy, request, "both", decode, draw)
-    reason = f"{why}: prompt computed by the decode engine"
-    return _one(priced, reason, of_prefill=False)
-
-
 def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
     if disaggregate == "never":
         return "never disaggregated"
-    return "no prefill engine fits" if prefill.usable.any() else "no usable prefill engine"
+    return "no prefill engine fits" if prefill.any_able else "no usable prefill engine"
 
 
 def _pick_one(
@@ -302,19 +327,20 @@ def _pick_one(
     """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of
     the decode pool."""
     first = Priced(policy, request, "prefill", prefill, draw)
-    chosen = _one(first, f"{policy.reason} prefill engine", of_prefill=True)
-    if chosen is not None:
-        return chosen
+    at = first.best()
+    if at is not None:
+        reason = f"{policy.reason} prefill engine"
+        return _one(first, at, reason, (first,), of_prefill=True)
     second = Priced(policy, request, "prefill", decode, draw)
+    at = second.best()
     reason = "no usable prefill engine: prompt computed by a decode engine"
-    return _one(second, reason, of_prefill=False)
+    return None if at is None else _one(second, at, reason, (second,))
 
 
-def _one(priced: Priced, reason: str, *, of_prefill: bool) -> Decision | None:
-    """The cheapest engine does all that is to be done."""
-    at = priced.best()
-    if at is None:
-        return None
+def _one(
+    priced: Priced, at: int, reason: str, weighed: Sequence[Priced], *, of_prefill: bool = False
+) -> Decision:
+    """One engine does all that is to be done."""
     key = priced.engines.key(at)
     return Decision(
         key if of_prefill else None,
@@ -323,5 +349,5 @@ def _one(priced: Priced, reason: str, *, of_prefill: bool) -> Decision | None:
         fetch_tokens=priced.fetches(at),
         terms=priced.terms(at),
         to_compute=priced.to_compute(at),
-        weighed=(priced,),
+        weighed=weighed,
     )

@@ -18,7 +18,7 @@ from diptych_protocol.wire import PrefixChanges, SchedulerStats
 from diptych_router.engine_table import EngineRow
 from diptych_router.fleet_table import FleetTable
 from diptych_router.policies.prefix_aware import POLICY
-from diptych_router.policy import RequestView
+from diptych_router.policy import Decision, Priced, RequestView
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.hash_table import Keys
 
@@ -78,6 +78,11 @@ class Fleet:
         return decision.prefill, decision.decode
 
 
+def engines(decision: Decision | None) -> tuple[str | None, str]:
+    assert decision is not None
+    return decision.prefill, decision.decode
+
+
 def test_every_term_is_named_and_none_is_negative() -> None:
     fleet = Fleet(3, 3)
     decision = fleet.table.choose(request(20), 0.0)
@@ -120,12 +125,37 @@ def test_a_burst_with_a_new_beginning_stays_together() -> None:
     assert len(homes) == 1
 
 
-def test_equals_are_chosen_at_random_and_not_alike_by_two_routers() -> None:
-    first, second = (Fleet(20, 20, seed=seed).go(request(10)) for seed in (1, 2))
-    assert first != second
-    fleet = Fleet(10, 10)
-    drawn = {fleet.go(request(10, start=1000 * number))[0] for number in range(10)}
-    assert len(drawn) == 10
+def test_equals_share_prompts_and_all_routers_agree_who_gets_which() -> None:
+    fleets = [Fleet(20, 20, seed=seed) for seed in range(4)]
+    pairs = set()
+    for number in range(1, 60):
+        view = request(10, start=1000 * number)
+        for fleet in fleets:
+            fleet.remembers("p0", chain(0, 1))
+        chosen = {engines(fleet.table.choose(view, 0.0)) for fleet in fleets}
+        assert len(chosen) == 1
+        pairs |= chosen
+    assert len({first for first, _ in pairs}) > 15
+    assert len({second for _, second in pairs}) > 15
+
+
+def test_prompts_that_go_on_after_a_common_beginning_are_shared_too() -> None:
+    """As with a system prompt that everybody has: not the first block decides."""
+    fleet = Fleet(20, 1)
+    for number in range(20):
+        fleet.remembers(f"p{number}", chain(0, 5))
+    chosen = set()
+    for number in range(1, 60):
+        own = np.concatenate((chain(0, 5), chain(1000 * number, 5)))
+        view = RequestView(10 * SIZE + 1, 100.0, keys=lambda _, own=own: own)
+        chosen.add(engines(fleet.table.choose(view, 0.0))[0])
+    assert len(chosen) > 15
+
+
+def test_without_names_of_blocks_equals_are_drawn() -> None:
+    view = RequestView(100, 100.0)
+    drawn = {engines(Fleet(20, 20, seed=seed).table.choose(view, 0.0)) for seed in range(20)}
+    assert len(drawn) > 10
 
 
 def test_reports_that_stay_the_same_do_not_gather_requests_at_one_engine() -> None:
@@ -136,7 +166,8 @@ def test_reports_that_stay_the_same_do_not_gather_requests_at_one_engine() -> No
         for number in range(1, 10):
             fleet.rows[f"p{number}"].report(idle(queued_prompt_tokens=2000), 0, 0.0)
         for number in range(10):
-            given[str(fleet.go(request(60, start=10_000 * (number + 1)))[0])] += 1
+            view = request(60, start=10_000 * (10 * seed + number + 1))
+            given[str(fleet.go(view)[0])] += 1
     assert max(given.values()) <= 16
     assert len(given) == 10
 
@@ -193,7 +224,7 @@ def only_expected() -> Fleet:
     """The engine computes it at this moment."""
     fleet = busy_holder(1.0)
     fleet.table.take_prefixes("p0", PrefixChanges(2, removed=chain(0, 500).tobytes()), 10_000)
-    fleet.table.known.expect("p0", chain(0, 500))
+    fleet.table.known.expect(["p0"], chain(0, 500))
     return fleet
 
 
@@ -276,3 +307,71 @@ def test_the_choice_is_the_cheapest_pair_or_nearly_so(
         row["usable"] = False
     best = min(costs.values())
     assert best <= costs[f"{decision.prefill} {decision.decode}"] <= 1.1 * best
+
+
+amounts = st.integers(0, 3000)
+
+
+@given(
+    st.lists(st.tuples(amounts, amounts, st.integers(0, 60)), min_size=2, max_size=8),
+    st.integers(1, 60),
+    st.floats(0, 500),
+    st.floats(0, 9),
+)
+def test_the_terms_are_those_of_each_engine_alone(
+    told: list[tuple[int, int, int]], blocks: int, output: float, busy_s: float
+) -> None:
+    """What is computed for all engines at once is what the rules say of one after the other."""
+    fleet = Fleet(len(told) // 2, len(told) - len(told) // 2, "auto")
+    for row, (queued, free, rows) in zip(fleet.rows.values(), told, strict=True):
+        row.report(idle(4000, free, queued_prompt_tokens=queued, num_running=rows), 0, 0.0)
+        row["trip_s"], row["trip_token_s"] = 1e-3 * (1 + queued % 7), 1e-6 * (1 + free)
+        row.plan(rows % 3)
+        fleet.remembers(row.key, chain(0, free % 40))
+    fleet.table.tables["prefill"].computed(busy_s, 0.0)
+    view = request(blocks, output=output)
+    decision = fleet.table.choose(view, 0.0)
+    assert decision is not None
+    for priced in decision.weighed:
+        for at, row in enumerate(priced.rows):
+            expected = terms_of(row, view, priced, at)
+            terms = {name: value for name, value in priced.terms(at).items() if value}
+            assert terms == pytest.approx({name: x for name, x in expected.items() if x})
+            assert priced.cost(at) == pytest.approx(sum(expected.values()))
+
+
+def terms_of(row: EngineRow, view: RequestView, priced: Priced, at: int) -> dict[str, float]:
+    """docs/routing.md, of one engine."""
+    cached, elsewhere = float(priced.engines.cached[at]), float(priced.engines.elsewhere[at])
+    load = priced.engines.table.prompt_load(0.0)
+    lacking, others = view.prompt_tokens - cached, load / (1 - load)
+    rows, coming, output = row["rows"], row["coming"], view.output_tokens
+    streams = output * (rows + coming) * row["row_s"]
+    steps = output * row["step_s"] + streams
+    short = (coming + 1) * (lacking + output) - row["free_tokens"]
+    part = max(short / row["used_tokens"], 1 / max(rows, 1)) if short > 0 else 0
+    answer = {"steps_s": steps, "streams_s": streams, "room_s": part * steps}
+    if priced.duty == "decode":
+        return {"transfer_s": row["trip_s"] + lacking * row["trip_token_s"]} | answer
+    fetch = row["trip_s"] + (elsewhere - cached) * row["trip_token_s"]
+    if fetch < (elsewhere - cached) * row["prompt_token_s"] * (1 + others):
+        lacking -= elsewhere - cached
+    else:
+        fetch = 0.0
+    compute = max(lacking, 1) * row["prompt_token_s"]
+    prompt = {
+        "wait_s": row["free_at"], "fetch_s": fetch,
+        "compute_s": row["step_s"] + compute, "delay_s": compute * others,
+    }  # fmt: skip
+    if priced.duty == "prefill":
+        return prompt
+    return prompt | {"stall_s": (rows + coming) * prompt["compute_s"]} | answer
+
+
+def test_fingerprints_that_no_engine_has_any_more_are_forgotten() -> None:
+    fleet = Fleet(2, 2)
+    for number in range(50):
+        for row in fleet.rows.values():
+            fleet.table.is_up(row, f"revision {number}")
+        assert engines(fleet.table.choose(request(10), 0.0))[0] is not None
+    assert len(fleet.table._fingerprints) <= 2

@@ -89,7 +89,7 @@ def _choice(priced: Priced, decision: Decision, name_of: NameOf) -> Choice:
     """The cheapest engines of a pool, and the chosen one if it is another."""
     taken = _taken(priced, decision)
     shown = priced.cheapest(MOST_CANDIDATES)
-    keys = [row.key for row in priced.rows[: len(priced.engines.usable)]]
+    keys = [row.key for row in priced.rows[: len(priced.engines.barred)]]
     if taken in keys and keys.index(taken) not in shown:
         shown.append(keys.index(taken))
     return Choice(

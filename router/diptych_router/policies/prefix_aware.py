@@ -39,19 +39,22 @@ class PrefixAware:
     ) -> dict[str, Floats]:
         if duty == "prefill":
             return _prompt(request, engines)
+        answer = engines.once("answer", lambda: _answer(request, engines))
         if duty == "decode":
-            lacking = _lacking(request, engines)
-            trip = engines.column("trip_s") + lacking * engines.column("trip_token_s")
-            return {"transfer_s": trip} | _answer(request, lacking, engines)
+            trip = _lacking(request, engines) * engines.column("trip_token_s")
+            return {"transfer_s": trip + engines.column("trip_s")} | answer
         terms = _prompt(request, engines)
-        stall = (engines.column("rows") + engines.column("coming")) * terms["compute_s"]
-        return terms | {"stall_s": stall} | _answer(request, _lacking(request, engines), engines)
+        return terms | {"stall_s": _rows(engines) * terms["compute_s"]} | answer
 
 
 def _lacking(request: RequestView, engines: Engines) -> Floats:
     """[engines] Tokens of the prompt that each would have to compute or to fetch."""
-    lacking: Floats = request.prompt_tokens - engines.cached
-    return lacking
+    return engines.once("lacking", lambda: request.prompt_tokens - engines.cached)
+
+
+def _rows(engines: Engines) -> Floats:
+    """[engines] Requests that decode there, with those that will in a moment."""
+    return engines.once("rows", lambda: engines.column("rows") + engines.column("coming"))
 
 
 def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
@@ -61,14 +64,14 @@ def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
     load = engines.table.prompt_load(engines.now)
     others = load / (1.0 - load)
     to_compute = _lacking(request, engines)
-    missing = engines.elsewhere - engines.cached
     fetch = None
-    if missing.any():
+    if engines.elsewhere is not engines.cached:
+        missing = engines.elsewhere - engines.cached
         trip = engines.column("trip_s") + missing * engines.column("trip_token_s")
-        saved = missing * token_s * (1.0 + others)
-        pays = trip < saved
-        fetch = np.where(pays, trip, 0.0)
-        to_compute = to_compute - np.where(pays, missing, 0.0)
+        pays = trip < missing * token_s * (1.0 + others)
+        if pays.any():
+            fetch = trip * pays
+            to_compute = to_compute - missing * pays
     compute = np.maximum(to_compute, 1.0) * token_s
     terms = {
         "wait_s": np.maximum(engines.column("free_at") - engines.now, 0.0),
@@ -80,22 +83,24 @@ def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
     return terms
 
 
-def _answer(request: RequestView, lacking: Floats, engines: Engines) -> dict[str, Floats]:
+def _answer(request: RequestView, engines: Engines) -> dict[str, Floats]:
     """Seconds from the first token to the last, here and for the streams beside it."""
-    coming = engines.column("coming")
-    rows = engines.column("rows") + coming
-    beside = request.output_tokens * rows * engines.column("row_s")
-    own = request.output_tokens * engines.column("step_s") + beside
+    beside = _rows(engines) * engines.column("row_s")
+    beside *= request.output_tokens
+    own = request.output_tokens * engines.column("step_s")
+    own += beside
     terms = {"steps_s": own, "streams_s": beside}
-    wanted = lacking + request.output_tokens
-    short = (coming + 1.0) * wanted - engines.column("free_tokens")
-    all_tokens = engines.column("all_tokens")
-    if ((short > 0) & (all_tokens > 0)).any():
-        used = np.maximum(all_tokens - engines.column("free_tokens"), 1.0)
+    wanted = _lacking(request, engines) + request.output_tokens
+    short = (engines.column("coming") + 1.0) * wanted
+    short -= engines.column("free_tokens")
+    if short.max(initial=0.0) > 0:
         # Its streams give back all that they use within about as long as one of them takes, and
         # nothing before the first of them ends.
-        part = np.maximum(short / used, 1.0 / np.maximum(rows, 1.0))
-        terms["room_s"] = np.where((all_tokens > 0) & (short > 0), part * own, 0.0)
+        part = short / engines.column("used_tokens")
+        np.maximum(part, 1.0 / np.maximum(engines.column("rows"), 1.0), out=part)
+        part *= own
+        part[short <= 0] = 0.0
+        terms["room_s"] = part
     return terms
 
 

@@ -17,6 +17,14 @@ EMPTY: Final = 0
 """The number of the set of nobody."""
 
 
+def run_starts(numbers: NDArray[np.uint32]) -> NDArray[np.intp]:
+    """Where a number stands that differs from the one before it; the first one always does."""
+    starts = np.empty(len(numbers), np.bool_)
+    starts[:1] = True
+    np.not_equal(numbers[1:], numbers[:-1], out=starts[1:])
+    return starts.nonzero()[0]
+
+
 class HolderSets:
     """A set is an integer, with a bit for each engine."""
 
@@ -35,18 +43,21 @@ class HolderSets:
     def bits(self, number: int) -> int:
         return self._bits[number]
 
-    def with_engine(self, numbers: NDArray[np.uint32], engine: int) -> NDArray[np.uint32]:
-        """The numbers of these sets with an engine in each."""
-        return self._mapped(numbers, 1 << engine, keep=-1)
+    def with_engines(self, numbers: NDArray[np.uint32], engines: int) -> NDArray[np.uint32]:
+        """The numbers of these sets with some engines, as bits, in each."""
+        return self._mapped(numbers, engines, keep=-1)
 
     def without_engine(self, numbers: NDArray[np.uint32], engine: int) -> NDArray[np.uint32]:
         """The numbers of these sets with the engine in none."""
         return self._mapped(numbers, 0, keep=~(1 << engine))
 
     def _mapped(self, numbers: NDArray[np.uint32], add: int, keep: int) -> NDArray[np.uint32]:
-        different, which = np.unique(numbers, return_inverse=True)
-        new = [self._number(self._bits[number] & keep | add) for number in different.tolist()]
-        return np.array(new, np.uint32)[which]
+        """Sets that follow each other are mostly the same one, so each run is looked at once."""
+        starts = run_starts(numbers)
+        old = numbers[starts].tolist()
+        new = {number: self._number(self._bits[number] & keep | add) for number in set(old)}
+        mapped = np.array([new[number] for number in old], np.uint32)
+        return mapped.repeat(np.diff(starts, append=len(numbers)))
 
     def _number(self, bits: int) -> int:
         number = self._number_of.get(bits)

@@ -12,7 +12,7 @@ import numpy as np
 from diptych_protocol.block_hashes import next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 from diptych_router.prefixes.hash_table import Keys
-from diptych_router.prefixes.prefix_index import MAX_BLOCKS, Lengths, PrefixIndex
+from diptych_router.prefixes.prefix_index import MAX_BLOCKS, Match, PrefixIndex, lengths
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class KnownPrefixes:
         follower.num_blocks, follower.adapters = 0, {}
 
     def place(self, engine: str) -> int:
-        """The engine's place in what `lengths` returns, until it is forgotten."""
+        """The engine's place in what `match` returns, until it is forgotten."""
         return self._follower(engine).place
 
     def restarted(self, engine: str) -> None:
@@ -133,9 +133,10 @@ class KnownPrefixes:
             self._index.forget_engine(follower.place)
             self._free_places.append(follower.place)
 
-    def expect(self, engine: str, keys: Keys) -> None:
-        """A prompt with these blocks was sent to an engine, which will remember them."""
-        self._index.expect(self._follower(engine).place, keys)
+    def expect(self, engines: Iterable[str], keys: Keys) -> None:
+        """A prompt with these blocks was sent to some engines, which will remember them."""
+        places = {self._follower(engine).place for engine in engines}
+        self._index.expect(sum(1 << place for place in places), keys)
 
     def age(self) -> None:
         """What was sent before the last call is no longer expected."""
@@ -148,17 +149,21 @@ class KnownPrefixes:
 
     def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
         """How many blocks of a prompt each of these engines has, from the first one on."""
-        lengths, _ = self.lengths(keys)
+        blocks = lengths(self.match(keys).soon, self.num_places)
         found = {}
         for engine in engines:
             follower = self._followers.get(engine)
-            found[engine] = 0 if follower is None else int(lengths[follower.place])
+            found[engine] = 0 if follower is None else int(blocks[follower.place])
         return found
 
-    def lengths(self, keys: Keys) -> tuple[Lengths, Lengths]:
-        """[places] twice: how many blocks of a prompt the engine at each place has, with those that
-        were sent there a moment ago, and without."""
-        return self._index.match(keys, len(self._followers) + len(self._free_places))
+    def match(self, keys: Keys) -> Match:
+        """Who has how many blocks of a prompt; engines are the bits of their places."""
+        return self._index.match(keys)
+
+    @property
+    def num_places(self) -> int:
+        """All places are below this number."""
+        return len(self._followers) + len(self._free_places)
 
     def _follower(self, engine: str) -> _Follower:
         follower = self._followers.get(engine)

@@ -27,7 +27,7 @@ def held_by(router: PoolClient, key: str) -> Keys:
     held, place = known._index.held, known.place(key)
     values = held._table.values
     numbers, at = np.unique(values[values > 0], return_inverse=True)
-    has = np.array([held.engines(int(number)) >> place & 1 for number in numbers], bool)
+    has = np.array([held._sets.bits(int(number)) >> place & 1 for number in numbers], bool)
     return np.sort(held._table.keys()[has[at]])
 
 
