@@ -22,7 +22,8 @@ from vllm_server import (
 from waits import wait_until
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
-SETTINGS = {"lease_seconds": 10, "load_timeout_s": 15}
+SETTINGS = {"lease_seconds": 60, "load_timeout_s": 60}
+"""Long enough for a busy machine, and shorter than a wait of the tests."""
 
 
 @pytest.fixture(scope="module")
