@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import secrets
 import socket
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from diptych_kv_transfer.hinge_thread import Command, HingeThread
 from diptych_kv_transfer.memory.layout import Layout
 from diptych_kv_transfer.memory.shard import Shard
+from diptych_kv_transfer.parameters import describe_engine, describe_lease, digest_of, lease_of
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.actions import Report
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.leases import LeaseTable
-from diptych_kv_transfer.tables.load import LeaseRef, Prefix
+from diptych_kv_transfer.tables.load import Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_kv_transfer.transports import transport_named
@@ -31,7 +30,6 @@ from diptych_protocol import (
     KVTransferConfig,
     KVTransferParams,
     KVTransferStats,
-    fingerprint,
 )
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
@@ -93,15 +91,28 @@ def open_connector(
     config = with_literals(config)
     key = key_of(config, keys)
     me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}))
+    driver = start_hinge(config, me, kv_memory, key)
+    return KVConnector(me, config, driver, References(key))
+
+
+def start_hinge(
+    config: KVTransferConfig, me: Hello, kv_memory: Sequence[Shard], key: HingeKey
+) -> HingeThread:
+    """Listen, and start the hinge of the engine `me`, whose names are addresses already.
+
+    Raises what `open_connector` raises for an address or a memory.
+    """
     open_transport = transport_named(config.transport)
     regions = Regions(kv_memory, Layout.of(me.compat, me.geometry), open_transport.reaches)
     transport = open_transport(config.listen_host, config.listen_port, key)
     hinge = make_hinge(config, me, on_device=regions.on_device)
-    driver = HingeThread(hinge, transport, regions, hinge.loads.staging_bytes)
-    return KVConnector(me, config, driver, References(key))
+    return HingeThread(hinge, transport, regions, hinge.loads.staging_bytes)
 
 
-def with_literals(config: KVTransferConfig) -> KVTransferConfig:
+Config = TypeVar("Config", bound=KVTransferConfig)
+
+
+def with_literals(config: Config) -> Config:
     """Return the configuration with host names replaced by addresses.
 
     Names are looked up once, here. Raises `OSError` for a name that has no address.
@@ -160,7 +171,6 @@ class KVConnector:
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         """`random_bits(k)` returns k unpredictable bits. Only a simulation passes its own."""
-        self._me = me
         self._driver = driver
         self._references = references
         self._random_bits = random_bits
@@ -168,7 +178,8 @@ class KVConnector:
         self.host = config.advertise_host or config.listen_host
         self.port = driver.port
         self.wake_fd = driver.wake_fd
-        self.proof = references.proof_of_engine(self._named())
+        self._described = describe_engine(me, self.host, self.port, self._lease_seconds)
+        self.proof = references.proof_of_engine(self._described)
         """The `proof` in announcements of this engine's leases."""
 
     # --- lending ------------------------------------------------------------------------------
@@ -212,14 +223,14 @@ class KVConnector:
         """
         promised = lease_id or self.promise(request_id, None, len(block_ids), token_ids, cache_salt)
         self._driver.tell(lambda hinge, now: hinge.leases.grant(promised, block_ids, now))
-        lent = msgspec.structs.replace(
-            self._named(),
-            remote_request_id=request_id,
-            remote_block_ids=[block_ids],
-            remote_num_tokens=len(token_ids),
+        lent = describe_lease(
+            self._described,
+            request_id=request_id,
             lease_id=promised,
+            block_ids=block_ids,
+            num_tokens=len(token_ids),
+            digest=digest_of(token_ids, cache_salt),
             first_token_ids=first_token_ids,
-            tokens_digest=digest_of(token_ids, cache_salt),
         )
         return self._references.sign(lent, self._lease_seconds)
 
@@ -230,20 +241,6 @@ class KVConnector:
         """
         self._driver.tell(
             lambda hinge, now: hinge.leases.lend_prefix(lease_id, block_ids, last_name, now)
-        )
-
-    def _named(self) -> KVTransferParams:
-        """Return the fields that describe this engine in all its leases."""
-        return KVTransferParams(
-            do_remote_prefill=True,
-            remote_engine_id=self._me.engine_id,
-            remote_host=self.host,
-            remote_port=self.port,
-            remote_block_size=self._me.geometry.get("block_size"),
-            tp_size=self._me.geometry.get("tensor_parallel_size", 1),
-            lease_seconds=self._lease_seconds,
-            epoch=self._me.epoch,
-            compat=fingerprint(self._me.compat),
         )
 
     def withdraw(self, lease_id: str) -> None:
@@ -291,13 +288,13 @@ class KVConnector:
     def reach(self, params: KVTransferParams) -> None:
         """Connect to a prefill engine, because an announcement says its blocks will be wanted."""
         self._references.check_engine(params)
-        address = self._lease_of(params).address
+        address = lease_of(params, self._lease_seconds).address
         self._driver.tell(lambda hinge, _now: hinge.loads.reach(address))
 
     def hold(self, request_id: str, params: KVTransferParams) -> None:
         """Connect to P and keep the lease alive while a request with a hand-off queues."""
         self._references.check(params)
-        lease = self._lease_of(params)
+        lease = lease_of(params, self._lease_seconds)
         self._driver.tell(lambda hinge, now: hinge.loads.hold(request_id, lease, now))
 
     def start_load(
@@ -323,7 +320,7 @@ class KVConnector:
             self._references.check_engine(params)
         else:
             self._references.check(params)
-        lease = self._lease_of(params)
+        lease = lease_of(params, self._lease_seconds)
         wanted = dict(zip(indices, local_block_ids, strict=True))
         digest, tag = digest_of(token_ids, cache_salt), self._random_bits(60)
         self._driver.tell(
@@ -348,7 +345,7 @@ class KVConnector:
         """
         self._references.check_engine(params)
         lease_id, tag = f"{self._random_bits(128):032x}", self._random_bits(60)
-        lease = self._lease_of(msgspec.structs.replace(params, lease_id=lease_id))
+        lease = lease_of(msgspec.structs.replace(params, lease_id=lease_id), self._lease_seconds)
         wanted = dict(zip(indices, local_block_ids, strict=True))
         num_tokens = len(prefix.names) * prefix.name_tokens
         self._driver.tell(
@@ -371,7 +368,7 @@ class KVConnector:
     def reject(self, params: KVTransferParams) -> None:
         """Tell P that its lease is not needed. Repeating it is harmless."""
         self._references.check_lease(params)
-        lease = self._lease_of(params)
+        lease = lease_of(params, self._lease_seconds)
         self._driver.tell(lambda hinge, _now: hinge.loads.reject(lease))
 
     # --- the driver ---------------------------------------------------------------------------
@@ -391,24 +388,3 @@ class KVConnector:
     def close(self) -> None:
         """Cut all connections. Safe to call twice."""
         self._driver.close()
-
-    def _lease_of(self, params: KVTransferParams) -> LeaseRef:
-        """Return the lease that verified `do_remote_prefill` parameters name."""
-        return LeaseRef(
-            lease_id=params.lease_id or "",
-            address=(params.remote_host or "", params.remote_port or 0),
-            engine_id=params.remote_engine_id or "",
-            epoch=params.epoch or "",
-            seconds=params.lease_seconds or self._lease_seconds,
-        )
-
-
-def digest_of(token_ids: list[int], cache_salt: str | None) -> str:
-    """Return the digest of the tokens and the salt that a lease is for.
-
-    An engine's salt names everything else that the KV depends on: the adapter, embeddings, and the
-    client's own salt. The digest includes the number of tokens, to separate them from the salt.
-    """
-    content = hashlib.blake2b(array("q", [len(token_ids), *token_ids]).tobytes(), digest_size=16)
-    content.update((cache_salt or "").encode())
-    return content.hexdigest()

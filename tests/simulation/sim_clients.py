@@ -10,7 +10,7 @@ from sim_stranger import ANSWERS, STRANGERS
 from sim_streams import Stream
 from sim_world import MAX_MODEL_LEN, World
 
-from diptych_kv_transfer import connector
+from diptych_kv_transfer import parameters
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
@@ -86,7 +86,7 @@ def _signed(params: Params, stream: Stream) -> Params:
     except InvalidRequestError:
         return params
     tokens = [*stream.prompt, *(parsed.first_token_ids or ())][: parsed.remote_num_tokens]
-    parsed.tokens_digest = connector.digest_of(tokens, stream.identity)
+    parsed.tokens_digest = parameters.digest_of(tokens, stream.identity)
     return References(PUBLIC_KEY, lambda: 0.0).sign(parsed, 1e6).to_dict()
 
 

@@ -34,8 +34,8 @@ batches, by about 1e-5, and must not change an answer."""
 BATCH = 32
 
 
-def save_sensitive_model(folder: Path, seed: int = 1) -> str:
-    """A Llama checkpoint without a tokenizer; returns its path."""
+def save_sensitive_model(folder: Path, seed: int = 1, *, heads: int = HEADS) -> str:
+    """A Llama checkpoint without a tokenizer; returns its path. Fewer heads are larger ones."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "llama",
@@ -43,9 +43,9 @@ def save_sensitive_model(folder: Path, seed: int = 1) -> str:
         "hidden_size": HIDDEN,
         "intermediate_size": MLP,
         "num_hidden_layers": len(SHARPNESS),
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_DIM,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": HEADS * HEAD_DIM // heads,
         "max_position_embeddings": 1024,
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,308 @@
+"""Halves of vLLM's connector without vLLM: a hinge whose network is a script, and what vLLM's
+scheduler demands of a connector."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych_kv_transfer.connector import make_hinge
+from diptych_kv_transfer.hinge_thread import Command
+from diptych_kv_transfer.parameters import describe_engine
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.tables.actions import (
+    Action,
+    Connect,
+    Fence,
+    LeaseEnded,
+    LoadEnded,
+    PrefixAsked,
+    ReceiveBlocks,
+    ReceiveKey,
+    Report,
+    Send,
+    SendBlocks,
+    SendKey,
+)
+from diptych_kv_transfer.tables.events import Connected, ConnectFailed, PeerLost, Received
+from diptych_kv_transfer.tables.events import TransferEnded as Ended
+from diptych_kv_transfer.tables.messages import (
+    AnyMessage,
+    Close,
+    Closed,
+    Hello,
+    Open,
+    Opened,
+    Refused,
+    Sending,
+    encode,
+)
+from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats
+from diptych_vllm.request import Arrival
+from diptych_vllm.scheduler_half import SchedulerHalf
+from diptych_vllm.transfers import Results
+from diptych_vllm.worker_half import WorkerHalf
+
+BLOCK = 4
+LEASE_SECONDS = 30.0
+COMPAT: dict[str, str | int] = {"model": "m"}
+PREFILL = Hello("prefill", "p1", COMPAT)
+"""Another engine, which lends."""
+DECODE = Hello("decode", "d1", COMPAT)
+"""Another engine, which reads what is lent."""
+HERE, THERE = ("127.0.0.1", 5000), ("127.0.0.1", 6000)
+
+
+class ScriptedDriver:
+    """A real hinge, each of whose peers does what a test says."""
+
+    wake_fd = -1
+    port = HERE[1]
+
+    def __init__(self, me: Hello) -> None:
+        self.hinge = make_hinge(KVTransferConfig(lease_seconds=LEASE_SECONDS), me)
+        self.now = 0.0
+        self._peers = 0
+        self._ended: list[Report] = []
+        self.connecting: list[tuple[str, int]] = []
+        self.opens: list[tuple[int, Open]] = []
+        """What we have asked other engines for."""
+        self.receiving: list[ReceiveKey] = []
+        self.sending: list[SendKey] = []
+        self.said: list[tuple[int, AnyMessage]] = []
+
+    def tell(self, command: Command) -> None:
+        self.do(command(self.hinge, self.now))
+
+    def poll_events(self) -> list[Report]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def stats(self) -> KVTransferStats:
+        return KVTransferStats()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, message):
+                    self.said.append((peer, message))
+                    if isinstance(message, Open):
+                        self.opens.append((peer, message))
+                case SendBlocks():
+                    self.sending.append(action.key)
+                case ReceiveBlocks():
+                    self.receiving.append(action.key)
+                case Connect(address):
+                    self.connecting.append(address)
+                case Fence(peer):
+                    self.handle(PeerLost(peer))
+                case LeaseEnded() | LoadEnded() | PrefixAsked():
+                    self._ended.append(action)
+                case _:
+                    pass
+
+    def handle(self, event: Any) -> None:
+        self.do(self.hinge.handle(event, self.now))
+
+    def hear(self, peer: int, message: AnyMessage) -> None:
+        self.handle(Received(peer, encode(message)))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.do(self.hinge.tick(self.now))
+
+    # --- other engines ------------------------------------------------------------------------
+
+    def connect(self, *, well: bool) -> None:
+        """Every connection that we have asked for is made, or fails."""
+        while self.connecting:
+            address = self.connecting.pop()
+            if well:
+                self._peers += 1
+                self.handle(Connected(self._peers, address))
+                self.hear(self._peers, PREFILL)
+            else:
+                self.handle(ConnectFailed(address, "nobody is there"))
+
+    def serve(self, *, held: bool) -> None:
+        """The other engine sends all that we have opened, and says whether it was held."""
+        for peer, asked in self.opens:
+            self.hear(peer, Opened(asked.lease_id, asked.tag))
+            self.hear(peer, Sending(asked.lease_id, asked.tag, asked.tag, asked.runs))
+            for key in self.receiving:
+                self.handle(Ended(key, ok=True))
+            self.receiving.clear()
+            self.hear(peer, Closed(asked.lease_id, held, asked.tag))
+        self.opens.clear()
+
+    def refuse(self) -> None:
+        """The other engine refuses all that we have opened."""
+        for peer, asked in self.opens:
+            self.hear(peer, Refused(asked.lease_id, "unknown lease", asked.tag))
+        self.opens.clear()
+
+    def read(self, params: KVTransferParams) -> bool:
+        """The other engine reads the blocks that a reference names. Returns whether all was
+        held."""
+        self._peers += 1
+        peer, lease_id = self._peers, params.lease_id or ""
+        self.handle(Connected(peer, None))
+        self.hear(peer, DECODE)
+        num_blocks = -(-(params.remote_num_tokens or 0) // BLOCK)
+        self.hear(peer, Open(lease_id, params.tokens_digest or "", 7, [(0, num_blocks)]))
+        self.hear(peer, Close(lease_id, True, 7))
+        for key in self.sending:
+            self.handle(Ended(key, ok=True))
+        self.sending.clear()
+        return (peer, Closed(lease_id, True, 7)) in self.said
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "WAITING_FOR_REMOTE_KVS"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class Request:
+    """One of the scheduler's requests."""
+
+    arrival: Arrival
+    status: Status = Status.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    loaded: bool = False
+    """Its KV came from another engine."""
+    error: bool = False
+
+
+class VllmScheduler:
+    """What vLLM 0.32's scheduler does with a connector, and where it dies: the assertions of
+    `_update_from_kv_xfer_finished` and `_free_blocks`. One engine, with its worker."""
+
+    def __init__(self) -> None:
+        self.driver = ScriptedDriver(Hello("here", "e1", COMPAT))
+        self.references = References(PUBLIC_KEY, lambda: 0.0)
+        self.half = SchedulerHalf(self.references, BLOCK, LEASE_SECONDS)
+        engine = describe_engine(self.driver.hinge.me, *HERE, LEASE_SECONDS)
+        self.half.meet(engine)
+        self.worker = WorkerHalf(self.driver)
+        self.requests: dict[str, Request] = {}
+        self.received: set[str] = set()
+        self.ended: dict[str, Request] = {}
+        """Every request that vLLM has forgotten, as it was then."""
+        self.answers: dict[str, dict[str, Any]] = {}
+        """The `kv_transfer_params` of answers."""
+        self._next_block = 1
+
+    # --- what clients do ----------------------------------------------------------------------
+
+    def add(self, arrival: Arrival) -> None:
+        assert arrival.request_id not in self.requests, "duplicate request id"
+        self.requests[arrival.request_id] = Request(arrival)
+        self.half.arrived(arrival)
+
+    def reject(self, params: Any) -> None:
+        """vLLM's front-end has refused a request, and adds one of a token, to abort it at once."""
+        self.add(Arrival("rejected", [0], 1, None, params, rejected=True))
+        self.abort("rejected")
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None and request.status is not Status.FINISHED:
+            self._finish(request)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def step(self, prefix: int = 0) -> None:
+        """Schedule all that can be, and have the worker hear of it.
+
+        prefix: so many blocks of each prompt are in the prefix cache.
+        """
+        for request_id, request in self.requests.items():
+            if request.status is Status.LOADING and request_id in self.received:
+                self.received.remove(request_id)
+                request.status, request.loaded = Status.RUNNING, True
+            elif request.status is Status.WAITING:
+                self._schedule(request, prefix)
+        self.worker.obey(self.half.take_orders())
+
+    def _schedule(self, request: Request, prefix: int) -> None:
+        name, num_tokens = request.arrival.request_id, request.arrival.num_tokens
+        here = min(prefix, (num_tokens - 1) // BLOCK) * BLOCK
+        elsewhere = self.half.num_elsewhere(name, here)
+        assert here + elsewhere <= num_tokens
+        num_blocks = -(-num_tokens // BLOCK)
+        if not request.block_ids:
+            request.block_ids = list(range(self._next_block, self._next_block + num_blocks))
+            self._next_block += num_blocks
+        self.half.allocated(name, request.block_ids, elsewhere)
+        request.status = Status.LOADING if elsewhere else Status.RUNNING
+
+    def preempt(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None and request.status is Status.RUNNING:
+            request.status, request.block_ids = Status.WAITING, []
+
+    def compute(self, request_id: str, *, by_length: bool) -> None:
+        """A running request ends by itself."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status is Status.RUNNING:
+            self._finish(request, by_length=by_length)
+
+    def _finish(self, request: Request, *, by_length: bool = False) -> None:
+        name = request.arrival.request_id
+        keeps = request.status is Status.LOADING and name not in self.received
+        self.received.discard(name)
+        request.status = Status.FINISHED
+        params = self.half.finished(name, request.block_ids, by_length=by_length)
+        if params is not None:
+            self.answers[name] = params
+        if not keeps and params is None:
+            self._free(name)
+
+    def _free(self, request_id: str) -> None:
+        assert self.requests[request_id].status is Status.FINISHED
+        self.ended[request_id] = self.requests.pop(request_id)
+
+    def update(self, results: Results) -> None:
+        """`update_from_output`, for what a worker has reported."""
+        for name in results.failed:
+            request = self.requests.get(name)
+            if request is not None and request.status is Status.LOADING:
+                request.error = True
+                self._finish(request)
+        sent, received = self.half.awaited(results.sent, results.received)
+        for name in received:
+            assert name in self.requests
+            if self.requests[name].status is Status.LOADING:
+                self.received.add(name)
+            else:
+                self._free(name)
+        for name in sent:
+            assert name in self.requests
+            self._free(name)
+
+
+def prompt(request_id: str, num_tokens: int = 9, params: Any = None) -> Arrival:
+    """A request; the prompt is the same for the same length."""
+    return Arrival(request_id, list(range(num_tokens)), num_tokens, None, params)
+
+
+def reference(num: int, num_tokens: int = 9, **changes: Any) -> dict[str, Any]:
+    """What another engine says of the lease with a number, for `prompt`'s tokens; changed after it
+    was signed."""
+    other = SchedulerHalf(
+        References(PUBLIC_KEY, lambda: 0.0), BLOCK, LEASE_SECONDS, random_bits=lambda _: num
+    )
+    other.meet(describe_engine(PREFILL, *THERE, LEASE_SECONDS))
+    other.arrived(prompt(f"p{num}", num_tokens, {"do_remote_decode": True}))
+    blocks = list(range(-(-num_tokens // BLOCK)))
+    params = other.finished(f"p{num}", blocks, by_length=True)
+    assert params is not None
+    return params | changes

@@ -1,0 +1,161 @@
+"""Real vLLM servers with our connector, on the CPU.
+
+`DIPTYCH_VLLM_PYTHON` names a Python that has vLLM's CPU build and what the extra `vllm` installs;
+our own packages come from this tree. On the import path of the tests (pytest's `pythonpath`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from free_ports import free_port
+from model_kit.sensitive_model import VOCABULARY, save_sensitive_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from waits import FOR_EVER_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+PYTHON = os.environ.get("DIPTYCH_VLLM_PYTHON", "")
+needs_vllm = pytest.mark.skipif(
+    not PYTHON, reason="DIPTYCH_VLLM_PYTHON names no Python that has vLLM"
+)
+START_S = 900.0
+"""vLLM takes 45 to 130 s to start where nothing else runs."""
+MODEL = "sensitive"
+OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
+
+
+def save_model_for_vllm(folder: Path) -> str:
+    """The sensitive model, with heads of a size that vLLM's CPU backend computes, and with a
+    tokenizer, which vLLM wants. Its tokens are words of no meaning."""
+    save_sensitive_model(folder, heads=4)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    return str(folder)
+
+
+def connector_config(**settings: Any) -> dict[str, Any]:
+    """vLLM's `--kv-transfer-config` for our connector."""
+    return {
+        "kv_connector": "DiptychConnector",
+        "kv_connector_module_path": "diptych_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+
+
+class VllmServer:
+    """One `vllm serve`, in a process group of its own."""
+
+    def __init__(self, model: str, log: Path, kv_transfer: Mapping[str, Any], *more: str) -> None:
+        self.port = free_port()
+        self._log = log
+        environment = os.environ | {
+            "PYTHONPATH": ":".join(str(ROOT / folder) for folder in OURS),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--served-model-name", MODEL, "--dtype", "float32"]
+        command += ["--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"]
+        command += ["--enforce-eager", "--kv-transfer-config", json.dumps(kv_transfer), *more]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=FOR_EVER_S, trust_env=False
+        )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        wait_until(self._is_ready, f"vLLM starts; {self._log}", START_S)
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log[-4000:]
+        try:
+            return self.client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to each process of the server."""
+        os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+        self.client.close()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def post(self, prompt: list[int], max_tokens: int, **fields: Any) -> httpx.Response:
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        return self.client.post("/v1/completions", json=body | fields)
+
+    def answer(self, prompt: list[int], max_tokens: int, **fields: Any) -> list[int] | None:
+        """The tokens of the answer; None if the request has failed."""
+        response = self.post(prompt, max_tokens, **fields)
+        if response.status_code == 500:
+            return None
+        assert response.status_code == 200, response.text
+        tokens: list[int] = response.json()["choices"][0]["token_ids"]
+        return tokens
+
+    def prefill(self, prompt: list[int]) -> dict[str, Any]:
+        """Compute a prompt for another engine. Returns the reference to its KV."""
+        response = self.post(prompt, 1, kv_transfer_params={"do_remote_decode": True})
+        params: dict[str, Any] = response.json()["kv_transfer_params"]
+        return params
+
+    # --- what it holds ------------------------------------------------------------------------
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric, over all labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    def holds_nothing(self) -> bool:
+        """No block is in use, by a request or for another engine."""
+        return self.metric("vllm:kv_cache_usage_perc") == 0.0

@@ -1,0 +1,230 @@
+"""Two real vLLM servers, one prefill and one decode, over our connector."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
+from vllm_server import (
+    MODEL,
+    START_S,
+    VllmServer,
+    connector_config,
+    needs_vllm,
+    save_model_for_vllm,
+)
+from waits import wait_until
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+SETTINGS = {"lease_seconds": 60, "load_timeout_s": 60}
+"""Long enough for a busy machine, and shorter than a wait of the tests."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model_for_vllm(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def asked(model: str) -> list[Question]:
+    """Prompts of one to twenty blocks, with the answers that our own engine gives."""
+    return questions(model, 40, shortest=24, longest=600)
+
+
+@pytest.fixture(scope="module")
+def servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+    folder = tmp_path_factory.mktemp("logs")
+    started = [
+        VllmServer(model, folder / name, connector_config(**SETTINGS)) for name in ("p", "d")
+    ]
+    try:
+        for server in started:
+            server.wait_until_ready()
+        yield started
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.fixture
+def p(servers: list[VllmServer]) -> VllmServer:
+    return servers[0]
+
+
+@pytest.fixture
+def d(servers: list[VllmServer]) -> VllmServer:
+    return servers[1]
+
+
+def handed_over(p: VllmServer, d: VllmServer, question: Question) -> list[int] | None:
+    """The tokens of an answer whose prompt P computes."""
+    return d.answer(question.prompt, ANSWER_TOKENS, kv_transfer_params=p.prefill(question.prompt))
+
+
+def test_one_prefill_and_one_decode_answer_as_one_engine_does(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    """Each prompt twice: the second time both engines have a part of it in their prefix caches."""
+    before = d.metric("vllm:external_prefix_cache_hits_total")
+    with ThreadPoolExecutor(4) as users:
+        answers = list(users.map(lambda question: handed_over(p, d, question), [*asked, *asked]))
+    assert answers == [question.answer for question in [*asked, *asked]]
+    fetched = d.metric("vllm:external_prefix_cache_hits_total") - before
+    assert fetched >= sum(len(question.prompt) for question in asked)
+    wait_until(p.holds_nothing)
+    wait_until(d.holds_nothing)
+
+
+def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(
+    model: str, tmp_path: Path
+) -> None:
+    transfer = connector_config() | {"kv_load_failure_policy": "recompute"}
+    server = VllmServer(model, tmp_path / "refused", transfer)
+    try:
+        wait_until(lambda: server.process.poll() is not None, "the server ends", START_S)
+    finally:
+        server.kill()
+    assert server.process.returncode != 0
+    sentence = "kv_load_failure_policy is 'recompute', and only 'fail' was tested"
+    assert f"the Diptych connector: {sentence}" in server.log
+
+
+def edited(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda params: params | changes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edited(remote_block_ids=[[1, 2, 3]]),
+        edited(lease_id="0" * 32),
+        edited(remote_num_tokens=33),
+        edited(proof="0" * 64),
+        edited(remote_host="192.0.2.1"),
+        edited(epoch="another"),
+        lambda params: {"do_remote_prefill": True, "remote_block_ids": [[1]]},
+    ],
+    ids=["blocks", "lease", "tokens", "proof", "host", "epoch", "as other connectors have it"],
+)
+def test_a_forged_reference_is_an_error_and_poisons_nothing(
+    p: VllmServer,
+    d: VllmServer,
+    asked: list[Question],
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    victim, forger = asked[0], asked[1]
+    params = p.prefill(victim.prompt)
+    forged = change(params)
+    assert d.answer(forger.prompt, ANSWER_TOKENS, kv_transfer_params=forged) is None
+    assert d.answer(victim.prompt, ANSWER_TOKENS, kv_transfer_params=forged) is None
+    for question in (victim, forger):
+        assert d.answer(question.prompt, ANSWER_TOKENS) == question.answer
+    wait_until(p.holds_nothing)
+    wait_until(d.holds_nothing)
+
+
+def test_a_reference_serves_once_and_only_its_own_prompt(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    question, other = asked[2], asked[3]
+    params = p.prefill(question.prompt)
+    assert d.answer(question.prompt, ANSWER_TOKENS, kv_transfer_params=params) == question.answer
+    assert d.answer(question.prompt, ANSWER_TOKENS, kv_transfer_params=params) is None
+    assert d.answer(other.prompt, ANSWER_TOKENS, kv_transfer_params=params) is None
+    live = p.prefill(question.prompt)
+    assert d.answer(other.prompt, ANSWER_TOKENS, kv_transfer_params=live) is None
+    assert d.answer(other.prompt, ANSWER_TOKENS) == other.answer
+    wait_until(p.holds_nothing)
+
+
+def test_a_stale_reference_is_an_error_and_its_blocks_were_freed(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    params = p.prefill(asked[4].prompt)
+    assert not p.holds_nothing()
+    wait_until(p.holds_nothing, "the lease expires")
+    assert d.answer(asked[4].prompt, ANSWER_TOKENS, kv_transfer_params=params) is None
+    assert d.answer(asked[4].prompt, ANSWER_TOKENS) == asked[4].answer
+
+
+@pytest.mark.parametrize("at", ["decode", "prefill"])
+def test_a_refused_request_frees_its_prefill(
+    p: VllmServer, d: VllmServer, asked: list[Question], at: str
+) -> None:
+    """vLLM's front-end refuses it, so it never reaches the scheduler."""
+    server = d if at == "decode" else p
+    params = p.prefill(asked[5].prompt)
+    assert not p.holds_nothing()
+    before = p.log.count("its lease was revoked")
+    refused = server.post(asked[5].prompt, 4, model="another", kv_transfer_params=params)
+    assert refused.status_code == 404
+    wait_until(p.holds_nothing)
+    assert p.log.count("its lease was revoked") == before + 1, "not because it expired"
+
+
+@pytest.mark.parametrize("after", [b"", b"data:"], ids=["at once", "after its first token"])
+def test_a_client_that_goes_leaves_nothing_behind(
+    p: VllmServer, d: VllmServer, asked: list[Question], after: bytes
+) -> None:
+    params = p.prefill(asked[6].prompt)
+    request = d.client.build_request(
+        "POST",
+        "/v1/completions",
+        json={
+            "model": MODEL,
+            "prompt": asked[6].prompt,
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "stream": True,
+            "kv_transfer_params": params,
+        },
+    )
+    head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+    with socket.create_connection(("127.0.0.1", d.port)) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode())
+        connection.sendall(request.read())
+        heard = b""
+        while after not in heard:
+            heard += connection.recv(4096)
+    wait_until(d.holds_nothing)
+    wait_until(p.holds_nothing)
+    assert handed_over(p, d, asked[6]) == asked[6].answer
+
+
+def test_a_prefill_engine_that_stands_still_costs_a_request_and_its_time(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    params = p.prefill(asked[7].prompt)
+    p.signal(signal.SIGSTOP)
+    try:
+        assert d.answer(asked[7].prompt, ANSWER_TOKENS, kv_transfer_params=params) is None
+        wait_until(d.holds_nothing)
+        assert d.answer(asked[7].prompt, ANSWER_TOKENS) == asked[7].answer
+    finally:
+        p.signal(signal.SIGCONT)
+    wait_until(p.holds_nothing)
+    assert handed_over(p, d, asked[7]) == asked[7].answer
+
+
+def test_a_reference_of_a_prefill_engine_that_was_restarted_is_an_error(
+    p: VllmServer, d: VllmServer, servers: list[VllmServer], asked: list[Question], model: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """The last of this file: P is another one afterwards, at the same address."""
+    first, second = p.prefill(asked[8].prompt), p.prefill(asked[9].prompt)
+    p.kill()
+    assert d.answer(asked[8].prompt, ANSWER_TOKENS, kv_transfer_params=first) is None
+    settings = SETTINGS | {"listen_port": first["remote_port"]}
+    transfer = connector_config(**settings) | {"engine_id": first["remote_engine_id"]}
+    again = VllmServer(model, tmp_path / "p", transfer)
+    servers[0] = again
+    again.wait_until_ready()
+    again.prefill(asked[10].prompt)
+    assert d.answer(asked[9].prompt, ANSWER_TOKENS, kv_transfer_params=second) is None
+    assert handed_over(again, d, asked[9]) == asked[9].answer

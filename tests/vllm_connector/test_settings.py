@@ -1,0 +1,50 @@
+"""What the connector refuses when it starts, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych_protocol import InvalidRequestError
+from diptych_vllm.settings import ConnectorSettings, require_tested
+from diptych_vllm.versions import series_of
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32", "0.32.1+cpu"])
+def test_a_series_of_is_taken(found: str) -> None:
+    assert series_of(found) == "0.32"
+
+
+@pytest.mark.parametrize("found", ["0.33.0", "0.3", "0.320.1", "1.0", "dev", ""])
+def test_another_version_is_refused_with_those_that_were_tested(found: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"tested with vLLM 0\.32.*this is vLLM {found}"):
+        series_of(found)
+
+
+def test_settings_are_those_of_our_own_hinge_and_two_more() -> None:
+    settings = ConnectorSettings.parse({"lease_seconds": 5, "keys": "/keys", "revision": "r1"})
+    assert (settings.lease_seconds, settings.keys, settings.revision) == (5.0, "/keys", "r1")
+    assert settings.listen_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        ({"lease_second": 5}, "lease_second"),
+        ({"lease_seconds": 0}, r"\$\.lease_seconds"),
+        ({"staging": "always"}, "staging"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_name(raw: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"kv_connector_extra_config: .*{problem}"):
+        ConnectorSettings.parse(raw)
+
+
+def test_a_configuration_that_was_not_tested_is_refused_with_all_that_is_wrong() -> None:
+    require_tested([("tensor_parallel_size", 1, 1)])
+    with pytest.raises(InvalidRequestError) as caught:
+        require_tested([("tensor_parallel_size", 2, 1), ("policy", "recompute", "fail")])
+    assert "tensor_parallel_size is 2, and only 1 was tested; policy is 'recompute'" in str(
+        caught.value
+    )

@@ -1,0 +1,128 @@
+"""Both halves of two engines over real UCX, in place of vLLM a test that calls them as it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm_kit import prompt
+from waits import wait_until
+
+from diptych_kv_transfer.connector import start_hinge
+from diptych_kv_transfer.parameters import describe_engine
+from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.tables.messages import Hello
+from diptych_vllm.kv_memory import compat_of, shards_of
+from diptych_vllm.scheduler_half import SchedulerHalf
+from diptych_vllm.settings import ConnectorSettings
+from diptych_vllm.transfers import Results
+from diptych_vllm.worker_half import WorkerHalf
+
+NUM_BLOCKS, BLOCK, LAYERS = 12, 4, 3
+SHAPE = (NUM_BLOCKS, 2, BLOCK, 16)
+
+
+class Engine:
+    """One engine's connector."""
+
+    def __init__(self, name: str, seed: int, **facts: str | int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.kv = {
+            f"layers.{layer}": torch.rand(SHAPE, generator=generator) for layer in range(LAYERS)
+        }
+        settings = ConnectorSettings.parse({"load_timeout_s": 20})
+        me = Hello(name, "1", compat_of(self.kv, {"model": "m", **facts}))
+        driver = start_hinge(settings, me, shards_of(self.kv, NUM_BLOCKS), PUBLIC_KEY)
+        self.worker = WorkerHalf(driver)
+        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), BLOCK, settings.lease_seconds)
+        self.scheduler.meet(describe_engine(me, "127.0.0.1", driver.port, settings.lease_seconds))
+
+    def step(self) -> None:
+        self.worker.obey(self.scheduler.take_orders())
+
+    def ended(self) -> Results | None:
+        """What the worker reports; None: nothing yet."""
+        found = self.worker.collect()
+        return found if found != Results() else None
+
+    def lend(self, request_id: str, block_ids: list[int], num_tokens: int) -> dict[str, Any]:
+        """Compute a prompt, and answer before the worker hears that it is to be granted."""
+        self.scheduler.arrived(prompt(request_id, num_tokens, {"do_remote_decode": True}))
+        self.step()
+        params = self.scheduler.finished(request_id, block_ids, by_length=True)
+        assert params is not None
+        return params
+
+    def fetch(self, request_id: str, block_ids: list[int], num_tokens: int, params: Any) -> None:
+        self.scheduler.arrived(prompt(request_id, num_tokens, params))
+        self.step()
+        self.scheduler.allocated(request_id, block_ids, self.scheduler.num_elsewhere(request_id, 0))
+        self.step()
+
+
+@pytest.fixture
+def p() -> Iterator[Engine]:
+    engine = Engine("p", 1)
+    yield engine
+    engine.worker.close()
+
+
+@pytest.fixture
+def d() -> Iterator[Engine]:
+    engine = Engine("d", 2)
+    yield engine
+    engine.worker.close()
+
+
+def test_each_block_of_each_layer_arrives_in_its_place_and_nothing_else_is_touched(
+    p: Engine, d: Engine
+) -> None:
+    before = {name: tensor.clone() for name, tensor in d.kv.items()}
+    params = p.lend("r", [7, 3, 4], 10)
+    d.fetch("r", [1, 2, 9], 10, params)
+    p.step()
+    assert wait_until(d.ended) == Results(received={"r"})
+    assert wait_until(p.ended) == Results(sent={"r"})
+    for name, tensor in d.kv.items():
+        assert torch.equal(tensor[[1, 2, 9]], p.kv[name][[7, 3, 4]])
+        others = [block for block in range(NUM_BLOCKS) if block not in (1, 2, 9)]
+        assert torch.equal(tensor[others], before[name][others])
+
+
+def test_a_lease_that_is_given_up_frees_its_blocks_and_fails_who_comes_later(
+    p: Engine, d: Engine
+) -> None:
+    params = p.lend("r", [7, 3, 4], 10)
+    p.scheduler.reset()
+    p.step()
+    assert wait_until(p.ended) == Results(sent={"r"})
+    d.fetch("r", [1, 2, 9], 10, params)
+    assert wait_until(d.ended) == Results(received={"r"}, failed={"r"})
+
+
+def test_a_request_that_goes_frees_both_engines(p: Engine, d: Engine) -> None:
+    params = p.lend("r", [7, 3, 4], 10)
+    p.step()
+    d.scheduler.arrived(prompt("r", 10, params))
+    d.step()
+    d.scheduler.finished("r", [], by_length=False)
+    d.step()
+    assert wait_until(p.ended) == Results(sent={"r"})
+
+
+def test_engines_that_keep_kv_differently_exchange_none(
+    p: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Engine("o", 3, model="n")
+    try:
+        params = p.lend("r", [7, 3, 4], 10)
+        p.step()
+        other.fetch("r", [1, 2, 9], 10, params)
+        assert wait_until(other.ended) == Results(received={"r"}, failed={"r"})
+        assert "model: 'm' there, 'n' here" in caplog.text
+        assert wait_until(p.ended) == Results(sent={"r"})
+    finally:
+        other.worker.close()

@@ -1,0 +1,250 @@
+"""`DiptychConnector`: what vLLM calls. It translates, and decides nothing.
+
+vLLM loads it by `kv_connector_module_path` and makes one in its scheduler's process and one in each
+worker. This is the only module that imports vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.v1.request import RequestStatus
+
+from diptych_frontend.core_client.curve import read_keys
+from diptych_kv_transfer.connector import key_of, start_hinge, with_literals
+from diptych_kv_transfer.parameters import describe_engine
+from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.tables.messages import Hello
+from diptych_protocol import KVTransferParams
+from diptych_vllm.kv_memory import KVTensor, compat_of, shards_of
+from diptych_vllm.orders import Order
+from diptych_vllm.request import Arrival, identity_of
+from diptych_vllm.scheduler_half import SchedulerHalf
+from diptych_vllm.settings import ConnectorSettings, require_tested
+from diptych_vllm.versions import series_of
+from diptych_vllm.worker_half import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """The scheduler half's orders, on their way to the worker half."""
+
+    orders: Sequence[Order]
+
+
+@dataclass
+class HingeOfWorker(KVConnectorHandshakeMetadata):
+    """What the worker's hinge says of itself to the scheduler half."""
+
+    engine: KVTransferParams
+
+
+class DiptychConnector(KVConnectorBase_V1):
+    """Hands KV over under leases. Raises `InvalidRequestError` for a vLLM or a configuration that
+    was not tested."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        _log_as_vllm_does()
+        self._vllm = series_of(vllm_version)
+        super().__init__(vllm_config, role, kv_cache_config)
+        _require_tested(vllm_config, kv_cache_config)
+        settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._settings = with_literals(settings)
+        self._key = _key(self._settings)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._hinge: HingeOfWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(
+                References(self._key),
+                vllm_config.cache_config.block_size,
+                self._settings.lease_seconds,
+                lends=self._kv_transfer_config.is_kv_producer,
+                fetches=self._kv_transfer_config.is_kv_consumer,
+            )
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise RuntimeError("this is not the scheduler's half of the connector")
+        return self._scheduler
+
+    # --- in the scheduler ---------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        [hinge] = metadata.values()
+        self._half.meet(hinge.engine)
+
+    def on_new_request(self, request: Request) -> None:
+        lora = request.lora_request
+        has_embeddings = request.prompt_embeds is not None or request.prompt_token_ids is None
+        self._half.arrived(
+            Arrival(
+                request.request_id,
+                None if has_embeddings else list(request.prompt_token_ids),
+                request.num_prompt_tokens,
+                identity_of(
+                    request.cache_salt,
+                    None if lora is None else lora.lora_name,
+                    [feature.identifier for feature in request.mm_features or ()],
+                ),
+                request.kv_transfer_params,
+                rejected=request.abort_immediately,
+            )
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self._half.num_elsewhere(request.request_id, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        [block_ids] = blocks.get_block_ids()
+        self._half.allocated(request.request_id, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
+        return StepOrders(self._half.take_orders())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # vLLM looks up every id of these sets right after this call, and dies of an unknown one.
+        connector_output.finished_sending, connector_output.finished_recving = self._half.awaited(
+            connector_output.finished_sending or (), connector_output.finished_recving or ()
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        params = self._half.finished(
+            request.request_id,
+            block_ids,
+            by_length=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        return params is not None, params
+
+    def has_pending_push_work(self) -> bool:
+        # A step more, so that no order waits for the next request.
+        return self._half.has_orders
+
+    def reset_cache(self) -> bool:
+        self._half.reset()
+        return True
+
+    # --- in the worker ------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, KVTensor]) -> None:
+        shards = shards_of(kv_caches, self._kv_cache_config.num_blocks)
+        me = Hello(
+            self._kv_transfer_config.engine_id,
+            f"{os.getpid():x}-{secrets.token_hex(8)}",
+            compat_of(kv_caches, self._facts()),
+        )
+        driver = start_hinge(self._settings, me, shards, self._key)
+        self._worker = WorkerHalf(driver)
+        host = self._settings.advertise_host or self._settings.listen_host
+        self._hinge = HingeOfWorker(
+            describe_engine(me, host, driver.port, self._settings.lease_seconds)
+        )
+
+    def _facts(self) -> dict[str, str | int]:
+        """What engines must agree on, and their KV memory does not show."""
+        model, cache = self._vllm_config.model_config, self._vllm_config.cache_config
+        return {
+            "runtime": f"vllm {self._vllm}",
+            "model": model.model,
+            "weights": model.revision or "",
+            "quantization": model.quantization or "",
+            "block_size": cache.block_size,
+            "cache_dtype": cache.cache_dtype,
+            "kv_layout": str(getattr(self._kv_cache_config, "kv_cache_layout", "")),
+            "revision": self._settings.revision,
+        }
+
+    def get_handshake_metadata(self) -> HingeOfWorker | None:
+        return self._hinge
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        # Before the forward pass: neither a grant nor a release waits for it.
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepOrders):
+            self._worker.obey(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads begin when their orders are read."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Whole requests are loaded, before they are computed."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are lent where they are."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        results = self._worker.collect()
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM configures its own loggers only; without this, nothing below a warning is seen."""
+    vllm = logging.getLogger("vllm")
+    for name in ("diptych_vllm", "diptych_kv_transfer"):
+        ours = logging.getLogger(name)
+        ours.handlers, ours.propagate = vllm.handlers, False
+        ours.setLevel(vllm.level)
+
+
+def _key(settings: ConnectorSettings) -> HingeKey:
+    return key_of(settings, read_keys(Path(settings.keys)) if settings.keys else None)
+
+
+def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    require_tested(
+        [
+            ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
+            ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
+            ("data_parallel_size", parallel.data_parallel_size, 1),
+            ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
+            ("the number of KV cache groups", len(kv_cache_config.kv_cache_groups), 1),
+            ("speculative decoding", config.speculative_config is not None, False),
+        ]
+    )

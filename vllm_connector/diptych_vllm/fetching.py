@@ -1,0 +1,169 @@
+"""D's part of the scheduler half: requests whose prompts other engines have computed. Pure.
+
+    arrived ──▶ HELD ──blocks allocated──▶ LOADING ──worker reports it received──▶ DONE
+       │          └──no tokens to load, or finished: the lease is given back──▶ DONE
+       └────▶ REFUSED ──blocks allocated──▶ LOADING, as a load that fails
+
+A request whose reference is not good must not be computed as if it had none: it is failed. vLLM
+fails a request only through a load, so the worker reports one that was never begun.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.parameters import lease_of
+from diptych_kv_transfer.signing.references import References, UnprovenReferenceError
+from diptych_protocol import InvalidRequestError, KVTransferParams
+from diptych_vllm.orders import Cancel, Fail, Fetch, Hold, Order, Release, Revoke
+from diptych_vllm.request import Arrival
+
+log = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    HELD = "held"
+    REFUSED = "refused"
+    LOADING = "loading"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Fetched:
+    """A request with a reference."""
+
+    load: str
+    """The name of its load, which no other load has."""
+    num_tokens: int
+    """Length of its prompt."""
+    state: State
+    params: KVTransferParams | None
+    """None if they could not even be read."""
+    offered_from: int = 0
+    """How many tokens of the prompt were here when vLLM was last told how many are elsewhere."""
+
+
+@dataclass(slots=True)
+class Fetching:
+    """The requests with references that vLLM knows, by their ids."""
+
+    references: References
+    block_size: int
+    lease_seconds: float
+    _requests: dict[str, Fetched] = field(default_factory=dict)
+    _awaited: set[str] = field(default_factory=set)
+    """Requests whose loads the worker has to report. vLLM keeps their blocks until then, even if
+    they have finished."""
+    _num_loads: int = 0
+
+    def __len__(self) -> int:
+        return len(self._requests) + len(self._awaited)
+
+    def arrived(self, request: Arrival, params: KVTransferParams) -> list[Order]:
+        """Check a reference, and keep its lease alive if it is good."""
+        fetched = self._enter(request, State.HELD, params)
+        try:
+            self.references.check_use(params, request.digest)
+        except UnprovenReferenceError as exc:
+            self._refuse(request.request_id, fetched, str(exc))
+            return []
+        self.references.take(params)
+        return [Hold(fetched.load, lease_of(params, self.lease_seconds))]
+
+    def refused(self, request: Arrival, reason: str, params: KVTransferParams | None) -> None:
+        """A request came with a reference that it must not use."""
+        self._refuse(request.request_id, self._enter(request, State.REFUSED, params), reason)
+
+    def _enter(self, request: Arrival, state: State, params: KVTransferParams | None) -> Fetched:
+        self._num_loads += 1
+        load = f"{request.request_id}/{self._num_loads}"
+        fetched = Fetched(load, request.num_tokens, state, params)
+        self._requests[request.request_id] = fetched
+        return fetched
+
+    def _refuse(self, request_id: str, fetched: Fetched, reason: str) -> None:
+        fetched.state = State.REFUSED
+        log.warning("request %s: its KV is not fetched: %s", request_id, reason)
+
+    def num_elsewhere(self, request_id: str, num_here: int) -> int:
+        """How many tokens can be loaded behind the first `num_here` ones. It may be asked often."""
+        fetched = self._requests.get(request_id)
+        if fetched is None or fetched.state not in (State.HELD, State.REFUSED):
+            return 0
+        fetched.offered_from = num_here
+        return max(0, fetched.num_tokens - num_here)
+
+    def allocated(self, request_id: str, block_ids: list[int], num_tokens: int) -> list[Order]:
+        """vLLM has allocated blocks to a request, and waits for a load of `num_tokens` tokens, or
+        for none.
+
+        block_ids: all blocks of the request, in order.
+        """
+        fetched = self._requests.get(request_id)
+        if fetched is None or fetched.state in (State.LOADING, State.DONE):
+            return []
+        state = fetched.state
+        if not num_tokens:
+            fetched.state = State.DONE
+            log.info("request %s: its prompt is computed here after all", request_id)
+            return [Cancel(fetched.load)] if state is State.HELD else []
+        fetched.state = State.LOADING
+        self._awaited.add(request_id)
+        if state is State.REFUSED or fetched.params is None:
+            return [Fail(request_id)]
+        first, rest = divmod(fetched.offered_from, self.block_size)
+        last = -(-fetched.num_tokens // self.block_size)
+        whole = fetched.offered_from + num_tokens == fetched.num_tokens
+        if rest or not whole or last > len(block_ids):
+            log.error("request %s: vLLM asks for a part of its KV that is not whole", request_id)
+            return [Cancel(fetched.load), Fail(request_id)]
+        wanted = dict(zip(range(first, last), block_ids[first:last], strict=True))
+        return [
+            Fetch(
+                fetched.load,
+                request_id,
+                lease_of(fetched.params, self.lease_seconds),
+                fetched.params.tokens_digest or "",
+                wanted,
+                fetched.num_tokens,
+            )
+        ]
+
+    def finished(self, request_id: str) -> list[Order]:
+        """A request has finished, for whatever reason."""
+        fetched = self._requests.pop(request_id, None)
+        if fetched is None or fetched.state in (State.REFUSED, State.DONE):
+            return []
+        return [Cancel(fetched.load)]
+
+    def rejected(self, request: Arrival, engine_id: str) -> list[Order]:
+        """Nobody wants a lease, says a request that is none. `engine_id` is our own.
+
+        Repeating it is harmless. A lease whose reference a request has come with is that request's
+        affair.
+        """
+        try:
+            params = KVTransferParams.naming_lease(request.params)
+            self.references.check_lease(params)
+        except InvalidRequestError as exc:
+            log.info("request %s: nothing to release: %s", request.request_id, exc)
+            return []
+        if self.references.is_taken(params):
+            return []
+        log.info("request %s was rejected; its lease is released", request.request_id)
+        if params.remote_engine_id == engine_id:
+            return [Revoke(params.lease_id or "")]
+        return [Release(lease_of(params, self.lease_seconds))]
+
+    def received(self, request_id: str) -> bool:
+        """The worker says that a load has ended. Returns whether one was awaited; otherwise the
+        report is late, repeated or wrong."""
+        if request_id not in self._awaited:
+            return False
+        self._awaited.remove(request_id)
+        fetched = self._requests.get(request_id)
+        if fetched is not None:
+            fetched.state = State.DONE
+        return True

@@ -1,0 +1,41 @@
+"""What the scheduler half knows of one of vLLM's requests. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych_kv_transfer.parameters import digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that vLLM's scheduler has just admitted."""
+
+    request_id: str
+    token_ids: list[int] | None
+    """The prompt. None if it has embeddings: no tokens name its KV."""
+    num_tokens: int
+    """Length of the prompt."""
+    identity: str | None
+    """Everything but the tokens that the KV depends on; see `identity_of`."""
+    params: Any
+    """The client's `kv_transfer_params`, not validated."""
+    rejected: bool = False
+    """vLLM's front-end has refused the request, or it has failed: it only tells of its end."""
+
+    @property
+    def digest(self) -> str:
+        """The digest that a lease of this KV has; empty if no lease can have this KV."""
+        return "" if self.token_ids is None else digest_of(self.token_ids, self.identity)
+
+
+def identity_of(salt: str | None, lora: str | None, images: Sequence[str]) -> str | None:
+    """Name what the KV depends on besides the tokens: the client's salt, the adapter, and what
+    stands at the places of images (their hashes, in order). None: nothing else."""
+    if salt is None and lora is None and not images:
+        return None
+    return msgspec.json.encode([salt, lora, list(images)]).decode()

@@ -1,0 +1,170 @@
+"""The half in vLLM's scheduler: what is asked of the worker half, and what vLLM may believe of its
+reports. Pure, except for the clock and the dice."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from diptych_kv_transfer.signing.references import References
+from diptych_protocol import InvalidRequestError, KVTransferParams
+from diptych_vllm.fetching import Fetching
+from diptych_vllm.lending import Lending
+from diptych_vllm.orders import Order, RevokeAll
+from diptych_vllm.request import Arrival
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerHalf:
+    """Follows the requests of one engine from their arrival until vLLM forgets them."""
+
+    def __init__(
+        self,
+        references: References,
+        block_size: int,
+        lease_seconds: float,
+        *,
+        lends: bool = True,
+        fetches: bool = True,
+        random_bits: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        """
+        Args:
+            lends: whether vLLM's `kv_role` lets this engine lend.
+            fetches: the same of fetching.
+            random_bits: `random_bits(k)` returns k unpredictable bits.
+        """
+        self._lends, self._fetches = lends, fetches
+        self._lending = Lending(references, block_size, lease_seconds, random_bits)
+        self._fetching = Fetching(references, block_size, lease_seconds)
+        self._engine: KVTransferParams | None = None
+        self._orders: list[Order] = []
+        self.reports_dropped = 0
+        """Reports of the worker half that were about nothing that vLLM waits for."""
+
+    def __len__(self) -> int:
+        """How many requests it follows."""
+        return len(self._lending) + len(self._fetching)
+
+    @property
+    def _engine_id(self) -> str:
+        return "" if self._engine is None else self._engine.remote_engine_id or ""
+
+    def meet(self, engine: KVTransferParams) -> None:
+        """Hear what the worker's hinge says of itself, which is in every reference."""
+        self._engine = engine
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def arrived(self, request: Arrival) -> None:
+        """vLLM has admitted a request. It is called once for each, before anything else."""
+        if request.params is None:
+            return
+        if request.rejected:
+            self._orders += self._fetching.rejected(request, self._engine_id)
+            return
+        try:
+            params = KVTransferParams.parse(request.params)
+        except InvalidRequestError as exc:
+            self._unreadable(request, str(exc))
+            return
+        if params.do_remote_decode:
+            self._asked_to_lend(request, params)
+        elif params.do_remote_prefill:
+            self._brings_reference(request, params)
+
+    def _unreadable(self, request: Arrival, reason: str) -> None:
+        if isinstance(request.params, dict) and not request.params.get("do_remote_prefill"):
+            log.warning("request %s: its KV is not lent: %s", request.request_id, reason)
+        else:
+            self._fetching.refused(request, reason, None)
+
+    def _asked_to_lend(self, request: Arrival, params: KVTransferParams) -> None:
+        if self._engine is None or not self._lends:
+            log.warning(
+                "request %s: its KV is not lent: kv_role has to be kv_producer or kv_both",
+                request.request_id,
+            )
+            return
+        self._orders += self._lending.arrived(request, params.lease_id)
+
+    def _brings_reference(self, request: Arrival, params: KVTransferParams) -> None:
+        if self._engine is None or not self._fetches:
+            reason = "kv_role has to be kv_consumer or kv_both"
+            self._fetching.refused(request, reason, params)
+        elif params.remote_engine_id == self._engine_id:
+            reason = "the reference is this engine's own; send it to a decode engine"
+            self._fetching.refused(request, reason, params)
+        elif request.token_ids is None:
+            reason = "no lease is for a prompt that has embeddings"
+            self._fetching.refused(request, reason, params)
+        else:
+            self._orders += self._fetching.arrived(request, params)
+
+    def num_elsewhere(self, request_id: str, num_here: int) -> int:
+        """How many tokens of a request's prompt can be loaded behind the first `num_here` ones.
+
+        Free of side effects.
+        """
+        return self._fetching.num_elsewhere(request_id, num_here)
+
+    def allocated(self, request_id: str, block_ids: list[int], num_tokens: int) -> None:
+        """vLLM has allocated blocks to a request; it waits for a load of `num_tokens` tokens, or
+        for none.
+
+        block_ids: all blocks of the request, in order. It may be called again and again.
+        """
+        self._orders += self._fetching.allocated(request_id, block_ids, num_tokens)
+
+    def finished(
+        self, request_id: str, block_ids: list[int], *, by_length: bool
+    ) -> dict[str, Any] | None:
+        """A request has finished; it is called once for each.
+
+        Args:
+            block_ids: its blocks whose KV is computed, in order.
+            by_length: it has finished because it was to go no further.
+
+        Returns what its answer tells a decode engine; vLLM then keeps the blocks until the request
+        is reported as sent. None: the blocks are not kept.
+        """
+        if self._engine is None:
+            return None
+        self._orders += self._fetching.finished(request_id)
+        orders, params = self._lending.finished(
+            request_id, self._engine, block_ids, lends=by_length
+        )
+        self._orders += orders
+        return params
+
+    def reset(self) -> None:
+        """All KV is to be forgotten: nobody may read any of it from now on."""
+        self._orders.append(RevokeAll())
+
+    # --- the worker half ----------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the worker half has to be told something."""
+        return bool(self._orders)
+
+    def take_orders(self) -> list[Order]:
+        """The orders since the last call. They have to reach the worker half in this order."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def awaited(self, sent: Iterable[str], received: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Return the reported ids that vLLM waits for. Each is let through once. vLLM's core would
+        die of any other."""
+        good_sent = {request_id for request_id in sent if self._lending.sent(request_id)}
+        good_received = {
+            request_id for request_id in received if self._fetching.received(request_id)
+        }
+        dropped = (set(sent) - good_sent) | (set(received) - good_received)
+        for request_id in dropped:
+            log.error("request %s: a report that nobody waits for is dropped", request_id)
+        self.reports_dropped += len(dropped)
+        return good_sent, good_received

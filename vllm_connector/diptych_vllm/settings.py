@@ -1,0 +1,64 @@
+"""The connector's settings, as vLLM's `kv_connector_extra_config` has them, and what it demands of
+the rest of vLLM's configuration. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from diptych_protocol import InvalidRequestError, KVTransferConfig
+
+PARAM = "kv_connector_extra_config"
+
+
+class ConnectorSettings(
+    KVTransferConfig, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The settings of our own engine's hinge, and what that engine gets from elsewhere."""
+
+    keys: Annotated[
+        str,
+        Meta(
+            description="Folder with the service's CURVE keys, by which its engines know each "
+            "other. Without it the hinge listens on loopback only."
+        ),
+    ] = ""
+    revision: Annotated[
+        str,
+        Meta(
+            max_length=256,
+            description="The revision of the service. Engines of different revisions exchange no "
+            "KV.",
+        ),
+    ] = ""
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> ConnectorSettings:
+        """Validate the settings. Raises `InvalidRequestError` naming the field."""
+        try:
+            settings = msgspec.convert(raw, cls)
+        except msgspec.ValidationError as exc:
+            raise InvalidRequestError(f"{PARAM}: {exc}", param=PARAM) from exc
+        if settings.staging != "auto":
+            raise InvalidRequestError(
+                f"{PARAM}: staging is not supported by vLLM's connector; leave it out", param=PARAM
+            )
+        return settings
+
+
+def require_tested(facts: Iterable[tuple[str, object, object]]) -> None:
+    """Refuse a configuration of vLLM that the connector was not tested with.
+
+    facts: what each option is called, its value, and the only value that was tested. Raises
+    `InvalidRequestError`, which names all that differ.
+    """
+    wrong = [
+        f"{name} is {value!r}, and only {tested!r} was tested"
+        for name, value, tested in facts
+        if value != tested
+    ]
+    if wrong:
+        raise InvalidRequestError(f"the Diptych connector: {'; '.join(wrong)}", param=PARAM)

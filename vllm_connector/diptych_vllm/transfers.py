@@ -1,0 +1,82 @@
+"""The worker half's table: which request each lease and each load belongs to, and what vLLM is told
+of them. Pure.
+
+vLLM ends a request's wait, or frees its blocks, when it reads the request's id in a report, and its
+core dies of an id that it does not expect. So each grant and each fetch ends in exactly one report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.tables.actions import LeaseEnded, LoadEnded
+
+
+@dataclass(slots=True)
+class Results:
+    """The ids of requests whose transfers have ended."""
+
+    sent: set[str] = field(default_factory=set)
+    """Requests whose blocks are free: nobody reads them any more."""
+    received: set[str] = field(default_factory=set)
+    """Requests whose blocks nobody writes to any more. Those of failed loads are among them."""
+    failed: set[str] = field(default_factory=set)
+    """Requests whose blocks hold nothing that may be used."""
+
+
+@dataclass(slots=True)
+class Transfers:
+    """All leases and loads of one engine that have not been reported yet."""
+
+    _lent: dict[str, str | None] = field(default_factory=dict)
+    """Lease -> the request that keeps its blocks; None while the lease is only promised."""
+    _ended: set[str] = field(default_factory=set)
+    """Promised leases that have ended already. Their requests do not know it yet."""
+    _loads: dict[str, str] = field(default_factory=dict)
+    """Load -> the request that waits for it."""
+    _results: Results = field(default_factory=Results)
+
+    def promised(self, lease_id: str) -> None:
+        self._lent[lease_id] = None
+
+    def granted(self, lease_id: str, request_id: str) -> None:
+        if lease_id in self._ended:
+            self._ended.remove(lease_id)
+            self._results.sent.add(request_id)
+        else:
+            self._lent[lease_id] = request_id
+
+    def withdrawn(self, lease_id: str) -> None:
+        self._lent.pop(lease_id, None)
+        self._ended.discard(lease_id)
+
+    def fetching(self, load: str, request_id: str) -> None:
+        self._loads[load] = request_id
+
+    def refused(self, request_id: str) -> None:
+        """The load of a request is not even begun."""
+        self._results.received.add(request_id)
+        self._results.failed.add(request_id)
+
+    def lease_ended(self, event: LeaseEnded) -> None:
+        if event.lease_id not in self._lent:
+            return
+        request_id = self._lent.pop(event.lease_id)
+        if request_id is None:
+            self._ended.add(event.lease_id)
+        else:
+            self._results.sent.add(request_id)
+
+    def load_ended(self, event: LoadEnded) -> str | None:
+        """Returns the request whose load it was; None: it was reported before."""
+        request_id = self._loads.pop(event.request_id, None)
+        if request_id is not None:
+            self._results.received.add(request_id)
+            if not event.ok:
+                self._results.failed.add(request_id)
+        return request_id
+
+    def take_results(self) -> Results:
+        """What has ended since the last call."""
+        results, self._results = self._results, Results()
+        return results
