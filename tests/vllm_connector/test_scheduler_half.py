@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_kit import BLOCK, HERE, LEASE_SECONDS, PREFILL, THERE, prompt, reference
+from vllm_scheduler import BLOCK, HERE, LEASE_SECONDS, PREFILL, THERE, prompt, reference
 
 from diptych_kv_transfer.parameters import describe_engine
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY

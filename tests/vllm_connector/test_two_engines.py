@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_kit import prompt
+from vllm_scheduler import prompt
 from waits import wait_until
 
 from diptych_kv_transfer.connector import start_hinge

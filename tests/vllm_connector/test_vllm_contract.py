@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from vllm_kit import LEASE_SECONDS, Status, VllmScheduler, prompt, reference
+from vllm_scheduler import LEASE_SECONDS, Status, VllmScheduler, prompt, reference
 
 from diptych_protocol import KVTransferParams
 from diptych_vllm.transfers import Results
