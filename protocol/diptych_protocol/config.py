@@ -343,6 +343,9 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 Runtime = Literal["diptych", "vllm"]
+SERVED_REVISION: Final = "revision/"
+"""How the further name begins under which vLLM serves the model: routers read the revision off it,
+because vLLM has no other place for one."""
 RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 Disaggregate = Literal["auto", "always", "never"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from diptych_operator.api.names import SERVED_REVISION, VLLM_PORTS
+from diptych_operator.api.names import VLLM_PORTS
 from diptych_operator.api.pools import PoolName
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.deployment import (
@@ -20,6 +20,7 @@ from diptych_operator.render.deployment import (
 )
 from diptych_operator.render.keys import KeySets
 from diptych_operator.render.model import ModelMount
+from diptych_protocol.config import SERVED_REVISION
 
 VLLM_COMMAND = ["vllm", "serve"]
 HOME_DIR = "/home/vllm"

@@ -9,11 +9,10 @@ from typing import Final
 import msgspec
 
 from diptych_protocol import EngineDescription, UtilityError
+from diptych_protocol.config import SERVED_REVISION
 from diptych_router.vllm.messages import GENERATE
 from diptych_router.vllm.metrics import ServerFigures
 
-REVISION: Final = "revision/"
-"""A served name that begins so names the deployment's revision: vLLM has no other place for it."""
 _EXISTS: Final = 405
 """The answer to GET where only POST is served."""
 MAX_MODEL_LEN: Final = 1 << 24
@@ -72,7 +71,9 @@ def description_of(
         )
     if mine.max_model_len is None or not 1 < mine.max_model_len <= MAX_MODEL_LEN:
         raise UnfitServerError(f"it says that max_model_len is {mine.max_model_len}")
-    revision = next((m.id.removeprefix(REVISION) for m in listed if m.id.startswith(REVISION)), "")
+    revision = next(
+        (m.id.removeprefix(SERVED_REVISION) for m in listed if m.id.startswith(SERVED_REVISION)), ""
+    )
     model = mine.root or mine.id
     return EngineDescription(
         engine_id=address,
