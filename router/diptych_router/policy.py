@@ -152,7 +152,8 @@ class Priced:
         cost = total[at]
         if cost == TOO_MUCH:
             return None
-        alike = total <= cost * (1.0 + self._equal_within)
+        # With a sender that is faster than usual it may be negative.
+        alike = total <= cost + abs(cost) * self._equal_within
         fetch = self._terms.get(FETCH)
         if fetch is not None and not fetch[at]:
             alike &= fetch == 0  # nothing is fetched for the sake of a draw

@@ -291,6 +291,14 @@ def test_both_engines_of_a_slow_pair_have_other_partners() -> None:
     assert fleet.choices() == {("p0", "d1"), ("p1", "d0"), ("p1", "d1")}
 
 
+def test_senders_that_are_faster_than_all_that_the_receiver_is_used_to_can_be_chosen() -> None:
+    """Then a prompt costs less than nothing there, because the usual time is in decode's costs."""
+    fleet = Fleet([NOWHERE] * 2, [NOWHERE])
+    fleet.report("d0", *moves("p0", USUAL, MAX_MOVES_TOLD))
+    fleet.rows["d0"]["trip_token_s"] = 1.0
+    assert fleet.choices() <= {("p0", "d0"), ("p1", "d0")}
+
+
 def test_a_far_engine_takes_over_where_the_near_ones_have_more_to_do_than_the_way_costs() -> None:
     fleet = Fleet([A], [A, B])
     for number in range(4):
