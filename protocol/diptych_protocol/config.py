@@ -343,6 +343,7 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 Runtime = Literal["diptych", "vllm"]
+Connector = Literal["diptych", "nixl", "none"]
 SERVED_REVISION: Final = "revision/"
 """How the further name begins under which vLLM serves the model: routers read the revision off it,
 because vLLM has no other place for one."""
@@ -432,6 +433,23 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "reaches over HTTP."
         ),
     ] = "diptych"
+    connector: Annotated[
+        Connector,
+        Meta(
+            description="How engines of the runtime vllm hand KV over. diptych: by our connector in "
+            "vLLM. nixl: by vLLM's NixlConnector. none: they do not, and there is no prefill pool. "
+            "Engines of the runtime diptych always use the hinge, which is diptych."
+        ),
+    ] = "diptych"
+    lease_seconds: Annotated[
+        float,
+        Meta(
+            ge=0.001,
+            le=3600,
+            description="How long a prefill engine of the runtime vllm keeps blocks for a decode "
+            "engine that says nothing; the same as the engines' setting.",
+        ),
+    ] = 30.0
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
