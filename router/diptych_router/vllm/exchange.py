@@ -83,15 +83,20 @@ class Exchanger:
             return
         headers = {"content-type": "application/json", **(request.trace_headers or {})}
         async with asyncio.timeout(None if leg.lends else BEGIN_S) as limit:
-            response = await self._session.post(
-                GENERATE,
-                data=self._body(request, leg),
-                headers=headers,
-                timeout=_TIMEOUT,
-                allow_redirects=False,
-            )
+            try:
+                response = await self._session.post(
+                    GENERATE,
+                    data=self._body(request, leg),
+                    headers=headers,
+                    timeout=_TIMEOUT,
+                    allow_redirects=False,
+                )
+            except aiohttp.ClientConnectorError:
+                self._was_refused(leg)
+                raise
             try:
                 if response.status != 200:
+                    self._was_refused(leg)
                     body = await read_body(response, MAX_ERROR_BYTES)
                     hand_on([refusal(core_id, response.status, body)])
                 elif leg.lends:
@@ -108,7 +113,12 @@ class Exchanger:
             return WHOLE
         if asked.get(LENDS):
             return lending_leg(asked)
-        return Leg(self._service.references.take(asked, self._address, time.monotonic()))
+        taken = self._service.references.take(asked, self._address, time.monotonic())
+        return Leg(taken, ticket=asked)
+
+    def _was_refused(self, leg: Leg) -> None:
+        if leg.ticket is not None:
+            self._service.references.refused(leg.ticket)
 
     def _body(self, request: EngineCoreRequest, leg: Leg) -> bytes:
         if self.salt:

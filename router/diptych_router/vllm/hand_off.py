@@ -23,6 +23,8 @@ class Leg:
     """The `kv_transfer_params` that it is sent."""
     lends: bool = False
     """It computes the prompt and keeps its KV for another server."""
+    ticket: dict[str, Any] | None = None
+    """It reads the KV that this stands for."""
 
 
 WHOLE: Final = Leg()

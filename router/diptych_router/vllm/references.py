@@ -1,6 +1,7 @@
 """References to KV that vLLM's prefill engines keep for decode engines. Pure; time is passed in.
 
     kept ──take──▶ taken ──its time is over──▶ gone
+      │              └──refused──▶ refused ──release──▶ gone
       └──release──▶ gone
 
 vLLM's NixlConnector reads whatever the blocks of a reference hold by then. So each reference is
@@ -36,8 +37,10 @@ class _Kept:
     params: dict[str, Any]
     """What it said: `kv_transfer_params`."""
     kept_at: float
+    used: bool = False
+    """It was sent to a decode engine, which is the only time."""
     decode: str = ""
-    """Address of the engine that reads them; empty: nobody was asked to."""
+    """Address of the engine that may be reading them; empty: nobody is."""
 
 
 class References:
@@ -71,7 +74,7 @@ class References:
         Raises `UnusableReferenceError` if somebody has got it before, or its time is nearly over.
         """
         kept = self._kept.get(str(lease.get(TICKET)))
-        if kept is None or kept.decode:
+        if kept is None or kept.used:
             raise UnusableReferenceError("the reference to its KV was used before, or is too old")
         age = now - kept.kept_at
         if age > self._lease_seconds * (1 - MARGIN):
@@ -79,13 +82,19 @@ class References:
                 f"the reference to its KV is {age:.1f} s old, and its blocks are kept for "
                 f"{self._lease_seconds:g} s only"
             )
-        kept.decode = decode
+        kept.used, kept.decode = True, decode
         return kept.params
+
+    def refused(self, lease: dict[str, Any]) -> None:
+        """The decode engine has not taken the request, so it reads nothing."""
+        kept = self._kept.get(str(lease.get(TICKET)))
+        if kept is not None:
+            kept.decode = ""
 
     def release(self, lease: dict[str, Any], *, even_if_taken: bool) -> dict[str, Any] | None:
         """Nobody wants these blocks. Returns what to tell whoever frees them; None: nothing.
 
-        even_if_taken: also if a decode engine was asked to read them.
+        even_if_taken: also if a decode engine may be reading them.
         """
         kept = self._kept.get(str(lease.get(TICKET)))
         if kept is None or (kept.decode and not even_if_taken):

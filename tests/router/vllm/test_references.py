@@ -82,6 +82,16 @@ def test_readers_of_an_engine_are_known_while_it_matters() -> None:
     assert references.readers("p:1", 2 * LEASE_S + 1) == set()
 
 
+def test_blocks_that_a_decode_engine_refused_to_read_are_given_back() -> None:
+    references = References(LEASE_S)
+    lease = kept(references)
+    references.take(lease, "d:1", 0.0)
+    references.refused(lease)
+    with pytest.raises(UnusableReferenceError, match="used before"):
+        references.take(lease, "d:2", 0.0)
+    assert references.release(lease, even_if_taken=False) == PARAMS
+
+
 @given(st.lists(st.tuples(st.sampled_from("ktr"), st.floats(0, 10)), max_size=60))
 def test_nothing_is_kept_for_ever(steps: list[tuple[str, float]]) -> None:
     references, now, leases = References(LEASE_S), 0.0, []
