@@ -40,8 +40,8 @@ class Fetched:
     load: str
     """The name of its load, which no other load has."""
     num_tokens: int
-    """How many tokens of its prompt, from the first one on, come from elsewhere or not at all: those
-    that the reference is for, or if it is not good, all."""
+    """How many tokens of its prompt, from the first one on, come from elsewhere or not at all:
+    those that the reference is for, or if it is not good, all."""
     state: State
     params: KVTransferParams | None
     """None if they could not even be read."""
