@@ -87,7 +87,7 @@ async def router(
     """It has verified the pair."""
     p, d = servers
     client = make_router(
-        model, p.address, d.address, list,
+        model, p.address, d.address, list, served_name="tiny",
         runtime="vllm", connector=connector, lease_seconds=LEASE_S, policy="prefix_aware",
     )  # fmt: skip
     client.start()
