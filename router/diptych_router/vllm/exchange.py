@@ -10,7 +10,12 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from diptych_protocol import EngineCoreOutput, EngineCoreRequest, EngineDescription
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDescription,
+    FinishReason,
+)
 from diptych_protocol.kv_transfer_params import fingerprint
 from diptych_router.features import FEATURES
 from diptych_router.vllm.answer_stream import AnswerStream, MalformedStreamError, refusal
@@ -92,18 +97,18 @@ class Exchanger:
                     allow_redirects=False,
                 )
             except aiohttp.ClientConnectorError:
-                self._was_refused(leg)
+                self._reads_nothing(leg)
                 raise
             try:
                 if response.status != 200:
-                    self._was_refused(leg)
+                    self._reads_nothing(leg)
                     body = await read_body(response, MAX_ERROR_BYTES)
                     hand_on([refusal(core_id, response.status, body)])
                 elif leg.lends:
                     hand_on([self._lent(request, await read_body(response, MAX_PREFILL_BYTES))])
                 else:
                     limit.reschedule(None)
-                    await self._follow(request, response, limit, hand_on)
+                    await self._follow(request, leg, response, limit, hand_on)
             finally:
                 response.close()  # one that was read to its end has given its connection back
 
@@ -116,7 +121,8 @@ class Exchanger:
         taken = self._service.references.take(asked, self._address, time.monotonic())
         return Leg(taken, ticket=asked)
 
-    def _was_refused(self, leg: Leg) -> None:
+    def _reads_nothing(self, leg: Leg) -> None:
+        """The server has refused the request, or failed with it."""
         if leg.ticket is not None:
             self._service.references.refused(leg.ticket)
 
@@ -145,6 +151,7 @@ class Exchanger:
     async def _follow(
         self,
         request: EngineCoreRequest,
+        leg: Leg,
         response: aiohttp.ClientResponse,
         limit: asyncio.Timeout,
         hand_on: HandOn,
@@ -153,7 +160,10 @@ class Exchanger:
         stream = AnswerStream(request, most, self._service.model.vocab_size)
         loop: Any = asyncio.get_running_loop()
         async for data in response.content.iter_any():
-            hand_on(stream.feed(data))
+            outputs = stream.feed(data)
+            if outputs and outputs[-1].finish_reason is FinishReason.ERROR:
+                self._reads_nothing(leg)
+            hand_on(outputs)
             if stream.ended:
                 limit.reschedule(loop.time() + DRAIN_S)
         if not stream.ended:

@@ -86,7 +86,7 @@ class References:
         return kept.params
 
     def refused(self, lease: dict[str, Any]) -> None:
-        """The decode engine has not taken the request, so it reads nothing."""
+        """The decode engine has refused the request, or failed with it: it reads nothing now."""
         kept = self._kept.get(str(lease.get(TICKET)))
         if kept is not None:
             kept.decode = ""

@@ -169,6 +169,8 @@ async def test_a_hand_off_that_fails_begins_with_prefill_again(
         assert await answer(router) == [5, 6, 7, 8]
         assert len(pair.lent) == 2
         assert pair.read == pair.lent, "each reference was used once"
+        frees = pair.p if connector == "diptych" else pair.d
+        await eventually(lambda: frees.given_back == pair.lent[:1])
 
 
 async def test_blocks_are_given_back_if_decode_refuses_the_request(
