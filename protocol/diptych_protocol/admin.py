@@ -88,7 +88,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """Its breaker is open, and it gets no requests while others of its pool can take them."""
     failures: dict[str, int] = {}
     """What it did wrong since the router knows its address -> how often: error, lost, hang or late
-    (with a first token)."""
+    (with a first token). doubted: it had to be verified again, because hand-offs of it could not be
+    trusted."""
     node: str = ""
     zone: str = ""
     """Where it runs; empty: not known."""

@@ -151,9 +151,10 @@ async def test_a_pair_answers_as_one_server_does(
 
 
 async def test_a_client_that_goes_leaves_no_blocks_behind(
-    router: PoolClient, servers: list[RealVllm], connector: Connector, eventually: Any
+    router: PoolClient, servers: list[RealVllm], eventually: Any
 ) -> None:
-    """At three moments: while P computes, when P has answered, and while D answers."""
+    """At three moments: when P was asked, after the first token, and while D answers."""
+    [prefill] = router.pools.of("prefill")
     for number, tokens_seen in enumerate((0, 1, 3)):
         prompt = [7 + (number * 13 + place) % 800 for place in range(600)]
         asked = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
@@ -168,7 +169,7 @@ async def test_a_client_that_goes_leaves_no_blocks_behind(
         if tokens_seen:
             await following
         else:
-            await eventually(lambda: servers[0].num_running())
+            await eventually(lambda: prefill.client._open)
             following.cancel()
         await stream.aclose()
     wait_until(lambda: all(holds_nothing(server) for server in servers))
