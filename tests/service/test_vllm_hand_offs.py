@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -169,7 +168,7 @@ async def test_a_client_that_goes_leaves_no_blocks_behind(
         if tokens_seen:
             await following
         else:
-            await eventually(lambda: prefill.client._open)
+            await eventually(lambda: prefill.open_tokens)
             following.cancel()
         await stream.aclose()
     wait_until(lambda: all(holds_nothing(server) for server in servers))
