@@ -222,7 +222,8 @@ class DiptychConnector(KVConnectorBase_V1):
     # --- in both, and in the front-end ----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StepFigures | None:
-        half = self._scheduler or self._worker
+        # A scheduler half that follows no request is false, and has figures all the same.
+        half = self._worker if self._scheduler is None else self._scheduler
         figures = None if half is None else half.take_figures()
         return StepFigures(figures) if figures else None
 
