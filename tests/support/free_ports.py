@@ -16,8 +16,19 @@ _PORTS = iter(random.SystemRandom().sample(range(12_000, 30_000), 5000))
 def free_port() -> int:
     """A port that nobody listens on, and that nobody is given until its owner has started, or while
     it is started again; never the same one twice."""
+    return first_of_free_ports(1)
+
+
+def first_of_free_ports(number: int) -> int:
+    """The first of so many neighbours that are free."""
     for port in _PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("0.0.0.0", port))
+        if all(map(_is_free, range(port, port + number))):
             return port
     raise RuntimeError("no port is free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("0.0.0.0", port))
+        return True
+    return False

@@ -4,6 +4,7 @@ scheduler demands of a connector."""
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,17 +182,50 @@ class Request:
     error: bool = False
 
 
+class Aggregator:
+    """What vLLM's `KVOutputAggregator` makes of the reports of several ranks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+        self._failed: set[str] = set()
+
+    def aggregate(self, reports: list[Results]) -> Results:
+        for report in reports:
+            self._sent.update(report.sent)
+            self._received.update(report.received)
+            self._failed |= report.failed
+        sent, received = self._complete(self._sent), self._complete(self._received)
+        failed = self._failed & received
+        self._failed -= failed
+        return Results(sent, received, failed)
+
+    def _complete(self, counts: Counter[str]) -> set[str]:
+        """Those that every rank has reported. One that reports twice passes for two."""
+        complete = {name for name, count in counts.items() if count >= self._num_ranks}
+        for name in complete:
+            del counts[name]
+        return complete
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._sent or self._received or self._failed)
+
+
 class VllmScheduler:
     """What vLLM 0.32's scheduler does with a connector, and where it dies: the assertions of
-    `_update_from_kv_xfer_finished` and `_free_blocks`. One engine, with its worker."""
+    `_update_from_kv_xfer_finished` and `_free_blocks`. One engine, with the workers of its
+    ranks."""
 
-    def __init__(self) -> None:
-        self.driver = ScriptedDriver(Hello("here", "e1", COMPAT))
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.drivers = [ScriptedDriver(Hello("here", "e1", COMPAT)) for _ in range(num_ranks)]
         self.references = References(PUBLIC_KEY, lambda: 0.0)
         self.half = SchedulerHalf(self.references, BLOCK, LEASE_SECONDS)
-        engine = describe_engine(self.driver.hinge.me, *HERE, LEASE_SECONDS)
+        engine = describe_engine(self.drivers[0].hinge.me, *HERE, LEASE_SECONDS)
         self.half.meet(engine)
-        self.worker = WorkerHalf(self.driver)
+        self.workers = [WorkerHalf(driver, rank) for rank, driver in enumerate(self.drivers)]
+        self.aggregator = Aggregator(num_ranks)
         self.requests: dict[str, Request] = {}
         self.received: set[str] = set()
         self.ended: dict[str, Request] = {}
@@ -230,7 +264,9 @@ class VllmScheduler:
                 request.status, request.loaded = Status.RUNNING, True
             elif request.status is Status.WAITING:
                 self._schedule(request, prefix)
-        self.worker.obey(self.half.take_orders())
+        orders = self.half.take_orders()
+        for worker in self.workers:
+            worker.obey(orders)
 
     def _schedule(self, request: Request, prefix: int) -> None:
         name, num_tokens = request.arrival.request_id, request.arrival.num_tokens
@@ -270,8 +306,12 @@ class VllmScheduler:
         assert self.requests[request_id].status is Status.FINISHED
         self.ended[request_id] = self.requests.pop(request_id)
 
+    def collect(self) -> Results:
+        """What the workers report after a step, as one."""
+        return self.aggregator.aggregate([worker.collect() for worker in self.workers])
+
     def update(self, results: Results) -> None:
-        """`update_from_output`, for what a worker has reported."""
+        """`update_from_output`, for what the workers have reported."""
         for name in results.failed:
             request = self.requests.get(name)
             if request is not None and request.status is Status.LOADING:

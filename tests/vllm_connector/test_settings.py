@@ -42,9 +42,25 @@ def test_a_wrong_setting_is_refused_by_its_name(raw: dict[str, Any], problem: st
 
 
 def test_a_configuration_that_was_not_tested_is_refused_with_all_that_is_wrong() -> None:
-    require_tested([("tensor_parallel_size", 1, 1)])
+    require_tested([("pipeline_parallel_size", 1, 1)])
     with pytest.raises(InvalidRequestError) as caught:
-        require_tested([("tensor_parallel_size", 2, 1), ("policy", "recompute", "fail")])
-    assert "tensor_parallel_size is 2, and only 1 was tested; policy is 'recompute'" in str(
+        require_tested([("pipeline_parallel_size", 2, 1), ("policy", "recompute", "fail")])
+    assert "pipeline_parallel_size is 2, and only 1 was tested; policy is 'recompute'" in str(
         caught.value
     )
+
+
+def test_each_rank_has_a_port_that_other_engines_can_tell_from_the_first_one_s() -> None:
+    settings = ConnectorSettings.parse({"listen_port": 7000})
+    settings.require_ports(8)
+    assert [settings.of_rank(rank).listen_port for rank in range(3)] == [7000, 7001, 7002]
+    anywhere = ConnectorSettings.parse({})
+    anywhere.require_ports(1)
+    assert anywhere.of_rank(0).listen_port == 0
+
+
+@pytest.mark.parametrize(("port", "num_ranks"), [(0, 2), (65535, 2), (65530, 8)])
+def test_ranks_without_ports_are_refused(port: int, num_ranks: int) -> None:
+    settings = ConnectorSettings.parse({"listen_port": port})
+    with pytest.raises(InvalidRequestError, match=f"listen_port is {port}, and each of"):
+        settings.require_ports(num_ranks)

@@ -8,7 +8,14 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from vllm_scheduler import LEASE_SECONDS, Status, VllmScheduler, prompt, reference
+from vllm_scheduler import (
+    LEASE_SECONDS,
+    ScriptedDriver,
+    Status,
+    VllmScheduler,
+    prompt,
+    reference,
+)
 
 from diptych_protocol import KVTransferParams
 from diptych_vllm.transfers import Results
@@ -18,17 +25,22 @@ names = st.sampled_from(NAMES)
 
 
 class AnythingHappens(RuleBasedStateMachine):
-    """Few names, so that they come again: as ids of later requests, and in late reports."""
+    """Few names, so that they come again: as ids of later requests, and in late reports. Other
+    engines answer each rank for itself, and one may fail while the other does not."""
+
+    num_ranks = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.vllm = VllmScheduler()
+        self.vllm = VllmScheduler(self.num_ranks)
         self.reports: list[Results] = []
         """All that the worker has ever reported."""
         self.used: list[dict[str, Any]] = []
         self.bad: set[str] = set()
         """Requests whose references are not good."""
         self.num_leases = 0
+        self.served: set[tuple[int, str, bool]] = set()
+        """Which ranks got which lease's blocks, and whether they were held."""
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -113,7 +125,7 @@ class AnythingHappens(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        self.reports.append(self.vllm.worker.collect())
+        self.reports.append(self.vllm.collect())
         self.vllm.update(self.reports[-1])
 
     @precondition(lambda self: self.reports)
@@ -134,27 +146,35 @@ class AnythingHappens(RuleBasedStateMachine):
         }
         self.vllm.update(Results(sent - busy, received - busy, set()))
 
-    @rule(well=st.booleans())
-    def connect(self, well: bool) -> None:
-        self.vllm.driver.connect(well=well)
+    def draw_rank(self, data: st.DataObject) -> ScriptedDriver:
+        return data.draw(st.sampled_from(self.vllm.drivers))
 
-    @rule(held=st.booleans())
-    def serve(self, held: bool) -> None:
-        self.vllm.driver.serve(held=held)
+    @rule(well=st.booleans(), data=st.data())
+    def connect(self, well: bool, data: st.DataObject) -> None:
+        self.draw_rank(data).connect(well=well)
 
-    @rule()
-    def refuse(self) -> None:
-        self.vllm.driver.refuse()
+    @rule(held=st.booleans(), data=st.data())
+    def serve(self, held: bool, data: st.DataObject) -> None:
+        driver = self.draw_rank(data)
+        for _, asked in driver.opens:
+            rank = self.vllm.drivers.index(driver)
+            self.served.add((rank, asked.lease_id, held))
+        driver.serve(held=held)
+
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        self.draw_rank(data).refuse()
 
     @rule(seconds=st.sampled_from([1.0, LEASE_SECONDS, 90.0]))
     def pass_time(self, seconds: float) -> None:
-        self.vllm.driver.pass_time(seconds)
+        for driver in self.vllm.drivers:
+            driver.pass_time(seconds)
 
     @precondition(lambda self: self.vllm.answers)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
         params = data.draw(st.sampled_from(list(self.vllm.answers.values())))
-        self.vllm.driver.read(KVTransferParams.parse(params))
+        self.draw_rank(data).read(KVTransferParams.parse(params))
 
     # --- always -------------------------------------------------------------------------------
 
@@ -163,6 +183,14 @@ class AnythingHappens(RuleBasedStateMachine):
         for name, request in self.vllm.requests.items():
             assert not (name in self.bad and request.loaded)
 
+    @invariant()
+    def what_is_loaded_came_to_every_rank(self) -> None:
+        for request in self.vllm.requests.values():
+            if request.loaded:
+                lease_id = request.arrival.params["lease_id"]
+                for rank in range(self.num_ranks):
+                    assert (rank, lease_id, True) in self.served
+
     def teardown(self) -> None:
         """When clients have gone and time has passed, nothing is left."""
         vllm = self.vllm
@@ -170,16 +198,25 @@ class AnythingHappens(RuleBasedStateMachine):
             vllm.abort(name)
         for _ in range(3):
             vllm.step()
-            vllm.driver.connect(well=False)
-            vllm.driver.refuse()
-            for _ in range(4):
-                vllm.driver.pass_time(90.0)
-            vllm.update(vllm.worker.collect())
+            for driver in vllm.drivers:
+                driver.connect(well=False)
+                driver.refuse()
+                for _ in range(4):
+                    driver.pass_time(90.0)
+            vllm.update(vllm.collect())
         assert vllm.requests == {}
         assert len(vllm.half) == 0
-        assert vllm.driver.hinge.leases.leases == {}
-        assert vllm.driver.hinge.loads.loads == {}
+        assert vllm.aggregator.is_empty
+        for driver in vllm.drivers:
+            assert driver.hinge.leases.leases == {}
+            assert driver.hinge.loads.loads == {}
+
+
+class AnythingHappensToTwoRanks(AnythingHappens):
+    num_ranks = 2
 
 
 TestAnythingHappens = AnythingHappens.TestCase
 TestAnythingHappens.settings = settings(max_examples=100, stateful_step_count=50)
+TestAnythingHappensToTwoRanks = AnythingHappensToTwoRanks.TestCase
+TestAnythingHappensToTwoRanks.settings = settings(max_examples=100, stateful_step_count=50)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.request import RequestStatus
 
 from diptych_frontend.core_client.curve import read_keys
@@ -75,6 +77,7 @@ class DiptychConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _require_tested(vllm_config, kv_cache_config)
         settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        settings.require_ports(vllm_config.parallel_config.tensor_parallel_size)
         self._settings = with_literals(settings)
         self._key = _key(self._settings)
         self._scheduler: SchedulerHalf | None = None
@@ -100,8 +103,8 @@ class DiptychConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        [hinge] = metadata.values()
-        self._half.meet(hinge.engine)
+        # The others listen at the ports behind that of rank 0.
+        self._half.meet(metadata[0].engine)
 
     def on_new_request(self, request: Request) -> None:
         lora = request.lora_request
@@ -164,17 +167,20 @@ class DiptychConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, KVTensor]) -> None:
         shards = shards_of(kv_caches, self._kv_cache_config.num_blocks)
+        group = get_tp_group()
+        rank, num_ranks = group.rank_in_group, group.world_size
+        epoch = f"{os.getpid():x}-{secrets.token_hex(8)}"
         me = Hello(
             self._kv_transfer_config.engine_id,
-            f"{os.getpid():x}-{secrets.token_hex(8)}",
-            compat_of(kv_caches, self._facts()),
+            group.broadcast_object(epoch if rank == 0 else None, src=0),
+            compat_of(kv_caches, {**self._facts(), "ranks": num_ranks, "rank": rank}),
         )
-        driver = start_hinge(self._settings, me, shards, self._key)
-        self._worker = WorkerHalf(driver)
-        host = self._settings.advertise_host or self._settings.listen_host
-        self._hinge = HingeOfWorker(
-            describe_engine(me, host, driver.port, self._settings.lease_seconds)
-        )
+        settings = self._settings.of_rank(rank)
+        driver = start_hinge(settings, me, shards, self._key)
+        self._worker = WorkerHalf(driver, rank)
+        host = settings.advertise_host or settings.listen_host
+        engine = describe_engine(me, host, driver.port, settings.lease_seconds)
+        self._hinge = HingeOfWorker(msgspec.structs.replace(engine, tp_size=num_ranks))
 
     def _facts(self) -> dict[str, str | int]:
         """What engines must agree on, and their KV memory does not show."""
@@ -222,7 +228,8 @@ class DiptychConnector(KVConnectorBase_V1):
     # --- in both, and in the front-end ----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StepFigures | None:
-        half = self._scheduler or self._worker
+        # A scheduler half that follows no request is false, and has figures all the same.
+        half = self._worker if self._scheduler is None else self._scheduler
         figures = None if half is None else half.take_figures()
         return StepFigures(figures) if figures else None
 
@@ -262,7 +269,7 @@ def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     require_tested(
         [
-            ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
+            ("tensor_parallel_size of 1 or 2", parallel.tensor_parallel_size in (1, 2), True),
             ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
             ("data_parallel_size", parallel.data_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),

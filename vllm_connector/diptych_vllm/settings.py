@@ -12,6 +12,7 @@ from msgspec import Meta
 from diptych_protocol import InvalidRequestError, KVTransferConfig
 
 PARAM = "kv_connector_extra_config"
+MAX_PORT = 65535
 
 
 class ConnectorSettings(
@@ -47,6 +48,21 @@ class ConnectorSettings(
                 f"{PARAM}: staging is not supported by vLLM's connector; leave it out", param=PARAM
             )
         return settings
+
+    def require_ports(self, num_ranks: int) -> None:
+        """Raises `InvalidRequestError` unless each of so many ranks has a port of its own, which
+        other engines can tell from the first one's."""
+        if num_ranks > 1 and not 0 < self.listen_port <= MAX_PORT + 1 - num_ranks:
+            raise InvalidRequestError(
+                f"{PARAM}: listen_port is {self.listen_port}, and each of {num_ranks} ranks needs "
+                f"a port: set one from which on {num_ranks} are free",
+                param=PARAM,
+            )
+
+    def of_rank(self, rank: int) -> ConnectorSettings:
+        """The settings of one rank's hinge."""
+        port = self.listen_port + rank if self.listen_port else 0
+        return msgspec.structs.replace(self, listen_port=port)
 
 
 def require_tested(facts: Iterable[tuple[str, object, object]]) -> None:

@@ -3,12 +3,14 @@ keeps leases alive whether the model computes or not."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 from collections.abc import Iterable
 
 from diptych_kv_transfer import LeaseEnded, LoadEnded, PrefixAsked
 from diptych_kv_transfer.connector import HingeDriver
+from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_vllm.figures import Growth, totals_of
 from diptych_vllm.orders import (
     Cancel,
@@ -31,8 +33,11 @@ log = logging.getLogger(__name__)
 class WorkerHalf:
     """Carries out the scheduler half's orders, and collects what has ended. Never waits."""
 
-    def __init__(self, driver: HingeDriver) -> None:
+    def __init__(self, driver: HingeDriver, rank: int = 0) -> None:
+        """`rank`: which rank of its engine the worker is. It exchanges KV with the same rank of
+        other engines, whose hinge listens so many ports behind the one that references name."""
         self._driver = driver
+        self._rank = rank
         self._transfers = Transfers()
         self._growth = Growth()
 
@@ -75,20 +80,26 @@ class WorkerHalf:
             case RevokeAll():
                 tell(lambda hinge, _now: hinge.leases.revoke_all())
             case Hold(load, lease):
-                tell(lambda hinge, now: hinge.loads.hold(load, lease, now))
+                mine = self._of_my_rank(lease)
+                tell(lambda hinge, now: hinge.loads.hold(load, mine, now))
             case Fetch(load, _, lease, digest, wanted, num_tokens):
-                tag = secrets.randbits(60)
+                mine, tag = self._of_my_rank(lease), secrets.randbits(60)
                 tell(
                     lambda hinge, now: hinge.loads.start(
-                        load, lease, digest, tag, wanted, num_tokens, now
+                        load, mine, digest, tag, wanted, num_tokens, now
                     )
                 )
             case Cancel(load):
                 tell(lambda hinge, now: hinge.loads.cancel(load, now))
             case Release(lease):
-                tell(lambda hinge, _now: hinge.loads.reject(lease))
+                mine = self._of_my_rank(lease)
+                tell(lambda hinge, _now: hinge.loads.reject(mine))
             case Fail():
                 pass
+
+    def _of_my_rank(self, lease: LeaseRef) -> LeaseRef:
+        host, port = lease.address
+        return dataclasses.replace(lease, address=(host, port + self._rank))
 
     def collect(self) -> Results:
         """What has ended since the last call.

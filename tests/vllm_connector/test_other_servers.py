@@ -1,0 +1,65 @@
+"""Two real vLLM servers with other options than those of `test_in_vllm.py`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from free_ports import first_of_free_ports
+from model_kit.sensitive_model import ANSWER_TOKENS, questions
+from vllm_kit.environment import needs_vllm
+from vllm_server import VllmServer, connector_config, save_model_for_vllm
+from waits import wait_until
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [(("--no-enable-prefix-caching",), 1), (("--tensor-parallel-size", "2"), 2)],
+    ids=["no prefix cache", "two ranks"],
+)
+def test_they_answer_as_one_engine_does_and_free_what_nobody_wants(
+    tmp_path: Path, options: tuple[str, ...], num_ranks: int
+) -> None:
+    model = save_model_for_vllm(tmp_path / "model")
+    asked = questions(model, 200, shortest=24, longest=600)
+    servers = [
+        VllmServer(
+            model,
+            tmp_path / name,
+            connector_config(listen_port=first_of_free_ports(num_ranks), lease_seconds=60),
+            *options,
+        )
+        for name in ("p", "d")
+    ]
+    p, d = servers
+    try:
+        for server in servers:
+            server.wait_until_ready()
+        with ThreadPoolExecutor(4) as users:
+            answers = list(
+                users.map(
+                    lambda question: d.answer(
+                        question.prompt,
+                        ANSWER_TOKENS,
+                        kv_transfer_params=p.prefill(question.prompt),
+                    ),
+                    asked,
+                )
+            )
+        assert answers == [question.answer for question in asked]
+        assert p.figures()["leases_granted"] == d.figures()["loads_completed"] == num_ranks * 200
+
+        for server in servers:
+            params = p.prefill(asked[0].prompt)
+            assert not p.holds_nothing()
+            assert server.post([1], 1, model="none", kv_transfer_params=params).status_code == 404
+            wait_until(p.holds_nothing)
+        assert p.figures()["leases_expired"] == 0
+        assert d.answer(asked[0].prompt, 1, kv_transfer_params=params) is None
+        wait_until(d.holds_nothing)
+    finally:
+        for server in servers:
+            server.kill()
