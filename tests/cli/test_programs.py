@@ -94,7 +94,7 @@ def test_vllm_is_given_what_the_connector_imports_and_nothing_of_its_own(tmp_pat
         (tmp_path / name).symlink_to(folder, target_is_directory=True)
     libraries = tmp_path / "libraries"
     libraries.mkdir()
-    for name in ("msgspec", "numpy", "zmq", "pyzmq.libs", "numpy.libs"):
+    for name in ("msgspec", "numpy", "zmq", "prometheus_client", "pyzmq.libs", "numpy.libs"):
         found = Path(msgspec.__file__).parents[1] / name
         if found.exists():
             (libraries / name).symlink_to(found, target_is_directory=True)

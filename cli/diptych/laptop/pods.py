@@ -42,7 +42,7 @@ from diptych_protocol import EngineConfig
 
 LOOPBACK = "127.0.0.1"
 PACKAGES_FOLDER = "packages"
-"""Of the run directory: what an init container would have copied into pods of vLLM."""
+"""A folder of the run directory: what an init container would have copied into pods of vLLM."""
 NODE_NAME = "localhost"
 NO_PROGRAMS: Mapping[str, str] = MappingProxyType({})
 Object = dict[str, Any]

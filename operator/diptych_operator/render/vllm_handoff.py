@@ -34,7 +34,7 @@ class Handoff:
     """What pods of vLLM have for the sake of the hand-off."""
 
     arguments: Sequence[str] = ()
-    """Of `vllm serve`; Kubernetes expands the variables in them."""
+    """Arguments of `vllm serve`; Kubernetes expands the variables in them."""
     variables: Mapping[str, str] = field(default_factory=dict)
     keys: Sequence[dict[str, Any]] = ()
     """The volume with the service's keys."""
