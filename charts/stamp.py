@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CHART = Path("charts/diptych")
 OPERATOR_IMAGES = Path("operator/diptych_operator/api/images.py")
-DOCKERFILES = ("engine", "engine.cuda", "operator", "router")
+DOCKERFILES = ("engine", "engine.cuda", "operator", "router", "vllm")
 CRDS = ("crds", "charts/diptych/files/crds")
 EXAMPLES = {  # the images that they name
     "full": ("diptych-engine", "diptych-router"),

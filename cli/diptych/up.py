@@ -16,6 +16,7 @@ import psutil
 from diptych.errors import BadInputError, RunError
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.pods import (
+    PACKAGES_FOLDER,
     LocalPod,
     UnsupportedPodError,
     count_ports,
@@ -25,6 +26,7 @@ from diptych.laptop.pods import (
 from diptych.laptop.ports import free_ports, is_free
 from diptych.laptop.rundir import PodState, RunDirectory, RunState
 from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
+from diptych.laptop.vllm_packages import connector_packages
 from diptych.manifest import check_model, rendered
 from diptych.progress import Progress
 from diptych_frontend.processors import usable_processors
@@ -58,6 +60,7 @@ async def up(
     service = api.fit(file, service)
     objects = rendered(file, service)
     check_model(file, service)
+    packages = connector_packages(file, service)
     _check_address(api)
     with RunDirectory(service.metadata.name) as run_dir:
         try:
@@ -73,6 +76,8 @@ async def up(
             run_dir.write(relative, content)
             if Path(relative).name == ADMIN_TOKEN_FILE:
                 token_file = str(run_dir.path / relative)
+        for name, folder in packages.items():
+            run_dir.link(f"{PACKAGES_FOLDER}/{name}", folder)
         await _Run(service, api, pods, run_dir, progress, token_file).until_done(while_ready)
 
 

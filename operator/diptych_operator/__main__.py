@@ -70,7 +70,7 @@ async def operate(
     log.info("leading as %s on %s", args.identity, cluster)
     indexed = Indexed()
     async with Routers() as routers:
-        images = Images(args.engine_image, args.router_image)
+        images = Images(args.engine_image, args.router_image, args.vllm_connector_image)
         reconciler = Reconciler(kube, indexed, cluster, routers, metrics, images)
         queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
         metrics.watch_gauge("queue_length", "Services that wait for a worker.", queue.backlog)
@@ -159,11 +159,15 @@ def main() -> None:
     parser.add_argument(
         "--metrics-port", type=int, default=8080, help="port of /metrics, /healthz and /readyz"
     )
-    for component, default in (("engine", Images().engine), ("router", Images().router)):
+    for component, field, default in (
+        ("engine", "engine.image", Images().engine),
+        ("router", "router.image", Images().router),
+        ("vllm-connector", "transfer.connectorImage", Images().vllm_connector),
+    ):
         parser.add_argument(
             f"--{component}-image",
             default=default,
-            help=f"image of services that leave spec.{component}.image out; %(default)s",
+            help=f"image of services that leave spec.{field} out; %(default)s",
         )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"

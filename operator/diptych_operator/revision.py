@@ -33,16 +33,25 @@ def revision(service: InferenceService) -> str:
     )
 
 
-def _beside(service: InferenceService) -> dict[str, str]:
+def _beside(service: InferenceService) -> dict[str, object]:
     """What engines have beside their own image and settings.
 
-    vLLM has no keys of ours, so a rotation leaves it alone. The router's image fetches its model:
-    another one replaces its pods, which is to happen as `rollout` says.
+    vLLM has our keys only with our connector, so a rotation leaves it alone without. The router's
+    image fetches its model: another one replaces its pods, which is to happen as `rollout` says.
     """
-    if service.spec.engine.runtime != "vllm":
+    spec = service.spec
+    if spec.engine.runtime != "vllm":
         return {"keys": key_set(service)}
-    fetched = parse_model_uri(service.spec.model.uri).is_fetched
-    return {"fetcher": service.spec.router.image} if fetched else {}
+    beside: dict[str, object] = {}
+    if parse_model_uri(spec.model.uri).is_fetched:
+        beside["fetcher"] = spec.router.image
+    if service.connector != "none":
+        beside["connector"] = service.connector
+    if service.has_connector_of_ours:
+        beside |= {"keys": key_set(service), "connector_image": spec.transfer.connector_image}
+    if service.engine_of("prefill") != spec.engine:
+        beside["prefill"] = _decided(service.engine_of("prefill"))
+    return beside
 
 
 _COUNTED_AT_THEIR_DEFAULTS = frozenset(

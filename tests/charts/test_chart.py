@@ -184,6 +184,7 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
         "--metrics-port=8080",
         f"--engine-image={published('engine')}",
         f"--router-image={published('router')}",
+        f"--vllm-connector-image={published('vllm-connector')}",
         "--log-level=info",
     ]
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
@@ -221,17 +222,21 @@ def test_what_is_set_arrives(helm: Helm) -> None:
     assert container["args"][-1] == "--log-level=debug"
 
 
+COMPONENTS = ("operator", "engine", "router", "vllm-connector")
+"""Each has an image; the first is the operator's own."""
+
+
 def images(objects: list[Object]) -> list[str]:
-    """The operator's image, and the engine and router images that it gives to other services."""
+    """The operator's image, and those that it gives to services."""
     (container,) = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
     told = [a.partition("=") for a in container["args"] if "-image=" in a]
-    assert [name for name, _, _ in told] == ["--engine-image", "--router-image"]
+    assert [name for name, _, _ in told] == [f"--{name}-image" for name in COMPONENTS[1:]]
     return [container["image"], *(image for _, _, image in told)]
 
 
 def test_the_default_images_are_those_of_the_release(helm: Helm) -> None:
     """As `diptych render` has them, which is not told of values."""
-    assert images(helm.render()) == [published(c) for c in ("operator", "engine", "router")]
+    assert images(helm.render()) == [published(c) for c in COMPONENTS]
 
 
 @pytest.mark.parametrize(
@@ -240,11 +245,12 @@ def test_the_default_images_are_those_of_the_release(helm: Helm) -> None:
         (MATRIX["everything set"],
          ["example.org/mine/operator@sha256:" + "a" * 64,
           f"example.org/mine/diptych-engine-cuda:{VERSION}",
-          "example.org/mine/diptych-router:next"]),
+          "example.org/mine/diptych-router:next",
+          f"example.org/mine/diptych-vllm-connector:{VERSION}"]),
         ({"global": {"imageRegistry": "mirror:5000/x/"}},
-         [f"mirror:5000/x/diptych-{c}:{VERSION}" for c in ("operator", "engine", "router")]),
+         [f"mirror:5000/x/diptych-{c}:{VERSION}" for c in COMPONENTS]),
         ({"images": {"registry": ""}},
-         [f"diptych-{c}:{VERSION}" for c in ("operator", "engine", "router")]),
+         [f"diptych-{c}:{VERSION}" for c in COMPONENTS]),
     ],
     ids=["each its own", "a mirror for all", "no registry"],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster_kit.charts import ROOT
 
-from diptych_operator.api.names import ENGINE_PORTS, ROUTER_PORTS
+from diptych_operator.api.names import CONNECTOR_DIR, ENGINE_PORTS, ROUTER_PORTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
@@ -23,6 +23,8 @@ image has: the driver is the node's."""
 TRACED = {"router", "engine"}
 """Programs that send spans if they are asked to."""
 PORTS = {"operator": {8080}, "router": set(ROUTER_PORTS.values())}
+CONNECTOR = "vllm"
+"""No program: a folder that is copied into pods of vLLM, or laid on top of vLLM's image."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def stages(path: Path) -> list[Stage]:
         keyword, _, text = line.partition(" ")
         if keyword == "FROM":
             found.append(Stage(text, ()))
-        else:
+        elif found:
             stage = found.pop()
             found.append(Stage(stage.base, (*stage.instructions, (keyword, text.strip()))))
     return found
@@ -71,12 +73,12 @@ def image(request: pytest.FixtureRequest) -> str:
 
 
 def test_there_is_an_image_for_each_program() -> None:
-    assert IMAGES.keys() == PROGRAMS.keys()
+    assert IMAGES.keys() == PROGRAMS.keys() | {CONNECTOR}
 
 
 def test_all_stand_on_one_pinned_base() -> None:
     bases = {stage.base.split()[0] for path in IMAGES.values() for stage in stages(path)}
-    (base,) = bases
+    (base,) = bases - {"${VLLM_IMAGE}"}
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
 
 
@@ -139,6 +141,24 @@ def test_commands_of_a_shell_are_joined_and_not_given_to_programs(image: str) ->
     build, final = stages(IMAGES[image])
     for command in [*build.all("RUN"), *final.all("RUN")]:
         assert "\\&" not in command
+
+
+def test_the_connector_is_a_folder_without_what_vllm_has_itself() -> None:
+    """And without byte code, because vLLM's Python may be another."""
+    build, on_top, alone = stages(IMAGES[CONNECTOR])
+    installs = build.all("RUN")
+    assert len(installs) == 2
+    for command in installs:
+        options = command.partition("pip install ")[2].split()
+        assert {"--no-deps", "--no-compile", "--target", CONNECTOR_DIR} <= set(options)
+    assert "libucx-cu13 --constraint requirements.lock" in installs[0]
+    assert installs[1].endswith(" .")
+    assert requirements("vllm") - {"numpy", "pyzmq"} == {"libucx-cu13"}
+    for stage in (on_top, alone):
+        assert stage.only("COPY") == f"--from=build {CONNECTOR_DIR} {CONNECTOR_DIR}"
+    assert on_top.only("ENV") == f"PYTHONPATH={CONNECTOR_DIR}"
+    assert on_top.base == "${VLLM_IMAGE} AS vllm"
+    assert alone.only("USER") == "10001:10001"
 
 
 def test_the_cpu_image_takes_the_projects_torch_without_cuda() -> None:

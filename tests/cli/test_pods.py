@@ -125,6 +125,62 @@ def test_vllm_is_the_one_that_is_installed_here_with_the_users_own_home() -> Non
     assert "--prefill" not in local["svc-router-0"].command
 
 
+def vllm_pods(**transfer: Any) -> dict[str, LocalPod]:
+    """Two pools of vLLM, two pods each."""
+    pools: dict[str, Any] = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
+    objects = rendered(**VLLM | {"transfer": transfer} | pools)
+    ports = range(20000, 20000 + count_ports(objects))
+    return {pod.name: pod for pod in local_pods(objects, RUN_DIR, ports, 8080)}
+
+
+def transfer_config(pod: LocalPod) -> dict[str, Any]:
+    (text,) = (a for a in pod.command if a.startswith("--kv-transfer-config="))
+    config: dict[str, Any] = msgspec.json.decode(text.partition("=")[2])
+    return config
+
+
+def test_each_vllm_of_two_pools_has_ports_of_its_own_for_nixl_and_for_events() -> None:
+    local = vllm_pods(connector="nixl")
+    engines = [pod for name, pod in local.items() if "router" not in name]
+    for engine in engines:
+        assert engine.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+        assert engine.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(engine.ports["nixl"])
+        assert "PYTHONPATH" not in engine.env
+        (events,) = (a for a in engine.command if a.startswith("--kv-events-config="))
+        for name in ("events", "replay"):
+            assert f"tcp://*:{engine.ports[name]}" in events
+    taken = [port for engine in engines for port in engine.ports.values()]
+    assert len(set(taken)) == len(taken) == 4 * 4
+    roles = {name: transfer_config(local[f"svc-{name}-1"])["kv_role"] for name in ROLES_OF_NIXL}
+    assert roles == ROLES_OF_NIXL
+    addresses = ["--prefill", "--decode"]
+    for at, (option, pool) in enumerate(zip(addresses, ROLES_OF_NIXL, strict=True)):
+        told = local["svc-router-0"].command[-4 + 2 * at : -2 + 2 * at or None]
+        ports = [local[f"svc-{pool}-{index}"].ports["http"] for index in range(2)]
+        assert told == (option, ",".join(f"127.0.0.1:{port}" for port in ports))
+
+
+ROLES_OF_NIXL = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+def test_our_connector_listens_on_loopback_with_the_keys_of_the_run() -> None:
+    for name, pod in vllm_pods(leaseSeconds=20).items():
+        if "router" not in name:
+            extra = transfer_config(pod)["kv_connector_extra_config"]
+            keys = Path(extra["keys"])
+            assert keys.parent == RUN_DIR / "secrets"
+            assert keys.name.startswith("svc-keys-")
+            assert extra["listen_host"] == extra["advertise_host"] == "127.0.0.1"
+            assert extra["listen_port"] == pod.ports["kv"]
+            assert extra["lease_seconds"] == 20
+            assert pod.env["PYTHONPATH"] == str(RUN_DIR / "packages")
+
+
+def test_an_image_that_has_the_connector_is_a_vllm_that_has_it() -> None:
+    local = vllm_pods(connectorImage=VLLM["engine"]["image"])
+    assert "PYTHONPATH" not in local["svc-prefill-0"].env
+
+
 def test_the_router_is_told_of_every_engine_and_takes_the_given_port() -> None:
     local = pods()
     router = local["svc-router-0"]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from cluster_kit.crds import inference_service, vllm_spec
+from waits import PATIENCE_S
 
 from diptych.errors import BadInputError
 from diptych.laptop.programs import VLLM_VARIABLE, other_programs
+from diptych.laptop.vllm_packages import IMPORTED, connector_packages
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
+from diptych_operator.api.service import InferenceService
 
 FILE = Path("service.yaml")
 VLLM = parse_object(inference_service(vllm_spec()), Images())
 OURS = parse_object(inference_service({}), Images())
+POOLS = parse_object(inference_service(vllm_spec(prefill={})), Images())
+BY_NIXL = parse_object(
+    inference_service(vllm_spec(prefill={}, transfer={"connector": "nixl"})), Images()
+)
 
 
 @pytest.fixture
@@ -71,3 +81,44 @@ def test_where_it_is_not_the_error_says_what_to_do(
         f"service.yaml: spec.engine.runtime: vLLM is not installed here: {where}. Install it into "
         "a virtual environment of its own, such as ~/vllm, and set DIPTYCH_VLLM=~/vllm"
     )
+
+
+@pytest.mark.parametrize("service", [OURS, VLLM, BY_NIXL], ids=["ours", "one pool", "nixl"])
+def test_only_our_connector_needs_packages_of_ours(service: InferenceService) -> None:
+    assert connector_packages(FILE, service) == {}
+
+
+def test_vllm_is_given_what_the_connector_imports_and_nothing_of_its_own(tmp_path: Path) -> None:
+    """Imported by a Python that finds nothing else; vLLM is not installed here."""
+    for name, folder in connector_packages(FILE, POOLS).items():
+        (tmp_path / name).symlink_to(folder, target_is_directory=True)
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    for name in ("msgspec", "numpy", "zmq", "prometheus_client", "pyzmq.libs", "numpy.libs"):
+        found = Path(msgspec.__file__).parents[1] / name
+        if found.exists():
+            (libraries / name).symlink_to(found, target_is_directory=True)
+    modules = [
+        f"diptych_vllm.{path.stem}"
+        for path in sorted((tmp_path / "diptych_vllm").resolve().glob("*.py"))
+        if path.stem != "__init__" and "from vllm" not in path.read_text()
+    ]
+    beneath = ["diptych_kv_transfer.connector", "diptych_kv_transfer.transports.ucx", "libucx"]
+    beneath.append("diptych_frontend.core_client.curve")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import {', '.join([*modules, *beneath])}"],
+        env={"PYTHONPATH": f"{tmp_path}:{libraries}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(IMPORTED) <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_where_a_package_is_missing_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diptych.laptop.vllm_packages.IMPORTED", ("libucx_of_nobody",))
+    with pytest.raises(BadInputError, match=r"libucx_of_nobody.*pip install 'diptych\[vllm\]'"):
+        connector_packages(FILE, POOLS)

@@ -43,9 +43,19 @@ class Run:
         return next(pod for pod in pods if pod["name"] == name)
 
 
+HAS_NIXL = any(VENV.glob("lib/python*/site-packages/nixl*"))
+
+
 @pytest.fixture
-def service(tmp_path: Path) -> Service:
+def connector(request: pytest.FixtureRequest) -> str:
+    return str(getattr(request, "param", "none"))
+
+
+@pytest.fixture
+def service(tmp_path: Path, connector: str) -> Service:
     env = [{"name": name, "value": value} for name, value in VARIABLES.items()]
+    template = {"spec": {"containers": [{"name": "engine", "env": env}]}}
+    pool = {"replicas": 1, "podTemplate": template}
     return {
         "apiVersion": "diptych.dev/v1alpha1",
         "kind": "InferenceService",
@@ -57,13 +67,12 @@ def service(tmp_path: Path) -> Service:
                 "image": "vllm/vllm-openai:v0.32.0",
                 "args": [
                     "--dtype=float32", "--enforce-eager", "--num-gpu-blocks-override=32",
-                    "--max-model-len=256",
+                    "--max-model-len=256", "--block-size=32",
                 ],
             },
-            "decode": {
-                "replicas": 1,
-                "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
-            },
+            "transfer": {"connector": connector},
+            **({} if connector == "none" else {"prefill": pool}),
+            "decode": pool,
         },
     }  # fmt: skip
 
@@ -114,9 +123,34 @@ def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -
     wait_until(lambda: not any(map(_lives, family)), "all processes have ended")
 
 
-def _answer(address: str) -> str:
+@pytest.mark.parametrize(
+    "connector",
+    [
+        "diptych",
+        pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="no NIXL beside vLLM")),
+    ],
+    indirect=True,
+)
+def test_a_vllm_that_computes_prompts_hands_them_over_to_one_that_answers(run: Run) -> None:
+    prefill, decode = (run.pod(f"tiny-{pool}-0")["ports"]["http"] for pool in ("prefill", "decode"))
+    question = "Two panels and a hinge? " * 8
+    assert _answer(f"http://127.0.0.1:{run.port}", question) == _answer(
+        f"http://127.0.0.1:{prefill}", question
+    )
+    assert [engine["usable"] for engine in _router_state(run)["engines"]] == [True, True]
+    metrics = httpx.get(f"http://127.0.0.1:{decode}/metrics").text.splitlines()
+    (fetched,) = (
+        float(line.rpartition(" ")[2])
+        for line in metrics
+        if line.startswith("vllm:prompt_tokens_by_source_total")
+        and 'source="external_kv_transfer"' in line
+    )
+    assert fetched >= 32, "at least one block of the prompt came from the other engine"
+
+
+def _answer(address: str, question: str = "Two panels and a hinge?") -> str:
     body = {
-        "model": "tiny", "messages": [{"role": "user", "content": "Two panels and a hinge?"}],
+        "model": "tiny", "messages": [{"role": "user", "content": question}],
         "max_tokens": 8, "temperature": 0,
     }  # fmt: skip
     answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=PATIENCE_S)

@@ -43,7 +43,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- end -}}
 
-{{/* The image of a component: (list $ "operator"), (list $ "engine") or (list $ "router"). */}}
+{{/* The image of a component: (list $ "operator"), (list $ "engine") and so on. */}}
 {{- define "diptych.image" -}}
 {{- $root := first . -}}
 {{- $image := index $root.Values.images (last .) -}}

@@ -5,8 +5,9 @@ What differs from a cluster, and nothing else does:
 - every container port becomes a free port of 127.0.0.1, in the environment and in probes; only the
   API of routers may listen elsewhere;
 - a Service's `name.namespace.svc:port` becomes the list of loopback addresses of its pods;
-- mounted ConfigMaps and Secrets are folders of the run directory; other volumes are left out, and
-  with them the variables that name places in them;
+- mounted ConfigMaps and Secrets are folders of the run directory, and so is the volume that has
+  our connector for vLLM; other volumes are left out, and with them the variables that name places
+  in them;
 - the first container of a pod runs as a process of the user, with the user's environment below its
   own; init containers, sidecars, resources, security contexts and liveness probes are left out;
 - an engine without a CPU limit gets threads by what it does: the prefill engines share them all
@@ -29,6 +30,7 @@ import msgspec
 from diptych_operator.api.names import (
     BIND_HOST_VARIABLE,
     COMPONENT_LABEL,
+    CONNECTOR_CONTAINER,
     ENGINE_FILE,
     LINGER_VARIABLE,
     PORT_VARIABLES,
@@ -39,6 +41,8 @@ from diptych_operator.api.names import (
 from diptych_protocol import EngineConfig
 
 LOOPBACK = "127.0.0.1"
+PACKAGES_FOLDER = "packages"
+"""A folder of the run directory: what an init container would have copied into pods of vLLM."""
 NODE_NAME = "localhost"
 NO_PROGRAMS: Mapping[str, str] = MappingProxyType({})
 Object = dict[str, Any]
@@ -294,6 +298,8 @@ def _mounted_folders(pod: _Placed, run_dir: Path) -> dict[str, Path]:
             folders[mount["mountPath"]] = run_dir / "configmaps" / volume["configMap"]["name"]
         elif "secret" in volume:
             folders[mount["mountPath"]] = run_dir / "secrets" / volume["secret"]["secretName"]
+        elif mount["name"] == CONNECTOR_CONTAINER:
+            folders[mount["mountPath"]] = run_dir / PACKAGES_FOLDER
     return folders
 
 

@@ -48,7 +48,8 @@ for any ending."""
 _NAME_AND_VALUE: Final = r"^--[a-z][a-z0-9-]*(\.[A-Za-z0-9_.+-]+)?(=.*)?$"
 
 
-def _none_matches(pattern: str, arguments: Sequence[str]) -> bool:
+def none_matches(pattern: str, arguments: Sequence[str]) -> bool:
+    """Whether no argument begins with what the pattern names."""
     return not any(re.search(pattern, argument) for argument in arguments)
 
 
@@ -57,7 +58,7 @@ def _owned(remedy: str, names: Sequence[str]) -> Rule:
     listed = ", ".join(f"--{name}" for name in names)
     return Rule(
         f"!self.exists(a, a.matches('{pattern}'))",
-        partial(_none_matches, pattern),
+        partial(none_matches, pattern),
         f"must not hold {listed}: {remedy}",
     )
 
@@ -104,9 +105,9 @@ else:
                 Runtime,
                 Meta(
                     description="The program that engines run. diptych: our own, in two pools. "
-                    "vllm: `vllm serve`, from an image of vLLM, in one pool (docs/vllm-pods.md); "
-                    "of the fields below it has image, args, tensorParallelSize, reasoningParser "
-                    "and otlpTracesEndpoint."
+                    "vllm: `vllm serve`, from an image of vLLM, in one pool or two "
+                    "(docs/vllm-pods.md); of the fields below it has image, args, "
+                    "tensorParallelSize, reasoningParser and otlpTracesEndpoint."
                 ),
             ],
             "diptych",

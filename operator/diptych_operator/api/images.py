@@ -29,11 +29,16 @@ class Images:
 
     engine: str = published("engine")
     router: str = published("router")
+    vllm_connector: str = published("vllm-connector")
 
 
 def with_images(service: InferenceService, defaults: Images) -> InferenceService:
-    """The service with every image named."""
+    """The service with the image of everything that runs for it named."""
     spec, replace = service.spec, msgspec.structs.replace
     engine = replace(spec.engine, image=spec.engine.image or defaults.engine)
     router = replace(spec.router, image=spec.router.image or defaults.router)
-    return replace(service, spec=replace(spec, engine=engine, router=router))
+    transfer = spec.transfer
+    if service.has_connector_of_ours:
+        image = transfer.connector_image or defaults.vllm_connector
+        transfer = replace(transfer, connector_image=image)
+    return replace(service, spec=replace(spec, engine=engine, router=router, transfer=transfer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from diptych_operator.api.service import InferenceService
+from diptych_protocol.config import Connector
 
 Role = Literal["prefill", "decode", "router"]
 POOLS: tuple[Role, Role] = ("prefill", "decode")
@@ -36,6 +37,15 @@ ENGINE_API_PORTS = {"api": API_PORT}
 """The further ports, by name, of engines that have an OpenAI API of their own."""
 VLLM_PORTS = {"http": HTTP_PORT}
 """Port numbers of an engine pod that runs vLLM, by their names."""
+EVENT_PORTS = {"events": 5560, "replay": 5561}
+"""Where vLLM tells routers what it remembers, and tells it again. With one pool vLLM chooses the
+ports itself; with two, routers reach only what is listed."""
+HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
+    "none": {},
+    "nixl": {**EVENT_PORTS, "nixl": 5600},
+    "diptych": {**EVENT_PORTS, "kv": KV_PORT},
+}
+"""The further ports of vLLM's pods, by how they hand KV over."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
 
 PORT_VARIABLES = {
@@ -44,6 +54,9 @@ PORT_VARIABLES = {
     "admin": "DIPTYCH_ADMIN_PORT",
     "core": "DIPTYCH_CORE_PORT",
     "kv": "DIPTYCH_KV_PORT",
+    "events": "DIPTYCH_EVENTS_PORT",
+    "replay": "DIPTYCH_REPLAY_PORT",
+    "nixl": "VLLM_NIXL_SIDE_CHANNEL_PORT",
 }
 """The environment variable that carries each named container port to the program."""
 BIND_HOST_VARIABLE = "DIPTYCH_BIND_HOST"
@@ -55,6 +68,10 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "diptych-operator"}
 
 MODEL_CONTAINER = "model"
 """The init container that brings the model into the pod's cache."""
+CONNECTOR_CONTAINER = "connector"
+"""The init container that brings our connector into pods of vLLM, and the volume that it fills."""
+CONNECTOR_DIR = "/opt/diptych/vllm"
+"""Where our connector is: in the image that has it, and in pods of vLLM."""
 
 CONFIG_DIR = "/etc/diptych/config"
 KEYS_DIR = "/etc/diptych/keys"
@@ -71,7 +88,7 @@ SECRET_KEY_FILE = "curve-secret"
 def engine_ports(service: InferenceService) -> dict[str, int]:
     """Port numbers of an engine pod by their names."""
     if service.spec.engine.runtime == "vllm":
-        return VLLM_PORTS
+        return VLLM_PORTS | HANDOFF_PORTS[service.connector]
     asked = service.spec.network.engine_api == "OwnPods"
     return ENGINE_PORTS | ENGINE_API_PORTS if asked else ENGINE_PORTS
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
+from diptych_operator.api.prefill_engine import PrefillEngine
 from diptych_protocol.config import Disaggregate
 
 Quantity = Annotated[
@@ -68,7 +69,7 @@ ONE_IMAGE = Rule(
     f"self.spec.containers.all(c, c.name != '{ENGINE_CONTAINER}' || !has(c.image))",
     lambda template: not _sets_engine_image(template),
     f"must not set the image of the container {ENGINE_CONTAINER}: it is spec.engine.image, equal "
-    "in both pools",
+    "in both pools (or spec.prefill.engine.image, where vLLM runs)",
 )
 _OPEN_OBJECT = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 _CONTAINER = _OPEN_OBJECT | {
@@ -217,6 +218,13 @@ class PrefillPool(SpecPart, frozen=True):
             description="Let the operator choose the number of pods by the prompt tokens that "
             "wait, or let somebody else choose it.",
             **ruled(*SCALING_RULES),
+        ),
+    ] = None
+    engine: Annotated[
+        PrefillEngine | None,
+        Meta(
+            description="In what prefill engines differ from decode engines; only with the runtime "
+            "vllm."
         ),
     ] = None
     resources: PodResources = Resources()

@@ -5,9 +5,11 @@ What it asks of `spec.engine` itself stands beside that, in `engine.py`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from diptych_operator.api.base import Rule
+from diptych_operator.api.pools import PoolName
 
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu")
 """The resources of which each rank of an engine takes one, where a pod has any."""
@@ -18,12 +20,31 @@ PREFILL_NEEDED = Rule(
     "is missing; it must be an object such as {replicas: 1}: the runtime diptych has two pools",
     ".prefill",
 )
-ONE_POOL_OF_VLLM = Rule(
-    "self.engine.runtime != 'vllm' || !has(self.prefill)",
-    lambda spec: spec.engine.runtime != "vllm" or spec.prefill is None,
-    "must be left out where engine.runtime is vllm: its engines hand no KV over, so each computes "
-    "prompts and answers; give spec.decode the replicas",
-    ".prefill",
+CONNECTOR_OF_DIPTYCH = Rule(
+    "self.engine.runtime != 'diptych' || self.transfer.connector == 'diptych'",
+    lambda spec: spec.engine.runtime != "diptych" or spec.transfer.connector == "diptych",
+    "must be left out where engine.runtime is diptych: its engines hand KV over by the hinge",
+    ".transfer.connector",
+)
+CONNECTOR_OF_TWO_POOLS = Rule(
+    "self.engine.runtime != 'vllm' || !has(self.prefill) || self.transfer.connector != 'none'",
+    lambda spec: (
+        spec.engine.runtime != "vllm" or spec.prefill is None or spec.transfer.connector != "none"
+    ),
+    "must be diptych or nixl where there is spec.prefill, whose engines hand KV over; leave "
+    "spec.prefill out for one pool whose engines compute prompts and answers",
+    ".transfer.connector",
+)
+CONNECTOR_IMAGE = Rule(
+    "!has(self.transfer.connectorImage) || self.transfer.connectorImage == '' || "
+    "self.engine.runtime == 'vllm' && self.transfer.connector == 'diptych'",
+    lambda spec: (
+        not spec.transfer.connector_image
+        or (spec.engine.runtime == "vllm" and spec.transfer.connector == "diptych")
+    ),
+    "is for engine.runtime vllm with transfer.connector diptych only: it brings our connector into "
+    "pods of vLLM",
+    ".transfer.connectorImage",
 )
 
 
@@ -39,10 +60,11 @@ MODEL_OF_VLLM = Rule(
     "s3://BUCKET/FOLDER, pvc://CLAIM/PATH, oci://IMAGE@sha256:DIGEST or file:///PATH",
     ".model.uri",
 )
-NO_HINGE_TO_SET = Rule(
+TRANSPORT_OF_VLLM = Rule(
     "self.engine.runtime != 'vllm' || self.transfer.transport == 'auto'",
     lambda spec: spec.engine.runtime != "vllm" or spec.transfer.transport == "auto",
-    "must be left out where engine.runtime is vllm: its engines hand no KV over",
+    "must be left out where engine.runtime is vllm: set UCX_TLS and UCX_NET_DEVICES through "
+    "podTemplate",
     ".transfer.transport",
 )
 ONE_API_OF_VLLM = Rule(
@@ -54,33 +76,94 @@ ONE_API_OF_VLLM = Rule(
 )
 
 
-def _has_gpus_for_ranks(spec: Any) -> bool:
-    if spec.engine.runtime != "vllm":
+PREFILL_ENGINE_OF_VLLM = Rule(
+    "self.engine.runtime == 'vllm' || !has(self.prefill) || !has(self.prefill.engine)",
+    lambda spec: (
+        spec.engine.runtime == "vllm" or spec.prefill is None or spec.prefill.engine is None
+    ),
+    "must be left out where engine.runtime is diptych: the engines of both pools are equal",
+    ".prefill.engine",
+)
+
+
+def _prefill_ranks(spec: Any) -> int | None:
+    """Where the prefill pool says it itself."""
+    own = spec.prefill.engine if spec.prefill is not None else None
+    return None if own is None else own.tensor_parallel_size
+
+
+def _ranks(spec: Any, pool: str) -> int:
+    own = _prefill_ranks(spec) if pool == "prefill" else None
+    return int(own or spec.engine.tensor_parallel_size)
+
+
+_RANKS_OF_DECODE: Final = "self.engine.tensorParallelSize"
+_RANKS_OF_PREFILL: Final = "self.prefill.engine.tensorParallelSize"
+_PREFILL_SAYS_RANKS: Final = (
+    f"has(self.prefill) && has(self.prefill.engine) && has({_RANKS_OF_PREFILL})"
+)
+RANKS_BY_NIXL = Rule(
+    f"self.transfer.connector != 'nixl' || !({_PREFILL_SAYS_RANKS}) || "
+    f"{_RANKS_OF_DECODE} % {_RANKS_OF_PREFILL} == 0",
+    lambda spec: (
+        spec.transfer.connector != "nixl"
+        or spec.engine.tensor_parallel_size % _ranks(spec, "prefill") == 0
+    ),
+    "must divide spec.engine.tensorParallelSize, which decode engines have: each of their ranks "
+    "reads from one rank of a prefill engine",
+    ".prefill.engine.tensorParallelSize",
+)
+RANKS_BY_DIPTYCH = Rule(
+    f"self.transfer.connector != 'diptych' || !({_PREFILL_SAYS_RANKS}) || "
+    f"{_RANKS_OF_DECODE} == {_RANKS_OF_PREFILL}",
+    lambda spec: (
+        spec.transfer.connector != "diptych"
+        or spec.engine.tensor_parallel_size == _ranks(spec, "prefill")
+    ),
+    "must be left out, or equal to spec.engine.tensorParallelSize, where transfer.connector is "
+    "diptych; the connector nixl lets decode engines have more ranks",
+    ".prefill.engine.tensorParallelSize",
+)
+
+
+def _has_gpus_for_ranks(pool: PoolName, spec: Any) -> bool:
+    part = getattr(spec, pool)
+    if spec.engine.runtime != "vllm" or part is None:
         return True
-    limits = spec.decode.resources.limits
+    limits = part.resources.limits
     given = [str(limits[name]) for name in GPUS if name in limits]
-    return all(
-        number.isdigit() and int(number) >= spec.engine.tensor_parallel_size for number in given
+    return all(number.isdigit() and int(number) >= _ranks(spec, pool) for number in given)
+
+
+def _gpu_for_each_rank(pool: PoolName, ranks: str) -> Rule:
+    limits = f"self.{pool}.resources.limits"
+    return Rule(
+        f"self.engine.runtime != 'vllm' || !has(self.{pool}) || "
+        + " && ".join(
+            f"(!('{name}' in {limits}) || int({limits}['{name}']) >= {ranks})" for name in GPUS
+        ),
+        partial(_has_gpus_for_ranks, pool),
+        "must hold at least as many GPUs as an engine has ranks (tensorParallelSize) where "
+        "engine.runtime is vllm: each rank takes one",
+        f".{pool}.resources.limits",
     )
 
 
-_LIMITS: Final = "self.decode.resources.limits"
-GPU_FOR_EACH_RANK = Rule(
-    "self.engine.runtime != 'vllm' || "
-    + " && ".join(
-        f"(!('{name}' in {_LIMITS}) || int({_LIMITS}['{name}']) >= self.engine.tensorParallelSize)"
-        for name in GPUS
-    ),
-    _has_gpus_for_ranks,
-    "must hold at least spec.engine.tensorParallelSize GPUs where engine.runtime is vllm: each of "
-    "an engine's ranks takes one",
-    ".decode.resources.limits",
+GPUS_OF_PREFILL = _gpu_for_each_rank(
+    "prefill", f"({_PREFILL_SAYS_RANKS} ? {_RANKS_OF_PREFILL} : {_RANKS_OF_DECODE})"
 )
+GPUS_OF_DECODE = _gpu_for_each_rank("decode", _RANKS_OF_DECODE)
 RUNTIME_RULES = (
     PREFILL_NEEDED,
-    ONE_POOL_OF_VLLM,
+    CONNECTOR_OF_DIPTYCH,
+    CONNECTOR_OF_TWO_POOLS,
+    CONNECTOR_IMAGE,
+    PREFILL_ENGINE_OF_VLLM,
+    RANKS_BY_NIXL,
+    RANKS_BY_DIPTYCH,
     MODEL_OF_VLLM,
-    NO_HINGE_TO_SET,
+    TRANSPORT_OF_VLLM,
     ONE_API_OF_VLLM,
-    GPU_FOR_EACH_RANK,
+    GPUS_OF_PREFILL,
+    GPUS_OF_DECODE,
 )

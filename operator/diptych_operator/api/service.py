@@ -19,7 +19,7 @@ from diptych_operator.api.model import MODEL_RULES, Model
 from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool, Router
 from diptych_operator.api.runtimes import RUNTIME_RULES
 from diptych_operator.api.status import Status
-from diptych_protocol.config import LEASE_MEANING
+from diptych_protocol.config import LEASE_MEANING, Connector
 from diptych_protocol.config import Slo as RouterSlo
 
 GROUP = "diptych.dev"
@@ -46,6 +46,26 @@ class Transfer(SpecPart, frozen=True):
         float,
         Meta(ge=1, le=3600, description=LEASE_MEANING),
     ] = 30.0
+    connector: Annotated[
+        Connector,
+        Meta(
+            description="How engines that run vLLM hand KV over, if there is a prefill pool. "
+            "diptych: by our hinge, through a connector of ours in vLLM. nixl: by vLLM's own "
+            "NixlConnector. none: not at all, in one pool. Our own engines always use the hinge, "
+            "which is diptych."
+        ),
+    ] = "diptych"
+    connector_image: Annotated[
+        str,
+        Meta(
+            pattern=r"^\S*$",
+            max_length=512,
+            title="an image reference",
+            description="Container image that brings our connector into pods of vLLM; left out, "
+            "the one that the operator was installed with. If it is the engine's own image, that "
+            "has the connector, and nothing is copied.",
+        ),
+    ] = ""
     transport: Annotated[
         Literal["auto", "rdma", "tcp", "shm"],
         Meta(
@@ -216,8 +236,8 @@ class Spec(SpecPart, frozen=True, kw_only=True):
     prefill: Annotated[
         PrefillPool | None,
         Meta(
-            description="The pool that computes prompts. Left out where the runtime is vllm, whose "
-            "engines compute prompts and answers in one pool.",
+            description="The pool that computes prompts. It may be left out where the runtime is "
+            "vllm: then there is one pool, whose engines compute prompts and answers.",
             examples=["{replicas: 1}"],
             **ruled(ONE_SCALE),
         ),
@@ -313,6 +333,37 @@ class InferenceService(SpecPart, frozen=True):
         if spec.prefill is None:
             return {"decode": spec.decode}
         return {"prefill": spec.prefill, "decode": spec.decode}
+
+    @property
+    def connector(self) -> Connector:
+        """How the engines hand KV over."""
+        if self.spec.prefill is None:
+            return "none"
+        return self.spec.transfer.connector
+
+    @property
+    def has_connector_of_ours(self) -> bool:
+        """The engines are vLLM, with our connector in it."""
+        return self.spec.engine.runtime == "vllm" and self.connector == "diptych"
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long prefill engines keep blocks. NIXL knows whole seconds only."""
+        lease = self.spec.transfer.lease_seconds
+        return float(int(lease)) if self.connector == "nixl" else lease
+
+    def engine_of(self, pool: PoolName) -> Engine:
+        """What the engines of a pool run, with what is the prefill pool's own."""
+        engine, prefill = self.spec.engine, self.spec.prefill
+        own = prefill.engine if pool == "prefill" and prefill is not None else None
+        if own is None:
+            return engine
+        return msgspec.structs.replace(
+            engine,
+            image=own.image or engine.image,
+            args=[*engine.args, *own.args],
+            tensor_parallel_size=own.tensor_parallel_size or engine.tensor_parallel_size,
+        )
 
     @property
     def verification(self) -> Literal["Required", "Warn", "Off"]:

@@ -73,7 +73,7 @@ def cpu_threads(pool: Pool, ranks: int) -> int | None:
 
 def router_config(service: InferenceService, model: str) -> RouterConfig:
     """What a router pod reads; `model` is where it finds it."""
-    return RouterConfig(
+    config = RouterConfig(
         model=model,
         served_name=service.served_name,
         verify=_VERIFY[service.verification],
@@ -86,8 +86,13 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         reasoning_parser=service.spec.engine.reasoning_parser,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
+        connector=service.connector,
         slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
     )
+    if config.runtime == "vllm" and config.connector != "none":
+        # Our own engines tell routers by themselves.
+        config = msgspec.structs.replace(config, lease_seconds=service.lease_seconds)
+    return config
 
 
 def engine_config_map(

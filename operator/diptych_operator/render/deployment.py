@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from diptych_operator.api.errors import SpecError
@@ -25,7 +26,7 @@ from diptych_operator.api.names import (
 from diptych_operator.api.pools import Pool, Resources, Router
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.merge import merge
-from diptych_operator.render.model import ModelMount
+from diptych_operator.render.model import CONFINED, ModelMount
 
 USER_ID = 10001
 LINGER_SECONDS = 3
@@ -54,6 +55,10 @@ class Pods:
     scratch: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     """Volumes that the container may write to, beside /tmp: by name where they are mounted, and
     what they are."""
+    init_containers: Sequence[dict[str, Any]] = ()
+    """Beside those that bring the model."""
+    read_only: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    """Volumes that these fill, as `scratch`."""
 
 
 def deployment(service: InferenceService, pods: Pods) -> dict[str, Any]:
@@ -101,14 +106,7 @@ def _pod_template(service: InferenceService, pods: Pods) -> dict[str, Any]:
         "api-keys": API_KEYS_DIR,
         "tls": TLS_DIR,
     }
-    container = pods.container | {
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
-        # A program that fails says why in its last line; status shows it.
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+    mounts = {
         "volumeMounts": [
             *(
                 {"name": name, "mountPath": mount_paths[name], "readOnly": True}
@@ -116,9 +114,14 @@ def _pod_template(service: InferenceService, pods: Pods) -> dict[str, Any]:
             ),
             {"name": "tmp", "mountPath": "/tmp"},
             *({"name": name, "mountPath": path} for name, (path, _) in pods.scratch.items()),
+            *(
+                {"name": name, "mountPath": path, "readOnly": True}
+                for name, (path, _) in pods.read_only.items()
+            ),
             *pods.model.volume_mounts,
         ],
     }
+    init_containers = [*pods.init_containers, *pods.model.init_containers]
     own_labels = metadata(service, role, role, pods.revision)["labels"]
     return {
         "metadata": {
@@ -152,12 +155,15 @@ def _pod_template(service: InferenceService, pods: Pods) -> dict[str, Any]:
                     "labelSelector": {"matchLabels": selector(service, role)},
                 }
             ],
-            **({"initContainers": fetchers} if (fetchers := pods.model.init_containers) else {}),
-            "containers": [container],
+            **({"initContainers": init_containers} if init_containers else {}),
+            "containers": [pods.container | CONFINED | mounts],
             "volumes": [
                 *pods.volumes,
                 {"name": "tmp", "emptyDir": {}},
-                *({"name": name, **source} for name, (_, source) in pods.scratch.items()),
+                *(
+                    {"name": name, **source}
+                    for name, (_, source) in chain(pods.scratch.items(), pods.read_only.items())
+                ),
                 *pods.model.volumes,
             ],
         },

@@ -65,6 +65,13 @@ def secret(service: InferenceService, keys: str, secrets: ServiceSecrets) -> dic
     }
 
 
+def hinge_keys_volume(service: InferenceService, keys: str) -> dict[str, Any]:
+    """For a program that knows the hinge only: without the token of the admin ports."""
+    items = [{"key": file, "path": file} for file in (PUBLIC_KEY_FILE, SECRET_KEY_FILE)]
+    source = {"secretName": secret_name(service, keys), "defaultMode": 0o440, "items": items}
+    return {"name": "keys", "secret": source}
+
+
 def keys_volume(service: InferenceService, keys: KeySets) -> dict[str, Any]:
     """Readable for the group of the pod (fsGroup) and for nobody else."""
     current = secret_name(service, keys.current)

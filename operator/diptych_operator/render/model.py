@@ -6,7 +6,7 @@ Credentials are mounted into that container alone; what serves requests never se
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 from diptych_operator.api.errors import SpecError
@@ -20,6 +20,17 @@ MODEL_CACHE_DIR = "/var/cache/diptych/models"
 MODEL_DIR = "/var/lib/diptych/model"
 """Where a model that is mounted rather than fetched appears."""
 CREDENTIALS_DIR = "/etc/diptych/credentials"
+
+CONFINED: Final[dict[str, Any]] = {
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    },
+    # A program that fails says why in its last line; status shows it.
+    "terminationMessagePolicy": "FallbackToLogsOnError",
+}
+"""What each container of a pod may do."""
 
 _DIVISIBLE = ("cpu", "memory", "ephemeral-storage")
 """The resources that a container which only copies files can have; devices are not among them."""
@@ -117,15 +128,9 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
         "args": [argument.replace("$(", "$$(") for argument in arguments],
         # The hub's client wants a home directory; the root file system is read-only.
         "env": [{"name": "HF_HOME", "value": "/tmp/huggingface"}],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
-        # What went wrong is the last line of its log; status shows it.
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **CONFINED,
         "volumeMounts": mounts,
-        **_resources(part.resources),
+        **without_devices(part.resources),
     }
 
 
@@ -144,9 +149,9 @@ def _read_only(cache: ModelCache) -> bool:
     return cache.pvc is not None and cache.pvc.read_only
 
 
-def _resources(resources: Resources) -> dict[str, Any]:
-    """The resources of the pod's main container, so that quotas and the QoS class stay as they are,
-    but without devices."""
+def without_devices(resources: Resources) -> dict[str, Any]:
+    """For a container that copies files: the resources of the pod's main container, so that quotas
+    and the QoS class stay as they are, but without devices."""
     given = {
         kind: {name: str(amount) for name, amount in amounts.items() if name in _DIVISIBLE}
         for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))

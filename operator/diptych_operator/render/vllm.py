@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from diptych_operator.api.names import VLLM_PORTS
+from diptych_operator.api.names import KEYS_LABEL, PORT_VARIABLES, engine_ports
 from diptych_operator.api.pools import PoolName
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.deployment import (
@@ -20,6 +19,7 @@ from diptych_operator.render.deployment import (
 )
 from diptych_operator.render.keys import KeySets
 from diptych_operator.render.model import ModelMount
+from diptych_operator.render.vllm_handoff import handoff
 from diptych_protocol.config import SERVED_REVISION
 
 VLLM_COMMAND = ["vllm", "serve"]
@@ -41,11 +41,6 @@ _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-_EVENTS = (
-    '{"enable_kv_cache_events":true,"publisher":"zmq",'
-    '"endpoint":"tcp://*:0","replay_endpoint":"tcp://*:0"}'
-)
-"""vLLM chooses the ports, and routers ask it for them."""
 _HEALTH = {"path": "/health", "port": "http"}
 _PROBES: dict[str, Any] = {
     # An hour to load and compile; until then neither of the others is asked. A rollout gives up
@@ -71,24 +66,26 @@ def vllm_objects(
     keys: KeySets,
     model: ModelMount,
 ) -> list[dict[str, Any]]:
-    """One pool of one revision. vLLM reads no file of ours, and is given none of the `keys`.
+    """One pool of one revision. Of the service's `keys` only our connector in vLLM knows.
 
     Raises `SpecError` for a podTemplate that does not fit.
     """
-    pool, engine = service.pools[role], service.spec.engine
+    pool, engine = service.pools[role], service.engine_of(role)
+    ports, told = engine_ports(service), handoff(service, role, revision, keys)
     container = {
         "name": "engine",
         "image": engine.image,
         "command": VLLM_COMMAND,
         "args": [
             *map(_as_it_is, (_path(model.uri), *engine.args)),
-            *_arguments(service, revision),
+            *_arguments(service, engine.tensor_parallel_size, revision),
+            *told.arguments,
         ],
         "env": [
-            *environment(VLLM_PORTS, {}),
-            *(variable(name, value) for name, value in _VARIABLES.items()),
+            *environment(ports, {}),
+            *(variable(name, value) for name, value in {**_VARIABLES, **told.variables}.items()),
         ],
-        "ports": container_ports(VLLM_PORTS),
+        "ports": container_ports(ports),
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(LINGER_SECONDS)]}}},
         **_PROBES,
         **resources_of(pool.resources),
@@ -98,21 +95,49 @@ def vllm_objects(
         "home": (HOME_DIR, {"emptyDir": {}}),
         "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}}),
     }
-    pods = Pods(role, pool, replicas, container, [], "", model, revision, LINGER_SECONDS)
-    return [deployment(service, replace(pods, scratch=scratch))]
+    pods = Pods(
+        role,
+        pool,
+        replicas,
+        container,
+        list(told.keys),
+        "",
+        model,
+        revision,
+        LINGER_SECONDS,
+        scratch=scratch,
+        init_containers=told.init_containers,
+        read_only=told.read_only,
+    )
+    made = deployment(service, pods)
+    if told.keys:
+        made["metadata"]["labels"][KEYS_LABEL] = keys.current
+    return [made]
 
 
-def _arguments(service: InferenceService, revision: str) -> Iterator[str]:
+def _arguments(service: InferenceService, ranks: int, revision: str) -> Iterator[str]:
     """What the operator decides: `OWNED_ARGUMENTS` keeps services from giving it otherwise. Of an
     argument that is there twice, vLLM takes the last."""
     yield "--host=$(DIPTYCH_BIND_HOST)"
     yield "--port=$(DIPTYCH_HTTP_PORT)"
     yield from ("--served-model-name", _as_it_is(service.served_name))
     yield f"{SERVED_REVISION}{revision}"
-    yield f"--tensor-parallel-size={service.spec.engine.tensor_parallel_size}"
+    yield f"--tensor-parallel-size={ranks}"
     yield f"--shutdown-timeout={service.spec.availability.drain_seconds}"
     yield "--enable-scale-out"
-    yield f"--kv-events-config={_EVENTS}"
+    yield f"--kv-events-config={_events(engine_ports(service))}"
+
+
+def _events(ports: Mapping[str, int]) -> str:
+    """Routers ask vLLM for the ports, so it may choose those that are not given."""
+    events, replay = (
+        f"tcp://*:$({PORT_VARIABLES[name]})" if name in ports else "tcp://*:0"
+        for name in ("events", "replay")
+    )
+    return (
+        '{"enable_kv_cache_events":true,"publisher":"zmq",'
+        f'"endpoint":"{events}","replay_endpoint":"{replay}"}}'
+    )
 
 
 def _path(uri: str) -> str:

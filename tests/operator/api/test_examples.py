@@ -23,8 +23,7 @@ def test_an_example_becomes_its_pools_and_a_router(example: Path) -> None:
         for item in render(service, SECRETS)
         if item["kind"] == "Deployment"
     ]
-    one_pool = "vllm" in example.name
-    assert sorted(deployments) == ["decode", *([] if one_pool else ["prefill"]), "router"]
+    assert sorted(deployments) == ["decode", "prefill", "router"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

@@ -71,7 +71,9 @@ scaling = st.fixed_dictionaries(
 )
 pools = st.fixed_dictionaries({}, optional={"replicas": st.integers(1, 3), "autoscaling": scaling})
 checksums = st.sampled_from(["", "0" * 64])
-arguments = st.sampled_from(["--seed=1", "--port=1", "--model", "--modelled=1", "--config.a=1"])
+arguments = st.sampled_from(
+    ["--dtype=a", "--seed=1", "--port=1", "--model", "--modelled=1", "--config.a=1"]
+)
 engines = st.fixed_dictionaries(
     {},
     optional={
@@ -91,10 +93,21 @@ models = st.fixed_dictionaries(
     {"uri": st.sampled_from(["dummy://", "hf://a/b", "hf://a/b/c.gguf", "s3://a/b", "pvc://a/b"])},
     optional={"revision": st.sampled_from(["", "main"]), "sha256": checksums},
 )
+prefill_engines = st.fixed_dictionaries(
+    {},
+    optional={
+        "args": st.lists(arguments, max_size=1),
+        "tensorParallelSize": st.integers(1, 3),
+        "image": st.just("example.org/engine:2"),
+    },
+)
+prefill_pools = pools | st.fixed_dictionaries(
+    {"engine": prefill_engines, "resources": st.fixed_dictionaries({"limits": gpus})}
+)
 specs = st.fixed_dictionaries(
     {
         "model": models,
-        "prefill": pools | st.none(),
+        "prefill": prefill_pools | st.none(),
         "decode": pools
         | st.fixed_dictionaries({"resources": st.fixed_dictionaries({"limits": gpus})}),
     },
@@ -104,7 +117,13 @@ specs = st.fixed_dictionaries(
             {}, optional={"ttftMs": st.integers(1, 9), "interTokenMs": st.integers(1, 9)}
         ),
         "rollout": st.fixed_dictionaries({"maxSurge": counts, "maxUnavailable": counts}),
-        "transfer": st.fixed_dictionaries({"leaseSeconds": st.floats(1, 4)}),
+        "transfer": st.fixed_dictionaries(
+            {"leaseSeconds": st.floats(1, 4)},
+            optional={
+                "connector": st.sampled_from(["diptych", "nixl", "none"]),
+                "connectorImage": st.sampled_from(["", "example.org/connector:1"]),
+            },
+        ),
         "availability": st.fixed_dictionaries({"drainSeconds": st.integers(1, 4)}),
         "engine": engines,
     },

@@ -59,6 +59,28 @@ FEATURES: dict[str, dict[str, Any]] = {
         "prefill": None,
         "decode": {"replicas": 2, "resources": {"limits": {"nvidia.com/gpu": 2}}},
     },
+    "vllm_by_our_connector": {
+        "model": {"uri": "pvc://models/llama"},
+        "engine": {"runtime": "vllm", "image": "vllm/vllm-openai:v0.32.0"},
+        "transfer": {"leaseSeconds": 45.5, "connectorImage": "example.org/connector:1"},
+        "prefill": {"resources": {"limits": {"cpu": 8, "nvidia.com/gpu": 1}}},
+        "decode": {"replicas": 2},
+    },
+    "vllm_by_nixl": {
+        "model": {"uri": "pvc://models/llama"},
+        "engine": {
+            "runtime": "vllm", "image": "vllm/vllm-openai:v0.32.0",
+            "args": ["--max-model-len=8192", "--max-num-seqs=64"], "tensorParallelSize": 2,
+        },
+        "transfer": {"connector": "nixl", "leaseSeconds": 45.5},
+        "prefill": {
+            "engine": {
+                "image": "example.org/vllm:arm64", "args": ["--max-num-seqs=8"],
+                "tensorParallelSize": 1,
+            },
+        },
+        "decode": {"replicas": 2, "resources": {"limits": {"nvidia.com/gpu": 2}}},
+    },
     "pod_template": {
         "prefill": {
             "replicas": 1,

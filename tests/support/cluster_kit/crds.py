@@ -35,13 +35,20 @@ from diptych_operator.api.model import (
     URI_RULES,
 )
 from diptych_operator.api.pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
+from diptych_operator.api.prefill_engine import EQUAL_ARGUMENTS, EQUAL_IN_BOTH
 from diptych_operator.api.runtimes import (
-    GPU_FOR_EACH_RANK,
+    CONNECTOR_IMAGE,
+    CONNECTOR_OF_DIPTYCH,
+    CONNECTOR_OF_TWO_POOLS,
+    GPUS_OF_DECODE,
+    GPUS_OF_PREFILL,
     MODEL_OF_VLLM,
-    NO_HINGE_TO_SET,
     ONE_API_OF_VLLM,
-    ONE_POOL_OF_VLLM,
+    PREFILL_ENGINE_OF_VLLM,
     PREFILL_NEEDED,
+    RANKS_BY_DIPTYCH,
+    RANKS_BY_NIXL,
+    TRANSPORT_OF_VLLM,
 )
 from diptych_operator.api.service import (
     DECODE_PROMISED,
@@ -181,6 +188,31 @@ GOOD: dict[str, dict[str, Any]] = {
     "vLLM that sleeps, and drains at once": vllm_spec(
         decode=_ASLEEP, availability={"drainSeconds": 5}
     ),
+    "two pools of vLLM": vllm_spec(prefill={"replicas": 2}),
+    "two pools of vLLM that sleep": vllm_spec(prefill=_ASLEEP, decode=_ASLEEP),
+    "two pools of vLLM by NIXL": vllm_spec(prefill={}, transfer={"connector": "nixl"}),
+    "two pools of vLLM with an image for the connector": vllm_spec(
+        prefill={}, transfer={"connectorImage": "example.org/connector:1", "verify": "Warn"}
+    ),
+    **{
+        f"one pool of vLLM and {connector}": vllm_spec(transfer={"connector": connector})
+        for connector in ("nixl", "none")
+    },
+    "two pools of vLLM that differ": vllm_spec(
+        engine={"tensorParallelSize": 4},
+        transfer={"connector": "nixl"},
+        prefill={
+            "engine": {
+                "image": "example.org/vllm:arm64", "tensorParallelSize": 2,
+                "args": ["--max-num-seqs=8", "--enable-expert-parallel", "--block-sizes=1"],
+            },
+            "resources": {"limits": {"nvidia.com/gpu": 2}},
+        },
+        decode={"resources": {"limits": {"nvidia.com/gpu": 4}}},
+    ),
+    "as many ranks on both sides": vllm_spec(
+        engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 2}}
+    ),
     "a template without containers": {"prefill": {"podTemplate": {"spec": {"nodeName": "a"}}}},
 }  # fmt: skip
 
@@ -280,9 +312,62 @@ BROKEN: dict[str, Broken] = {
         EXTERNAL_AWAKE,
     ),
     "two pools without prefill": Broken({"prefill": None}, "spec.prefill", PREFILL_NEEDED),
-    "vLLM with a prefill pool": Broken(
-        vllm_spec(prefill={"replicas": 1}), "spec.prefill", ONE_POOL_OF_VLLM
+    "our own engine by NIXL": Broken(
+        {"transfer": {"connector": "nixl"}}, "spec.transfer.connector", CONNECTOR_OF_DIPTYCH
     ),
+    "our own engine by nothing": Broken(
+        {"transfer": {"connector": "none"}}, "spec.transfer.connector", CONNECTOR_OF_DIPTYCH
+    ),
+    "two pools of vLLM by nothing": Broken(
+        vllm_spec(prefill={"replicas": 1}, transfer={"connector": "none"}),
+        "spec.transfer.connector",
+        CONNECTOR_OF_TWO_POOLS,
+    ),
+    "a connector that our own engine needs not": Broken(
+        {"transfer": {"connectorImage": "a"}}, "spec.transfer.connectorImage", CONNECTOR_IMAGE
+    ),
+    "a connector that NIXL needs not": Broken(
+        vllm_spec(prefill={}, transfer={"connector": "nixl", "connectorImage": "a"}),
+        "spec.transfer.connectorImage",
+        CONNECTOR_IMAGE,
+    ),
+    "pools of our own engine that differ": Broken(
+        {"prefill": {"engine": {"args": []}}}, "spec.prefill.engine", PREFILL_ENGINE_OF_VLLM
+    ),
+    **{
+        f"{prefill} ranks for {decode} by NIXL": Broken(
+            vllm_spec(
+                engine={"tensorParallelSize": decode},
+                prefill={"engine": {"tensorParallelSize": prefill}},
+                transfer={"connector": "nixl"},
+            ),
+            "spec.prefill.engine.tensorParallelSize",
+            RANKS_BY_NIXL,
+        )
+        for prefill, decode in ((2, 1), (2, 3))
+    },
+    "more ranks of decode by our connector": Broken(
+        vllm_spec(engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 1}}),
+        "spec.prefill.engine.tensorParallelSize",
+        RANKS_BY_DIPTYCH,
+    ),
+    **{
+        f"prefill of vLLM with --{prefix}{name}": Broken(
+            vllm_spec(prefill={"engine": {"args": [f"--{prefix}{name.replace('*', 'a')}=1"]}}),
+            "spec.prefill.engine.args",
+            EQUAL_IN_BOTH,
+        )
+        for name in EQUAL_ARGUMENTS
+        for prefix in ("", "no-")
+    },
+    **{
+        f"prefill of vLLM with --{names[0]}": Broken(
+            vllm_spec(prefill={"engine": {"args": [f"--{names[0].replace('*', 'a')}=1"]}}),
+            "spec.prefill.engine.args",
+            rule,
+        )
+        for rule, names in zip(ARGUMENT_RULES, OWNED_ARGUMENTS.values(), strict=True)
+    },
     "vLLM of no image": Broken(vllm_spec(engine={"image": ""}), "spec.engine.image", VLLM_IMAGE),
     "arguments of vLLM for our own engine": Broken(
         {"engine": {"args": ["--enforce-eager"]}}, "spec.engine.args", ARGS_FOR_VLLM
@@ -291,8 +376,8 @@ BROKEN: dict[str, Broken] = {
         f"vLLM with {uri}": Broken(vllm_spec(model={"uri": uri}), "spec.model.uri", MODEL_OF_VLLM)
         for uri in ("package://p/m.gguf", "dummy://", "hf://org/repo/f.gguf")
     },
-    "vLLM with a hinge of ours": Broken(
-        vllm_spec(transfer={"transport": "tcp"}), "spec.transfer.transport", NO_HINGE_TO_SET
+    "vLLM with a transport": Broken(
+        vllm_spec(transfer={"transport": "tcp"}), "spec.transfer.transport", TRANSPORT_OF_VLLM
     ),
     "vLLM with an API of ours": Broken(
         vllm_spec(network={"engineApi": "OwnPods"}), "spec.network.engineApi", ONE_API_OF_VLLM
@@ -303,7 +388,27 @@ BROKEN: dict[str, Broken] = {
             decode={"resources": {"limits": {"nvidia.com/gpu": "1"}}},
         ),
         "spec.decode.resources.limits",
-        GPU_FOR_EACH_RANK,
+        GPUS_OF_DECODE,
+    ),
+    "prefill of vLLM with a GPU too few": Broken(
+        vllm_spec(
+            engine={"tensorParallelSize": 2},
+            prefill={"resources": {"limits": {"nvidia.com/gpu": 1}}},
+        ),
+        "spec.prefill.resources.limits",
+        GPUS_OF_PREFILL,
+    ),
+    "prefill of its own size with a GPU too few": Broken(
+        vllm_spec(
+            engine={"tensorParallelSize": 4},
+            transfer={"connector": "nixl"},
+            prefill={
+                "engine": {"tensorParallelSize": 2},
+                "resources": {"limits": {"amd.com/gpu": "1"}},
+            },
+        ),
+        "spec.prefill.resources.limits",
+        GPUS_OF_PREFILL,
     ),
     **{
         f"vLLM with --{name}": Broken(

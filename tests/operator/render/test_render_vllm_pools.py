@@ -1,0 +1,280 @@
+"""Two pools of vLLM: how each is told to hand KV over, and what its pods have for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from cluster_kit.crds import inference_service, vllm_spec
+
+from diptych_operator.api.images import Images, published
+from diptych_operator.api.parse import parse_object
+from diptych_operator.api.service import InferenceService
+from diptych_operator.render import ServiceSecrets, render
+from diptych_operator.revision import key_set, revision
+from diptych_protocol import CurveKeys, RouterConfig
+from diptych_vllm.settings import ConnectorSettings
+
+SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
+IMAGE = "vllm/vllm-openai:v0.32.0"
+NIXL: dict[str, Any] = {"transfer": {"connector": "nixl"}}
+DIPTYCH: dict[str, Any] = {"transfer": {}}
+
+
+def service(**spec: Any) -> InferenceService:
+    return parse_object(inference_service(vllm_spec(**{"prefill": {}, **spec})), Images())
+
+
+def rendered(wanted: InferenceService, kind: str) -> dict[str, dict[str, Any]]:
+    objects = render(wanted, SECRETS)
+    return {item["metadata"]["name"]: item for item in objects if item["kind"] == kind}
+
+
+def deployment(wanted: InferenceService, pool: str) -> dict[str, Any]:
+    return rendered(wanted, "Deployment")[f"svc-{pool}-{revision(wanted)}"]
+
+
+def pod_of(wanted: InferenceService, pool: str) -> dict[str, Any]:
+    pod: dict[str, Any] = deployment(wanted, pool)["spec"]["template"]["spec"]
+    return pod
+
+
+def container_of(wanted: InferenceService, pool: str) -> dict[str, Any]:
+    container: dict[str, Any] = pod_of(wanted, pool)["containers"][0]
+    return container
+
+
+def variables(wanted: InferenceService, pool: str) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value") for entry in container_of(wanted, pool)["env"]}
+
+
+def transfer_config(wanted: InferenceService, pool: str) -> dict[str, Any]:
+    """What vLLM reads in a pod whose address is 10.0.0.7."""
+    args = container_of(wanted, pool)["args"]
+    (text,) = (arg for arg in args if arg.startswith("--kv-transfer-config="))
+    told = {name: value or "" for name, value in variables(wanted, pool).items()}
+    for name, value in (told | {"POD_IP": "10.0.0.7"}).items():
+        text = text.replace(f"$({name})", value)
+    config: dict[str, Any] = msgspec.json.decode(text.partition("=")[2])
+    return config
+
+
+POOLS_AND_ROLES = [("prefill", "kv_producer"), ("decode", "kv_consumer")]
+
+
+@pytest.mark.parametrize(("pool", "role"), POOLS_AND_ROLES)
+def test_nixl_knows_its_role_its_lease_and_its_address(pool: str, role: str) -> None:
+    wanted = service(transfer={"connector": "nixl", "leaseSeconds": 45.9})
+    assert transfer_config(wanted, pool) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"kv_lease_duration": 45},
+    }
+    told = variables(wanted, pool)
+    assert told["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
+    ports = {port["name"]: port["containerPort"] for port in container_of(wanted, pool)["ports"]}
+    assert told["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(ports["nixl"]) == "5600"
+    assert not {"UCX_TLS", "UCX_NET_DEVICES"} & told.keys(), "these are the podTemplate's"
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_our_connector_knows_where_it_is_reached_its_keys_and_its_revision(pool: str) -> None:
+    wanted = service(transfer={"leaseSeconds": 45.5})
+    assert transfer_config(wanted, pool) == {
+        "kv_connector": "DiptychConnector",
+        "kv_connector_module_path": "diptych_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {
+            "listen_host": "0.0.0.0",
+            "listen_port": 5558,
+            "advertise_host": "10.0.0.7",
+            "lease_seconds": 45.5,
+            "keys": "/etc/diptych/keys",
+            "revision": revision(wanted),
+        },
+    }
+
+
+def test_our_connector_takes_the_settings_that_it_is_given() -> None:
+    extra = transfer_config(service(), "decode")["kv_connector_extra_config"]
+    settings = ConnectorSettings.parse(extra)
+    assert (settings.listen_port, settings.keys) == (5558, "/etc/diptych/keys")
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_an_init_container_brings_our_connector_for_the_engine_alone(pool: str) -> None:
+    resources = {"limits": {"cpu": 4, "nvidia.com/gpu": 1}}
+    wanted = service(**{pool: {"resources": resources}})
+    pod = pod_of(wanted, pool)
+    copy = next(c for c in pod["initContainers"] if c["name"] == "connector")
+    assert copy["image"] == published("vllm-connector")
+    assert copy["command"][-2] == variables(wanted, pool)["PYTHONPATH"] == "/opt/diptych/vllm"
+    assert copy["volumeMounts"] == [{"name": "connector", "mountPath": copy["command"][-1]}]
+    assert copy["resources"] == {"limits": {"cpu": "4"}}, "it copies files, and needs no GPU"
+    assert "env" not in copy
+    (mount,) = (m for m in container_of(wanted, pool)["volumeMounts"] if m["name"] == "connector")
+    assert mount == {"name": "connector", "mountPath": "/opt/diptych/vllm", "readOnly": True}
+    assert {"name": "connector", "emptyDir": {}} in pod["volumes"]
+    router = rendered(wanted, "Deployment")["svc-router"]["spec"]["template"]["spec"]
+    assert "connector" not in msgspec.json.encode(router["volumes"]).decode()
+
+
+WITHOUT_A_COPY = [
+    pytest.param(service(**NIXL), id="nixl"),
+    pytest.param(service(transfer={"connectorImage": IMAGE}), id="an image that has it"),
+]
+
+
+@pytest.mark.parametrize("wanted", WITHOUT_A_COPY)
+def test_nothing_is_copied_where_nothing_is_missing(wanted: InferenceService) -> None:
+    for pool in ("prefill", "decode"):
+        names = [container["name"] for container in pod_of(wanted, pool)["initContainers"]]
+        assert names == ["model"]
+        assert "PYTHONPATH" not in variables(wanted, pool)
+
+
+def test_a_pool_of_another_image_gets_the_copy_that_the_other_needs_not() -> None:
+    other = {"engine": {"image": "example.org/vllm:arm64"}}
+    wanted = service(transfer={"connectorImage": IMAGE}, prefill=other)
+    names = {
+        pool: [container["name"] for container in pod_of(wanted, pool)["initContainers"]]
+        for pool in ("prefill", "decode")
+    }
+    assert names == {"prefill": ["connector", "model"], "decode": ["model"]}
+
+
+def test_only_our_connector_has_keys_and_it_has_no_token_of_admin_ports() -> None:
+    for pool in ("prefill", "decode"):
+        wanted = service()
+        secrets = [v["secret"] for v in pod_of(wanted, pool)["volumes"] if "secret" in v]
+        (secret,) = secrets
+        assert secret["secretName"] == f"svc-keys-{key_set(wanted)}"
+        assert [item["key"] for item in secret["items"]] == ["curve-public", "curve-secret"]
+        labels = deployment(wanted, pool)["metadata"]["labels"]
+        assert labels["diptych.dev/keys"] == key_set(wanted)
+        by_nixl = service(**NIXL)
+        assert not [v for v in pod_of(by_nixl, pool)["volumes"] if "secret" in v]
+        assert "diptych.dev/keys" not in deployment(by_nixl, pool)["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("spec", [NIXL, DIPTYCH], ids=["nixl", "diptych"])
+def test_only_engines_reach_what_hands_kv_over(spec: dict[str, Any]) -> None:
+    wanted = service(**spec)
+    for pool in ("prefill", "decode"):
+        engines, routers = rendered(wanted, "NetworkPolicy")[f"svc-{pool}"]["spec"]["ingress"]
+        (of_engines,), (of_routers,) = engines["from"], routers["from"]
+        assert engines.keys() == {"from"}, "UCX listens on ports of its own choice"
+        (role,) = of_engines["podSelector"]["matchExpressions"]
+        assert role["values"] == ["prefill", "decode"]
+        assert of_routers["podSelector"]["matchLabels"]["diptych.dev/role"] == "router"
+        open_to_routers = {port["port"] for port in routers["ports"]}
+        named = {p["name"]: p["containerPort"] for p in container_of(wanted, pool)["ports"]}
+        assert open_to_routers == {named["http"], named["events"], named["replay"]}
+        assert {named.get("nixl"), named.get("kv")} - {None}
+        (events,) = (a for a in container_of(wanted, pool)["args"] if "--kv-events" in a)
+        assert "*:$(DIPTYCH_EVENTS_PORT)" in events
+        assert "*:$(DIPTYCH_REPLAY_PORT)" in events
+
+
+ROUTERS = [
+    (DIPTYCH, ("diptych", 30.0, "required")),
+    (NIXL, ("nixl", 30.0, "required")),
+    ({"transfer": {"connector": "nixl", "leaseSeconds": 12.7, "verify": "Warn"}},
+     ("nixl", 12.0, "warn")),
+    ({"transfer": {"leaseSeconds": 12.5, "verify": "Off"}}, ("diptych", 12.5, "off")),
+    ({"prefill": None, "transfer": {"leaseSeconds": 12.5}}, ("none", 30.0, "off")),
+    ({"prefill": None, **NIXL}, ("none", 30.0, "off")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "told"), ROUTERS, ids=str)
+def test_routers_are_told_how_kv_is_handed_over(
+    spec: dict[str, Any], told: tuple[str, float, str]
+) -> None:
+    (text,) = rendered(service(**spec), "ConfigMap")["svc-router"]["data"].values()
+    config = msgspec.json.decode(text, type=RouterConfig)
+    assert (config.connector, config.lease_seconds, config.verify) == told
+
+
+def test_routers_find_both_pools_at_the_ports_of_vllm() -> None:
+    router = rendered(service(), "Deployment")["svc-router"]["spec"]["template"]["spec"]
+    (container,) = router["containers"]
+    told = {entry["name"]: entry.get("value") for entry in container["env"]}
+    for pool in ("prefill", "decode"):
+        assert told[f"DIPTYCH_{pool.upper()}_TARGETS"] == f"svc-{pool}.default.svc:8000"
+        assert f"--{pool}" in container["args"]
+
+
+def test_prefill_engines_may_have_an_image_ranks_and_arguments_of_their_own() -> None:
+    image, more = "example.org/vllm:arm64", ["--max-num-seqs=8"]
+    own = {"image": image, "args": more, "tensorParallelSize": 2}
+    wanted = service(
+        **NIXL,
+        engine={"args": ["--max-num-seqs=64", "--block-size=32"], "tensorParallelSize": 4},
+        prefill={"engine": own},
+    )
+    expected = {
+        "prefill": (image, ["--max-num-seqs=64", "--block-size=32", *more], 2),
+        "decode": (IMAGE, ["--max-num-seqs=64", "--block-size=32"], 4),
+    }
+    for pool, (its_image, args, ranks) in expected.items():
+        container = container_of(wanted, pool)
+        assert container["image"] == its_image
+        assert container["args"][1 : 1 + len(args)] == args
+        assert container["args"][1 + len(args)].startswith("--host=")
+        assert f"--tensor-parallel-size={ranks}" in container["args"]
+        (shm,) = (v for v in pod_of(wanted, pool)["volumes"] if v["name"] == "shm")
+        assert shm["emptyDir"]["sizeLimit"] == f"{2 * ranks}Gi"
+
+
+OTHER_REVISION: list[dict[str, Any]] = [
+    NIXL,
+    {"prefill": None},
+    {"transfer": {"connectorImage": "example.org/connector:2"}},
+    {"prefill": {"engine": {"image": "example.org/vllm:2"}}},
+    {"prefill": {"engine": {"args": ["--max-num-seqs=8"]}}},
+]
+SAME_REVISION: list[dict[str, Any]] = [
+    {"prefill": {"replicas": 7}},
+    {"prefill": {"engine": {}}},
+    {"prefill": {"engine": {"tensorParallelSize": 1, "image": IMAGE}}},
+    {"transfer": {"leaseSeconds": 20, "verify": "Off"}},
+    {"transfer": {"connectorImage": published("vllm-connector")}},
+]
+
+
+@pytest.mark.parametrize("spec", OTHER_REVISION, ids=str)
+def test_what_engines_are_is_part_of_the_revision(spec: dict[str, Any]) -> None:
+    assert revision(service(**spec)) != revision(service())
+
+
+@pytest.mark.parametrize("spec", SAME_REVISION, ids=str)
+def test_what_engines_are_not_is_no_part_of_it(spec: dict[str, Any]) -> None:
+    assert revision(service(**spec)) == revision(service())
+
+
+@pytest.mark.parametrize(("spec", "replaced"), [(DIPTYCH, True), (NIXL, False)])
+def test_a_rotation_replaces_the_pods_that_have_keys(spec: dict[str, Any], replaced: bool) -> None:
+    before = service(**spec)
+    annotations = {"diptych.dev/rotate-secrets": "2"}
+    metadata = msgspec.structs.replace(before.metadata, annotations=annotations)
+    after = msgspec.structs.replace(before, metadata=metadata)
+    assert (revision(after) != revision(before)) is replaced
+
+
+def test_another_default_for_the_connector_is_rolled_out_where_it_is_used() -> None:
+    newer = Images(vllm_connector="example.org/connector:2")
+    for spec, is_new in ((DIPTYCH, True), (NIXL, False), ({"prefill": None}, False)):
+        raw = inference_service(vllm_spec(**{"prefill": {}, **spec}))
+        assert (revision(parse_object(raw, newer)) != revision(service(**spec))) is is_new
+
+
+def test_both_pools_have_the_pods_that_they_are_given() -> None:
+    wanted = service(prefill={"replicas": 2}, decode={"replicas": 3})
+    replicas = {
+        pool: deployment(wanted, pool)["spec"]["replicas"] for pool in ("prefill", "decode")
+    }
+    assert replicas == {"prefill": 2, "decode": 3}
