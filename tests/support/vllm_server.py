@@ -71,15 +71,23 @@ def connector_config(**settings: Any) -> dict[str, Any]:
 class VllmServer:
     """One `vllm serve`, in a process group of its own."""
 
-    def __init__(self, model: str, log: Path, kv_transfer: Mapping[str, Any], *more: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        log: Path,
+        kv_transfer: Mapping[str, Any],
+        *more: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
         self._log = log
-        environment = os.environ | {
+        variables = os.environ | {
             "PYTHONPATH": ":".join(str(ROOT / folder) for folder in OURS),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **(environment or {}),
         }
         command = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--served-model-name", MODEL, "--dtype", "float32"]
@@ -88,13 +96,18 @@ class VllmServer:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env=environment,
+                env=variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # A connection for each request: vLLM closes idle ones, and a test may stop it in between.
+        limits = httpx.Limits(max_keepalive_connections=0)
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", timeout=FOR_EVER_S, trust_env=False
+            base_url=f"http://127.0.0.1:{self.port}",
+            timeout=FOR_EVER_S,
+            limits=limits,
+            trust_env=False,
         )
 
     @property
