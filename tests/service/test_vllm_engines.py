@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 from free_ports import free_port
-from vllm_kit.real_server import START_S, RealVllm, needs_vllm, vllm_servers
+from vllm_kit.environment import START_S, needs_vllm
+from vllm_kit.real_server import RealVllm, vllm_servers
 from vllm_kit.tiny_model import CONTEXT, VOCABULARY, save_tiny_model
 from waits import PATIENCE_S
 

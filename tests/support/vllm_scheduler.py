@@ -237,7 +237,7 @@ class VllmScheduler:
         here = min(prefix, (num_tokens - 1) // BLOCK) * BLOCK
         elsewhere = self.half.num_elsewhere(name, here)
         assert here + elsewhere <= num_tokens
-        num_blocks = -(-num_tokens // BLOCK)
+        num_blocks = -(-(here + elsewhere if elsewhere else num_tokens) // BLOCK)
         if not request.block_ids:
             request.block_ids = list(range(self._next_block, self._next_block + num_blocks))
             self._next_block += num_blocks
@@ -290,7 +290,7 @@ class VllmScheduler:
 
 
 def prompt(request_id: str, num_tokens: int = 9, params: Any = None) -> Arrival:
-    """A request; the prompt is the same for the same length."""
+    """A request; a longer prompt goes on where a shorter one ends."""
     return Arrival(request_id, list(range(num_tokens)), num_tokens, None, params)
 
 

@@ -1,7 +1,6 @@
-"""Real vLLM servers with our connector, on the CPU.
+"""Real vLLM servers with our connector, on the CPU. Our own packages come from this tree.
 
-`DIPTYCH_VLLM_PYTHON` names a Python that has vLLM's CPU build and what the extra `vllm` installs;
-our own packages come from this tree. On the import path of the tests (pytest's `pythonpath`).
+On the import path of the tests (pytest's `pythonpath`).
 """
 
 from __future__ import annotations
@@ -15,19 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from free_ports import free_port
 from model_kit.sensitive_model import VOCABULARY, save_sensitive_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from vllm_kit.environment import ENVIRONMENT, OPTIONS, ROOT, SERVE, START_S
 from waits import FOR_EVER_S, wait_until
 
-ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("DIPTYCH_VLLM_PYTHON", "")
-needs_vllm = pytest.mark.skipif(
-    not PYTHON, reason="DIPTYCH_VLLM_PYTHON names no Python that has vLLM"
-)
-START_S = 900.0
-"""vLLM takes 45 to 130 s to start where nothing else runs."""
 MODEL = "sensitive"
 OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
 
@@ -81,18 +73,13 @@ class VllmServer:
     ) -> None:
         self.port = free_port()
         self._log = log
-        variables = os.environ | {
-            "PYTHONPATH": ":".join(str(ROOT / folder) for folder in OURS),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **(environment or {}),
-        }
-        command = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", model, "--host", "127.0.0.1"]
-        command += ["--port", str(self.port), "--served-model-name", MODEL, "--dtype", "float32"]
-        command += ["--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"]
-        command += ["--enforce-eager", "--kv-transfer-config", json.dumps(kv_transfer), *more]
+        ours = ":".join(str(ROOT / folder) for folder in OURS)
+        variables = os.environ | ENVIRONMENT | {"PYTHONPATH": ours} | dict(environment or {})
+        command = [
+            *SERVE, model, "--port", str(self.port), "--served-model-name", MODEL, *OPTIONS,
+            "--max-model-len", "1024", "--block-size", "32", "--num-gpu-blocks-override", "512",
+            "--kv-transfer-config", json.dumps(kv_transfer), *more,
+        ]  # fmt: skip
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
@@ -158,9 +145,13 @@ class VllmServer:
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
         """Compute a prompt for another engine. Returns the reference to its KV."""
-        response = self.post(prompt, 1, kv_transfer_params={"do_remote_decode": True})
-        params: dict[str, Any] = response.json()["kv_transfer_params"]
-        return params
+        return self.begin(prompt)[1]
+
+    def begin(self, prompt: list[int], **fields: Any) -> tuple[list[int], dict[str, Any]]:
+        """The same; returns the answer's first token, too."""
+        fields["kv_transfer_params"] = {"do_remote_decode": True}
+        body = self.post(prompt, 1, **fields).json()
+        return body["choices"][0]["token_ids"], body["kv_transfer_params"]
 
     # --- what it holds ------------------------------------------------------------------------
 

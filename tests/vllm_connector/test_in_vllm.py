@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
-from vllm_server import (
-    MODEL,
-    START_S,
-    VllmServer,
-    connector_config,
-    needs_vllm,
-    save_model_for_vllm,
-)
+from vllm_kit.environment import START_S, needs_vllm
+from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
 from waits import wait_until
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -79,6 +73,57 @@ def test_one_prefill_and_one_decode_answer_as_one_engine_does(
     assert fetched >= sum(len(question.prompt) for question in asked)
     wait_until(p.holds_nothing)
     wait_until(d.holds_nothing)
+
+
+BLOCK = 32
+REMEMBERED = 2 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def at_borders(model: str) -> list[Question]:
+    """Prompts that end right before, at and right behind the end of a block."""
+    return [
+        questions(model, 1, shortest=length - 1, longest=length - 1, seed=length)[0]
+        for length in (BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1)
+    ]
+
+
+@pytest.mark.parametrize("remembers", [False, True], ids=["nothing", "two blocks"])
+def test_p_s_token_goes_on_at_d(
+    p: VllmServer, d: VllmServer, at_borders: list[Question], remembers: bool
+) -> None:
+    """D gets the prompt and P's token, with the reference of the prompt, of which it remembers
+    nothing or two blocks. Then it is asked alone, with the KV of both in its prefix cache."""
+    fields: dict[str, Any] = {"cache_salt": f"remembers {remembers}"}
+    for question in at_borders:
+        num_tokens = len(question.prompt)
+        if remembers:
+            d.answer([*question.prompt[:REMEMBERED], 9], 1, **fields)
+        fetched = d.metric("vllm:external_prefix_cache_hits_total")
+        first, params = p.begin(question.prompt, **fields)
+        prompt = question.prompt + first
+        rest = d.answer(prompt, ANSWER_TOKENS - 1, kv_transfer_params=params, **fields)
+        assert first + (rest or []) == question.answer
+        here = min(num_tokens // BLOCK * BLOCK, REMEMBERED) if remembers else 0
+        fetched = d.metric("vllm:external_prefix_cache_hits_total") - fetched
+        assert fetched == num_tokens - here
+
+        remembered = d.metric("vllm:prefix_cache_hits_total")
+        for known in (0, 1, ANSWER_TOKENS - 1):
+            prompt = question.prompt + question.answer[:known]
+            assert d.answer(prompt, ANSWER_TOKENS - known, **fields) == question.answer[known:]
+        remembered = d.metric("vllm:prefix_cache_hits_total") - remembered
+        assert remembered >= (num_tokens - 1) // BLOCK * BLOCK
+    wait_until(p.holds_nothing)
+    wait_until(d.holds_nothing)
+
+
+def test_a_reference_of_a_longer_prompt_or_another_beginning_is_an_error(
+    p: VllmServer, d: VllmServer, at_borders: list[Question]
+) -> None:
+    question = at_borders[-1]
+    for prompt in (question.prompt[:-1], [9, *question.prompt[1:], 9]):
+        assert d.answer(prompt, 1, kv_transfer_params=p.prefill(question.prompt)) is None
 
 
 def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(

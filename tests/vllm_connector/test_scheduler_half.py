@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -115,6 +116,47 @@ def test_a_good_reference_is_held_while_the_request_queues_and_then_fetched() ->
     half.finished("r", BLOCKS, by_length=True)
     assert half.take_orders() == []
     assert (len(half), half.reports_dropped) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("lent", "num_here", "num_tokens", "wanted"),
+    [
+        (7, 0, 7, {0: 5, 1: 7}),
+        (8, 0, 8, {0: 5, 1: 7}),
+        (9, 0, 9, {0: 5, 1: 7, 2: 6}),
+        (7, 4, 3, {1: 7}),
+        (9, 8, 1, {2: 6}),
+        (8, 8, 0, {}),
+        (3, 8, 0, {}),
+    ],
+)
+def test_a_reference_serves_a_prompt_that_goes_on(
+    lent: int, num_here: int, num_tokens: int, wanted: dict[int, int]
+) -> None:
+    """The prompt has a tenth token at least, which is computed here."""
+    half = make_half()
+    half.arrived(prompt("r", 10, reference(1, lent)))
+    half.take_orders()
+    assert half.num_elsewhere("r", num_here) == num_tokens
+    half.allocated("r", BLOCKS, num_tokens)
+    fetch = Fetch("r/1", "r", lease_of(1), prompt("", lent).digest, wanted, lent)
+    assert half.take_orders() == [fetch if wanted else Cancel("r/1")]
+
+
+def test_a_reference_is_for_the_beginning_of_a_prompt_and_its_salt() -> None:
+    half = make_half()
+    others = {
+        "another beginning": Arrival("", [9, *range(1, 10)], 10, None, reference(1)),
+        "another salt": Arrival("", list(range(10)), 10, "salt", reference(1)),
+        "shorter": prompt("", 8, reference(1)),
+        "from the second token on": Arrival("", list(range(1, 11)), 10, None, reference(1)),
+    }
+    for name, arrival in others.items():
+        half.arrived(dataclasses.replace(arrival, request_id=name))
+        num_tokens = half.num_elsewhere(name, 0)
+        assert num_tokens == arrival.num_tokens, "or it would be computed here, as if it had none"
+        half.allocated(name, BLOCKS, num_tokens)
+    assert half.take_orders() == [Fail(name) for name in others]
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,14 @@ class AnythingHappens(RuleBasedStateMachine):
             self.bad.discard(name)
             self.vllm.add(prompt(name, length, {"do_remote_decode": True, "lease_id": lease}))
 
-    @rule(name=names, length=st.integers(1, 13))
-    def add_with_reference(self, name: str, length: int) -> None:
+    @rule(name=names, length=st.integers(1, 13), more=st.integers(0, 5))
+    def add_with_reference(self, name: str, length: int, more: int) -> None:
         if self.may_add(name):
             self.bad.discard(name)
             self.num_leases += 1
             params = reference(self.num_leases, length)
             self.used.append(params)
-            self.vllm.add(prompt(name, length, params))
+            self.vllm.add(prompt(name, length + more, params))
 
     @rule(
         name=names,

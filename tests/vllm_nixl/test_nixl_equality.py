@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
+from vllm_kit.environment import START_S
 from vllm_nixl import NixlEngine, Pair, needs_nixl
-from vllm_server import START_S, save_model_for_vllm
+from vllm_server import save_model_for_vllm
 from waits import wait_until
 
 pytestmark = [needs_nixl, pytest.mark.slow, pytest.mark.timeout(2 * START_S)]

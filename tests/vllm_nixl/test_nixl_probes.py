@@ -18,8 +18,9 @@ import httpx
 import pytest
 from free_ports import free_port
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
+from vllm_kit.environment import START_S
 from vllm_nixl import NOBODY, Counters, NixlEngine, Pair, needs_nixl
-from vllm_server import MODEL, START_S, VllmServer, save_model_for_vllm
+from vllm_server import MODEL, VllmServer, save_model_for_vllm
 from waits import wait_until
 
 pytestmark = [needs_nixl, pytest.mark.slow, pytest.mark.timeout(2 * START_S + 600)]

@@ -4,6 +4,9 @@
        │          └──no tokens to load, or finished: the lease is given back──▶ DONE
        └────▶ REFUSED ──blocks allocated──▶ LOADING, as a load that fails
 
+A reference is for the first tokens of a prompt, or for all of them. vLLM computes the tokens behind
+them here.
+
 A request whose reference is not good must not be computed as if it had none: it is failed. vLLM
 fails a request only through a load, so the worker reports one that was never begun.
 """
@@ -37,7 +40,8 @@ class Fetched:
     load: str
     """The name of its load, which no other load has."""
     num_tokens: int
-    """Length of its prompt."""
+    """How many tokens of its prompt, from the first one on, come from elsewhere or not at all:
+    those that the reference is for, or if it is not good, all."""
     state: State
     params: KVTransferParams | None
     """None if they could not even be read."""
@@ -63,29 +67,29 @@ class Fetching:
 
     def arrived(self, request: Arrival, params: KVTransferParams) -> list[Order]:
         """Check a reference, and keep its lease alive if it is good."""
-        fetched = self._enter(request, State.HELD, params)
+        num_tokens = params.remote_num_tokens or 0
         try:
-            self.references.check_use(params, request.digest)
+            self.references.check_use(params, request.digest_of_first(num_tokens))
         except UnprovenReferenceError as exc:
-            self._refuse(request.request_id, fetched, str(exc))
+            self.refused(request, str(exc), params)
             return []
+        fetched = self._enter(request, State.HELD, params, num_tokens)
         self.references.take(params)
         return [Hold(fetched.load, lease_of(params, self.lease_seconds))]
 
     def refused(self, request: Arrival, reason: str, params: KVTransferParams | None) -> None:
         """A request came with a reference that it must not use."""
-        self._refuse(request.request_id, self._enter(request, State.REFUSED, params), reason)
+        self._enter(request, State.REFUSED, params, request.num_tokens)
+        log.warning("request %s: its KV is not fetched: %s", request.request_id, reason)
 
-    def _enter(self, request: Arrival, state: State, params: KVTransferParams | None) -> Fetched:
+    def _enter(
+        self, request: Arrival, state: State, params: KVTransferParams | None, num_tokens: int
+    ) -> Fetched:
         self._num_loads += 1
         load = f"{request.request_id}/{self._num_loads}"
-        fetched = Fetched(load, request.num_tokens, state, params)
+        fetched = Fetched(load, num_tokens, state, params)
         self._requests[request.request_id] = fetched
         return fetched
-
-    def _refuse(self, request_id: str, fetched: Fetched, reason: str) -> None:
-        fetched.state = State.REFUSED
-        log.warning("request %s: its KV is not fetched: %s", request_id, reason)
 
     def num_elsewhere(self, request_id: str, num_here: int) -> int:
         """How many tokens can be loaded behind the first `num_here` ones. It may be asked often."""

@@ -29,8 +29,15 @@ class Arrival:
 
     @property
     def digest(self) -> str:
-        """The digest that a lease of this KV has; empty if no lease can have this KV."""
-        return "" if self.token_ids is None else digest_of(self.token_ids, self.identity)
+        """The digest that a lease of the whole prompt's KV has; empty if no lease can have it."""
+        return self.digest_of_first(self.num_tokens)
+
+    def digest_of_first(self, num_tokens: int) -> str:
+        """The digest that a lease has of the KV of the prompt's first `num_tokens` tokens. If the
+        prompt has fewer, no lease of so many has this digest."""
+        if self.token_ids is None:
+            return ""
+        return digest_of(self.token_ids[:num_tokens], self.identity)
 
 
 def identity_of(salt: str | None, lora: str | None, images: Sequence[str]) -> str | None:

@@ -12,30 +12,11 @@ from pathlib import Path
 from typing import IO
 
 import httpx
-import pytest
 from free_ports import free_port
+from vllm_kit.environment import ENVIRONMENT, OPTIONS, SERVE, START_S
 from waits import wait_until
 
 from diptych_router.vllm.metrics import read_metrics
-
-VENV = Path(os.environ.get("DIPTYCH_VLLM", Path(__file__).parents[3] / ".vllm"))
-START_S = 900.0
-"""A busy machine may need minutes to import vLLM."""
-
-needs_vllm = pytest.mark.skipif(
-    not (VENV / "bin" / "vllm").exists(),
-    reason="vLLM is not installed: `make vllm` installs it, or DIPTYCH_VLLM names the virtual "
-    "environment that has it",
-)
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass
@@ -50,10 +31,8 @@ class RealVllm:
 
     def __post_init__(self) -> None:
         command = [
-            str(VENV / "bin" / "vllm"), "serve", self.model, "--host", "127.0.0.1",
-            "--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32",
-            "--max-num-seqs", "16", "--num-gpu-blocks-override", "64", "--enforce-eager",
-            *self.options,
+            *SERVE, self.model, "--port", str(self.port), "--served-model-name", "tiny",
+            "--num-gpu-blocks-override", "64", *OPTIONS, *self.options,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command,
