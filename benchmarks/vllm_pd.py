@@ -41,6 +41,8 @@ WHOLE, NIXL, OURS = "vLLM, one server", "1P1D, NIXL", "1P1D, our connector"
 REST_S, AFTER_LAST_ANSWER_S = 10.0, 2.0
 WARM_UP = Load(2, 64, 8, requests=4)
 LEASE_S = 120
+BLOCKS = 96
+"""Of 128 tokens: half a GiB in float32. Five servers have to fit in 16 GiB."""
 PACKAGES = ("protocol", "frontend", "kv_transfer", "vllm_connector")
 
 
@@ -120,7 +122,7 @@ def server(python: str, name: str, cores: Sequence[int], transfer: dict[str, obj
             str(Path(python).with_name("vllm")), "serve", str(vllm_model()),
             "--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL,
             "--dtype", vllm_dtype(), "--max-model-len", "2048", "--max-num-seqs", "16",
-            "--enforce-eager", *options,
+            "--num-gpu-blocks-override", str(BLOCKS), "--enforce-eager", *options,
         ]  # fmt: skip
 
     environment = vllm_environment(python) | {

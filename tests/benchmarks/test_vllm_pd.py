@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -12,6 +13,11 @@ from benchmarks.vllm_pd import NIXL, OURS, WHOLE, systems, two_legs
 
 REFERENCE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 P, D = "http://p", "http://d"
+
+
+async def streamed(events: list[dict[str, object]]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield b"data: %s\n\n" % json.dumps(event).encode()
 
 
 class Servers:
@@ -26,9 +32,9 @@ class Servers:
         self.sent.append((request.url.host, body))
         if request.url.host == "p":
             return httpx.Response(self.prefill_status, json={"kv_transfer_params": REFERENCE})
-        tokens = [{"choices": [{"text": "a"}]}] * 3
-        events = [*tokens, {"choices": [], "usage": {"completion_tokens": 3}}]
-        return httpx.Response(200, text="".join(f"data: {json.dumps(e)}\n\n" for e in events))
+        events: list[dict[str, object]] = [{"choices": [{"text": "a"}]} for _ in range(3)]
+        events.append({"choices": [], "usage": {"completion_tokens": 3}})
+        return httpx.Response(200, content=streamed(events))
 
     def ask(self) -> Sample:
         async def run() -> Sample:
