@@ -26,7 +26,7 @@ def test_what_is_built_for_cuda_is_left_out() -> None:
 
 
 def test_what_our_connector_needs_is_installed_beside_it() -> None:
-    pyproject = tomllib.loads((install_vllm.ROOT / "pyproject.toml").read_text())
+    pyproject = tomllib.loads(Path(install_vllm.__file__).with_name("pyproject.toml").read_text())
     extra = {
         pin.partition("==")[0]: pin for pin in pyproject["project"]["optional-dependencies"]["vllm"]
     }

@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from vllm_kit.environment import ENVIRONMENT, OPTIONS, ROOT, SERVE, START_S
 from waits import FOR_EVER_S, wait_until
 
+from diptych_vllm.figures import FIGURES
+
 MODEL = "sensitive"
 OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
 
@@ -159,6 +161,10 @@ class VllmServer:
         """The sum of a metric, over all labels."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    def figures(self) -> dict[str, float]:
+        """What the connector has counted, by the names of `diptych_vllm.figures`."""
+        return {name: self.metric(f"vllm:diptych_{name}_total") for name in FIGURES}
 
     def holds_nothing(self) -> bool:
         """No block is in use, by a request or for another engine."""

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
+from model_kit.sensitive_model import ANSWER_TOKENS, HIDDEN, Question, questions
 from vllm_kit.environment import START_S, needs_vllm
 from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
-from waits import wait_until
+from waits import PATIENCE_S, wait_until
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 SETTINGS = {"lease_seconds": 60, "load_timeout_s": 60}
 """Long enough for a busy machine, and shorter than a wait of the tests."""
+BLOCK = 32
+BLOCK_BYTES = 2 * 2 * BLOCK * HIDDEN * 4
+"""Keys and values of two layers."""
+REMEMBERED = 2 * BLOCK
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def asked(model: str) -> list[Question]:
     """Prompts of one to twenty blocks, with the answers that our own engine gives."""
-    return questions(model, 40, shortest=24, longest=600)
+    return questions(model, 200, shortest=24, longest=600)
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +71,54 @@ def handed_over(p: VllmServer, d: VllmServer, question: Question) -> list[int] |
 def test_one_prefill_and_one_decode_answer_as_one_engine_does(
     p: VllmServer, d: VllmServer, asked: list[Question]
 ) -> None:
-    """Each prompt twice: the second time both engines have a part of it in their prefix caches."""
+    """Some prompts twice: the second time both engines have a part of it in their prefix caches."""
     before = d.metric("vllm:external_prefix_cache_hits_total")
+    order = [*asked, *asked[:40]]
     with ThreadPoolExecutor(4) as users:
-        answers = list(users.map(lambda question: handed_over(p, d, question), [*asked, *asked]))
-    assert answers == [question.answer for question in [*asked, *asked]]
+        answers = list(users.map(lambda question: handed_over(p, d, question), order))
+    assert answers == [question.answer for question in order]
     fetched = d.metric("vllm:external_prefix_cache_hits_total") - before
     assert fetched >= sum(len(question.prompt) for question in asked)
     wait_until(p.holds_nothing)
     wait_until(d.holds_nothing)
 
 
-BLOCK = 32
-REMEMBERED = 2 * BLOCK
+def test_vllm_s_metrics_have_what_was_moved_and_what_was_refused(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    question, salt = asked[0], {"cache_salt": "nobody has this prompt"}
+    before = {server: server.figures() for server in (p, d)}
+    _, params = p.begin(question.prompt, **salt)
+    assert d.answer(question.prompt, 1, kv_transfer_params=params, **salt) is not None
+    num_blocks = -(-len(question.prompt) // BLOCK)
+    assert d.figures()["blocks_received"] - before[d]["blocks_received"] == num_blocks
+    assert d.answer(question.prompt, 1, kv_transfer_params=params, **salt) is None
+
+    moved = {"blocks": num_blocks, "bytes": num_blocks * BLOCK_BYTES}
+    sent = {f"{what}_sent": number for what, number in moved.items()}
+    received = {f"{what}_received": number for what, number in moved.items()}
+    expected = {
+        p: {"leases_granted": 1, "leases_released": 1, **sent},
+        d: {"loads_completed": 1, "references_refused": 1, **received},
+    }
+    for server, grown in expected.items():
+        wait_until(functools.partial(_has_grown, server, before[server], grown), str(grown))
+
+
+def _has_grown(server: VllmServer, before: dict[str, float], grown: dict[str, int]) -> bool:
+    now = server.figures()
+    return now == {name: total + grown.get(name, 0) for name, total in before.items()}
+
+
+def test_a_reference_serves_one_answer_of_several(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    params = p.prefill(asked[0].prompt)
+    response = d.post(asked[0].prompt, 4, n=2, temperature=1.0, kv_transfer_params=params)
+    assert response.status_code == 500
+    assert "the reference was used here before; prefill again" in d.log
+    wait_until(d.holds_nothing)
+    wait_until(p.holds_nothing)
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +253,24 @@ def test_a_refused_request_frees_its_prefill(
     assert refused.status_code == 404
     wait_until(p.holds_nothing)
     assert p.log.count("its lease was revoked") == before + 1, "not because it expired"
+
+
+def test_rejections_free_p_at_once(p: VllmServer, asked: list[Question]) -> None:
+    """As a router sends them: to P itself, with nothing but the lease. Prints how long it took from
+    the rejection to when `/metrics` said that P holds nothing."""
+    expired = p.figures()["leases_expired"]
+    seconds = []
+    for number in range(200):
+        params = p.prefill(asked[number].prompt)
+        assert not p.holds_nothing()
+        began = time.perf_counter()
+        assert p.post([1], 1, model="none", kv_transfer_params=params).status_code == 404
+        while not p.holds_nothing():
+            assert time.perf_counter() - began < PATIENCE_S
+        seconds.append(time.perf_counter() - began)
+    assert p.figures()["leases_expired"] == expired
+    median, *_, p99 = (statistics.quantiles(seconds, n=100)[at] for at in (49, 98))
+    print(f"free after {1e3 * median:.1f} ms, p99 {1e3 * p99:.1f}, max {1e3 * max(seconds):.1f}")
 
 
 @pytest.mark.parametrize("after", [b"", b"data:"], ids=["at once", "after its first token"])

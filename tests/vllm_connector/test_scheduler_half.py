@@ -115,7 +115,7 @@ def test_a_good_reference_is_held_while_the_request_queues_and_then_fetched() ->
     assert half.awaited(set(), {"r"}) == (set(), set())
     half.finished("r", BLOCKS, by_length=True)
     assert half.take_orders() == []
-    assert (len(half), half.reports_dropped) == (0, 1)
+    assert (len(half), half.take_figures()) == (0, {"reports_dropped": 1})
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,15 @@ def test_reports_of_what_nobody_waits_for_are_dropped_and_counted() -> None:
     half = make_half()
     half.arrived(prompt("plain", 9, None))
     assert half.awaited({"plain", "unknown"}, {"plain"}) == (set(), set())
-    assert half.reports_dropped == 2
+    assert half.take_figures() == {"reports_dropped": 2}
+
+
+def test_bad_references_are_counted() -> None:
+    half = make_half(fetches=False)
+    half.arrived(prompt("r", 8, reference(1)))
+    half.arrived(prompt("s", 8, "garbage"))
+    assert half.take_figures() == {"references_refused": 2}
+    assert half.take_figures() == {}
 
 
 def test_orders_leave_once() -> None:

@@ -86,6 +86,17 @@ def test_each_block_of_each_layer_arrives_in_its_place_and_nothing_else_is_touch
     p.step()
     assert wait_until(d.ended) == Results(received={"r"})
     assert wait_until(p.ended) == Results(sent={"r"})
+    moved = {"blocks": 3, "bytes": 3 * sum(x[0].nbytes for x in d.kv.values())}
+    assert d.worker.take_figures() == {
+        "loads_completed": 1,
+        **{f"{what}_received": number for what, number in moved.items()},
+    }
+    assert p.worker.take_figures() == {
+        "leases_granted": 1,
+        "leases_released": 1,
+        **{f"{what}_sent": number for what, number in moved.items()},
+    }
+    assert d.worker.take_figures() == p.worker.take_figures() == {}
     for name, tensor in d.kv.items():
         assert torch.equal(tensor[[1, 2, 9]], p.kv[name][[7, 3, 4]])
         others = [block for block in range(NUM_BLOCKS) if block not in (1, 2, 9)]
@@ -101,6 +112,8 @@ def test_a_lease_that_is_given_up_frees_its_blocks_and_fails_who_comes_later(
     assert wait_until(p.ended) == Results(sent={"r"})
     d.fetch("r", [1, 2, 9], 10, params)
     assert wait_until(d.ended) == Results(received={"r"}, failed={"r"})
+    assert d.worker.take_figures() == {"loads_failed": 1}
+    assert p.worker.take_figures()["leases_revoked"] == 1
 
 
 def test_a_request_that_goes_frees_both_engines(p: Engine, d: Engine) -> None:

@@ -1,7 +1,7 @@
 """`DiptychConnector`: what vLLM calls. It translates, and decides nothing.
 
 vLLM loads it by `kv_connector_module_path` and makes one in its scheduler's process and one in each
-worker. This is the only module that imports vLLM.
+worker. Only this module and `metrics` import vLLM.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
 from diptych_vllm.kv_memory import KVTensor, compat_of, shards_of
+from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
 from diptych_vllm.request import Arrival, identity_of
 from diptych_vllm.scheduler_half import SchedulerHalf
@@ -217,6 +218,28 @@ class DiptychConnector(KVConnectorBase_V1):
             return KVConnectorTransferResults()
         results = self._worker.collect()
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    # --- in both, and in the front-end ----------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> StepFigures | None:
+        # A scheduler half that follows no request is false, and has figures all the same.
+        half = self._worker if self._scheduler is None else self._scheduler
+        figures = None if half is None else half.take_figures()
+        return StepFigures(figures) if figures else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StepFigures:
+        return StepFigures(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Counters:
+        return Counters(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -61,6 +61,8 @@ class Fetching:
     """Requests whose loads the worker has to report. vLLM keeps their blocks until then, even if
     they have finished."""
     _num_loads: int = 0
+    num_refused: int = 0
+    """Requests that came with references that they must not use."""
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._awaited)
@@ -80,6 +82,7 @@ class Fetching:
     def refused(self, request: Arrival, reason: str, params: KVTransferParams | None) -> None:
         """A request came with a reference that it must not use."""
         self._enter(request, State.REFUSED, params, request.num_tokens)
+        self.num_refused += 1
         log.warning("request %s: its KV is not fetched: %s", request.request_id, reason)
 
     def _enter(

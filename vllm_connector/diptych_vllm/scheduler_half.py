@@ -11,6 +11,7 @@ from typing import Any
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import InvalidRequestError, KVTransferParams
 from diptych_vllm.fetching import Fetching
+from diptych_vllm.figures import Growth
 from diptych_vllm.lending import Lending
 from diptych_vllm.orders import Order, RevokeAll
 from diptych_vllm.request import Arrival
@@ -42,6 +43,7 @@ class SchedulerHalf:
         self._fetching = Fetching(references, block_size, lease_seconds)
         self._engine: KVTransferParams | None = None
         self._orders: list[Order] = []
+        self._growth = Growth()
         self.reports_dropped = 0
         """Reports of the worker half that were about nothing that vLLM waits for."""
 
@@ -168,3 +170,12 @@ class SchedulerHalf:
             log.error("request %s: a report that nobody waits for is dropped", request_id)
         self.reports_dropped += len(dropped)
         return good_sent, good_received
+
+    def take_figures(self) -> dict[str, int]:
+        """What was counted since the last call; see `figures.OF_SCHEDULER`."""
+        return self._growth.of(
+            {
+                "references_refused": self._fetching.num_refused,
+                "reports_dropped": self.reports_dropped,
+            }
+        )

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from diptych_kv_transfer import LeaseEnded, LoadEnded, PrefixAsked
 from diptych_kv_transfer.connector import HingeDriver
+from diptych_vllm.figures import Growth, totals_of
 from diptych_vllm.orders import (
     Cancel,
     Fail,
@@ -33,6 +34,7 @@ class WorkerHalf:
     def __init__(self, driver: HingeDriver) -> None:
         self._driver = driver
         self._transfers = Transfers()
+        self._growth = Growth()
 
     def obey(self, orders: Iterable[Order]) -> None:
         """Carry out the orders of a step, in order."""
@@ -114,6 +116,10 @@ class WorkerHalf:
     def _lend_no_prefix(self, lease_id: str) -> None:
         """vLLM's prefix cache is not ours to lend; the other engine computes what it lacks."""
         self._driver.tell(lambda hinge, now: hinge.leases.lend_prefix(lease_id, [], b"", now))
+
+    def take_figures(self) -> dict[str, int]:
+        """What the hinge has counted since the last call; see `figures.OF_HINGE`."""
+        return self._growth.of(totals_of(self._driver.stats()))
 
     def close(self) -> None:
         """Cut all connections. Safe to call twice."""
