@@ -328,23 +328,30 @@ def test_d_waits_without_end_for_a_p_that_stands_still_and_keeps_the_blocks_of_a
         wait_until(pair.p.holds_nothing)
 
 
-def test_d_fails_old_references_of_a_p_that_was_started_again_and_then_new_ones_work(
+def started_again(pair: Pair, engine: NixlEngine, model: str, log: Path, side_port: int) -> None:
+    """P is killed, and another one starts in its place."""
+    pair.p.kill()
+    pair.p = engine.start(model, log, side_port)
+    pair.p.wait_until_ready()
+
+
+def test_a_p_that_was_started_again_under_its_name_never_hands_over_to_the_same_d_again(
     pair: Pair, fresh: Iterator[Question], model: str, side_port: int, tmp_path: Path,
 ) -> None:  # fmt: skip
-    first, second = next(fresh), next(fresh)
-    old, older = pair.p.prefill(first.prompt), pair.p.prefill(second.prompt)
-    pair.p.kill()
-    assert pair.d.answer(first.prompt, ANSWER_TOKENS, kv_transfer_params=old) is None
-    pair.p = P.start(model, tmp_path / "p", side_port)
-    pair.p.wait_until_ready()
-    used_again(pair, fresh)
-    seen = [pair.d.answer(second.prompt, ANSWER_TOKENS, kv_transfer_params=older)]
-    print("older", seen, seen[0] == second.answer, pair.counters())
+    """D keeps the dead connection of that name."""
+    started_again(pair, P, model, tmp_path / "p", side_port)
     for _ in range(4):
-        third = next(fresh)
-        got = handed_over(pair, third)
-        print("new", got == third.answer, got, pair.counters())
-    older2 = older
-    got = pair.d.answer(second.prompt, ANSWER_TOKENS, kv_transfer_params=older)
-    print("older again", got, got == second.answer, pair.counters())
-    assert False
+        with pair.counts(Counters(failed=2, failed_notifications=1)):
+            assert handed_over(pair, next(fresh)) is None
+    question = next(fresh)
+    assert pair.d.answer(question.prompt, ANSWER_TOKENS) == question.answer
+
+
+def test_a_p_that_was_started_again_under_another_name_hands_over_and_old_references_are_errors(
+    pair: Pair, fresh: Iterator[Question], model: str, side_port: int, tmp_path: Path,
+) -> None:  # fmt: skip
+    question, new = next(fresh), next(fresh)
+    params = pair.p.prefill(question.prompt)
+    started_again(pair, NixlEngine("kv_producer", LEASE_S), model, tmp_path / "p", side_port)
+    assert pair.d.answer(question.prompt, ANSWER_TOKENS, kv_transfer_params=params) is None
+    assert handed_over(pair, new) == new.answer
