@@ -91,7 +91,7 @@ crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew fr
 	$(BIN)/python charts/generate.py
 
 images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster
-	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py
+	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))
 
 cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an API server, that of $$KUBECONFIG
 	export DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config}; \

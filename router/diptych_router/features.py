@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from diptych_protocol import EngineCoreRequest, InvalidRequestError
-from diptych_protocol.config import Runtime
+from diptych_protocol import EngineCoreRequest, InvalidRequestError, RouterConfig
+from diptych_protocol.config import Connector, Runtime
 
 Asks = Callable[[EngineCoreRequest], object]
 """Whether a request asks for a feature."""
@@ -21,8 +21,12 @@ class Features:
     """What engines of one runtime can do besides generating tokens from tokens."""
 
     runtime: Runtime
-    prefill_pool: bool = True
-    """A prefill engine hands requests over to a decode engine."""
+    connectors: tuple[Connector, ...] = ("diptych",)
+    """What can hand KV over from a prefill to a decode engine."""
+    needs_prefill_pool: bool = True
+    """The decode pool alone is no service."""
+    tells_received: bool = True
+    """Says how much of each prompt it has received, so that a canary can tell by that."""
     embeddings: bool = True
     prompt_embeds: bool = True
     images: bool = True
@@ -37,7 +41,9 @@ FEATURES: Final[dict[Runtime, Features]] = {
     "diptych": Features("diptych"),
     "vllm": Features(
         "vllm",
-        prefill_pool=False,
+        connectors=("diptych", "nixl", "none"),
+        needs_prefill_pool=False,
+        tells_received=False,
         embeddings=False,
         prompt_embeds=False,
         images=False,
@@ -83,22 +89,29 @@ _ASKED: Final = (
 )  # fmt: skip
 
 
-def check_pools(features: Features, *, prefill: bool) -> None:
-    """Raise `InvalidRequestError` if the pools that a router is given are not for these engines.
+def check_pools(config: RouterConfig, *, prefill: bool) -> None:
+    """Raise `InvalidRequestError` if the pools that a router is given are not for its engines.
 
     prefill: there is a prefill pool.
     """
-    if prefill and not features.prefill_pool:
+    features = FEATURES[config.runtime]
+    if prefill and config.connector == "none":
         raise InvalidRequestError(
-            f"--prefill: engines of the runtime {features.runtime} compute whole requests; leave "
-            "it out, and name all engines in --decode",
+            "--prefill: engines without a KV connector compute whole requests; leave it out and "
+            "name all engines in --decode, or set connector to the one that the engines have",
             param="--prefill",
         )
-    if not prefill and features.prefill_pool:
+    if features.needs_prefill_pool and not prefill:
         raise InvalidRequestError(
             f"--prefill: a service whose engines are of the runtime {features.runtime} has a "
             "prefill pool; name its engines",
             param="--prefill",
+        )
+    if config.connector not in features.connectors:
+        raise InvalidRequestError(
+            f"connector: engines of the runtime {features.runtime} hand KV over by "
+            f"{' or '.join(features.connectors)}, and not by {config.connector}",
+            param="connector",
         )
 
 

@@ -55,7 +55,7 @@ from diptych_router.policy import Role
 from diptych_router.pools import Pools
 from diptych_router.request_table import RequestTable
 from diptych_router.slo.promises import Promises
-from diptych_router.vllm.description import ServedModel
+from diptych_router.vllm.service import VllmService
 
 if TYPE_CHECKING:
     from diptych_router.router_tracer import RouterTracer
@@ -82,7 +82,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         tracer: RouterTracer | None = None,
     ) -> None:
         """`tracer`: who sends spans of the requests; whoever made it closes it."""
-        check_pools(FEATURES[config.runtime], prefill=bool(targets["prefill"]))
+        check_pools(config, prefill=bool(targets["prefill"]))
         super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
         """The router is about to end: it serves on, but wants no more to come."""
@@ -91,9 +91,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             targets,
             read_keys,
             serving,
-            served=ServedModel(config.name, inputs.vocab_size)
-            if config.runtime == "vllm"
-            else None,
+            vllm=VllmService.of(config, inputs.vocab_size) if config.runtime == "vllm" else None,
             on_change=self._pools_changed,
             on_outputs=self._handle_outputs,
             on_lost=self._engine_lost,

@@ -34,7 +34,7 @@ from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
 from diptych_router.serving import Serving, ServingFile
 from diptych_router.slo.first_token import FirstToken
-from diptych_router.vllm.description import ServedModel
+from diptych_router.vllm.service import VllmService
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Pools:
         read_keys: ReadKeys | None,
         serving: Path | None,
         *,
-        served: ServedModel | None = None,
+        vllm: VllmService | None = None,
         on_change: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
@@ -69,7 +69,7 @@ class Pools:
         """When a decode engine was last seen usable, on the monotonic clock."""
         self._config = config
         self._targets = targets
-        self._read_keys, self._served = read_keys, served
+        self._read_keys, self._vllm = read_keys, vllm
         self._serving = ServingFile(serving)
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
@@ -310,7 +310,7 @@ class Pools:
                     endpoint,
                     self._read_keys,
                     row,
-                    served=self._served,
+                    vllm=self._vllm,
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
@@ -389,13 +389,24 @@ class Pools:
             self.spawn(self.reject(request_id, params))
 
     async def reject(self, request_id: str, params: dict[str, Any]) -> None:
-        """Free a lease at the engine that granted it; its expiry is the safety net."""
+        """Have a lease freed; its expiry is the safety net."""
+        for link in self._who_frees(params):
+            try:
+                await link.client.call(
+                    "reject_kv_transfer", request_id, params, timeout_s=NOTIFY_TIMEOUT_S
+                )
+            except CALL_ERRORS as exc:
+                log.warning("request %s: lease not released: %s", request_id, exc)
+
+    def _who_frees(self, params: dict[str, Any]) -> list[EngineLink]:
+        """The engine that granted a lease. NIXL's leases end only at the word of an engine that
+        could read the blocks."""
+        if self._vllm is not None and self._vllm.reads_unchecked:
+            fit = (x for x in self.of("decode") if x.fingerprint == params.get("compat"))
+            return sorted(fit, key=lambda link: link.is_bad)[:1]
         owner = params.get("remote_engine_id")
-        for link in list(self.links.values()):
-            if link.description is not None and link.description.engine_id == owner:
-                try:
-                    await link.client.call(
-                        "reject_kv_transfer", request_id, params, timeout_s=NOTIFY_TIMEOUT_S
-                    )
-                except CALL_ERRORS as exc:
-                    log.warning("request %s: lease not released: %s", request_id, exc)
+        return [
+            link
+            for link in self.links.values()
+            if link.description is not None and link.description.engine_id == owner
+        ]

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from vllm_kit.sent import request
 
-from diptych_protocol import EngineCoreRequest, InvalidRequestError, LoRARequest, PoolingParams
+from diptych_protocol import (
+    EngineCoreRequest,
+    InvalidRequestError,
+    LoRARequest,
+    PoolingParams,
+    RouterConfig,
+)
 from diptych_router.features import FEATURES, check_features, check_pools, lacking
 
 
@@ -41,8 +47,28 @@ def test_what_every_runtime_has_is_not_refused() -> None:
         check_features(runtime, lacking(features), plain)
 
 
-@pytest.mark.parametrize(("runtime", "prefill"), [("vllm", True), ("diptych", False)])
-def test_pools_that_a_runtime_does_not_have_are_refused(runtime: Any, prefill: bool) -> None:
-    with pytest.raises(InvalidRequestError, match=f"--prefill: .*{runtime}"):
-        check_pools(FEATURES[runtime], prefill=prefill)
-    check_pools(FEATURES[runtime], prefill=not prefill)
+@pytest.mark.parametrize(
+    ("runtime", "connector", "prefill", "refused"),
+    [
+        ("diptych", "diptych", True, ""),
+        ("diptych", "diptych", False, "--prefill"),
+        ("diptych", "nixl", True, "connector"),
+        ("diptych", "none", True, "--prefill"),
+        ("vllm", "diptych", True, ""),
+        ("vllm", "diptych", False, ""),
+        ("vllm", "nixl", True, ""),
+        ("vllm", "nixl", False, ""),
+        ("vllm", "none", False, ""),
+        ("vllm", "none", True, "--prefill"),
+    ],
+)
+def test_pools_and_connectors_that_do_not_fit_are_refused(
+    runtime: Any, connector: Any, prefill: bool, refused: str
+) -> None:
+    config = RouterConfig(model="m", runtime=runtime, connector=connector)
+    if not refused:
+        check_pools(config, prefill=prefill)
+        return
+    with pytest.raises(InvalidRequestError, match=f"^{refused}: ") as raised:
+        check_pools(config, prefill=prefill)
+    assert raised.value.param == refused

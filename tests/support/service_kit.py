@@ -134,8 +134,9 @@ def make_router(
     """As `make_pools`, with the settings of a RouterConfig."""
     source = resolve_model(model)
     renderer = TextRenderer(source)
-    steered = {"policy": "least_loaded", **settings}  # by `open_tokens`, which tests may change
-    config = RouterConfig(model=model, served_name="smollm2", **steered)  # type: ignore[arg-type]
+    # By `open_tokens`, which tests may change.
+    usual = {"served_name": "smollm2", "policy": "least_loaded"}
+    config = RouterConfig(model=model, **{**usual, **settings})  # type: ignore[arg-type]
     inputs = InputProcessor(
         renderer,
         max_model_len=source.config.max_position_embeddings,

@@ -24,7 +24,13 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.admin import CanaryReport
-from diptych_router.canaries.trials import OUTPUT_TOKENS, complaint, prompt_length, received_tokens
+from diptych_router.canaries.trials import (
+    OUTPUT_TOKENS,
+    complaint,
+    prompt_length,
+    received_tokens,
+    unlike,
+)
 from diptych_router.engine_link import EngineLink
 from diptych_router.routed_request import RoutedRequest, Stage
 
@@ -36,6 +42,11 @@ that does not work ends sooner, by the hinge's own deadlines."""
 PROBE_TIMEOUT_S = 30.0
 """Time limit of the canary that closes a breaker: the next one comes by itself."""
 PROBE_TOKENS = 4
+TOLD_S = 5.0
+"""An engine that does not say what each request has received says within this time how much has
+come in all."""
+ALTERNATIVES = 10
+"""Of each token that an engine generates alone: how many others it is asked about."""
 
 Release = Callable[[str, dict[str, Any]], None]
 """Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
@@ -44,10 +55,12 @@ wait."""
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    outputs: list[EngineCoreOutput]
-    """The outputs of the decode engine."""
     received: KVTransferStats
     """What the decode engine received meanwhile, for this or any other request."""
+    computed: int
+    """Tokens of the prompt that the decode engine computed itself, as far as it says."""
+    error: str
+    """What is wrong with the answer; empty: nothing is."""
 
 
 async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:
@@ -71,23 +84,24 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
     begin = time.monotonic()
     try:
         async with asyncio.timeout(CANARY_TIMEOUT_S):
-            found = await _cross(request, prefill, decode, release)
+            found = await _cross(request, num_blocks, prefill, decode, release)
     except TimeoutError:
         error = f"no answer within {CANARY_TIMEOUT_S:g} s"
         return msgspec.structs.replace(report, error=error)
     except (DiptychError, msgspec.ValidationError) as exc:
         return msgspec.structs.replace(report, error=str(exc))
-    error = complaint(found.outputs, num_tokens, num_blocks, found.received.blocks_received)
     received = found.received
-    blocks = min(num_blocks, received.blocks_received)
+    # Engines that count no blocks tell bytes only.
+    in_all = received.blocks_received or (num_blocks if received.bytes_received else 0)
+    blocks = min(num_blocks, in_all)
     return msgspec.structs.replace(
         report,
-        ok=not error,
-        error=error,
-        computed_by_decode=num_tokens - received_tokens(found.outputs),
+        ok=not found.error,
+        error=found.error,
+        computed_by_decode=found.computed,
         # Users' blocks may have crossed meanwhile; all of them take about as many bytes.
         blocks=blocks,
-        bytes=received.bytes_received * blocks // max(1, received.blocks_received),
+        bytes=received.bytes_received * blocks // max(1, in_all),
         milliseconds=(time.monotonic() - begin) * 1000,
         transport=received.transport,
     )
@@ -145,7 +159,11 @@ def _random_request(length: int, vocabulary: int, max_tokens: int) -> EngineCore
 
 
 async def _cross(
-    request: EngineCoreRequest, prefill: EngineLink, decode: EngineLink, release: Release
+    request: EngineCoreRequest,
+    num_blocks: int,
+    prefill: EngineLink,
+    decode: EngineLink,
+    release: Release,
 ) -> _Findings:
     before = await _totals(decode)
     canary = RoutedRequest(request, len(request.prompt_token_ids or ()) + OUTPUT_TOKENS)
@@ -160,14 +178,45 @@ async def _cross(
     except BaseException:
         release(canary.core_id, canary.lease)
         raise
-    after = await _totals(decode)
-    return _Findings(
-        outputs,
-        KVTransferStats(
-            blocks_received=after.blocks_received - before.blocks_received,
-            bytes_received=after.bytes_received - before.bytes_received,
-            transport=after.transport,
-        ),
+    num_tokens = len(request.prompt_token_ids or ())
+    if decode.features.tells_received:
+        received = _difference(before, await _totals(decode))
+        error = complaint(outputs, num_tokens, num_blocks, received.blocks_received)
+        return _Findings(received, num_tokens - received_tokens(outputs), error)
+    received = await _received_since(before, decode)
+    if received.bytes_received <= 0:
+        error = "decode answered, but no byte crossed between the engines"
+        return _Findings(received, num_tokens, error)
+    tokens = [*canary.generated, *(token for out in outputs for token in out.new_token_ids)]
+    return _Findings(received, 0, unlike(tokens, await _alone(request, decode)))
+
+
+async def _alone(request: EngineCoreRequest, decode: EngineLink) -> list[EngineCoreOutput]:
+    """What the decode engine answers to the prompt by itself, remembering nothing of it."""
+    alone = msgspec.structs.replace(
+        request,
+        request_id=f"canary-{secrets.token_hex(8)}",
+        cache_salt=secrets.token_hex(8),
+        sampling_params=msgspec.structs.replace(request.sampling, logprobs=ALTERNATIVES),
+    )
+    return await decode.complete(alone)
+
+
+async def _received_since(before: KVTransferStats, decode: EngineLink) -> KVTransferStats:
+    """What has come since, once there is something; at the latest after `TOLD_S`."""
+    received = _difference(before, await _totals(decode))
+    end = time.monotonic() + TOLD_S
+    while received.bytes_received <= 0 and time.monotonic() < end:
+        await asyncio.sleep(TOLD_S / 20)
+        received = _difference(before, await _totals(decode))
+    return received
+
+
+def _difference(before: KVTransferStats, after: KVTransferStats) -> KVTransferStats:
+    return KVTransferStats(
+        blocks_received=after.blocks_received - before.blocks_received,
+        bytes_received=after.bytes_received - before.bytes_received,
+        transport=after.transport,
     )
 
 

@@ -10,6 +10,7 @@ its epoch, so a restarted one is new. Verified engines stay so, and lend themsel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ LONGEST_RETRY_S = 30.0
 PROMPT_BLOCKS = 2
 """Full blocks of a canary's prompt; one token more begins a third."""
 OUTPUT_TOKENS = 4
+NEARLY = 0.1
+"""Log-probabilities that differ by less are those of tokens that are about as likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,35 @@ def complaint(
         return f"only {blocks_received} of {blocks} blocks crossed the hinge"
     if not any(output.new_token_ids for output in outputs):
         return "decode made no token"
+    return ""
+
+
+def unlike(tokens: Sequence[int], alone: Sequence[EngineCoreOutput]) -> str:
+    """How the answer to a canary differs from what decode answers alone; empty: it does not.
+
+    Engines that compute in batches round differently from time to time, so a token that decode
+    finds nearly as likely as its own counts as the same. What comes after it may be anything.
+
+    Args:
+        tokens: the answer to the canary, all of it greedy.
+        alone: decode's own outputs, with log-probabilities of some alternatives for each token.
+    """
+    place = 0
+    for output in alone:
+        probable = output.new_logprobs
+        for index, own in enumerate(output.new_token_ids):
+            if place == len(tokens):
+                return ""
+            token, place = tokens[place], place + 1
+            if token == own:
+                continue
+            found: dict[int, float] = {}
+            if probable is not None:
+                ids, values = probable.logprob_token_ids[index], probable.logprobs[index]
+                found = dict(zip(ids, values, strict=True))
+            if found.get(own, 0.0) - found.get(token, -math.inf) <= NEARLY:
+                return ""
+            return f"token {place} is {token}, and decode alone answers {own}: its KV is wrong"
     return ""
 
 

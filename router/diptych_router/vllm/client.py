@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, Final
-
-import aiohttp
 
 from diptych_frontend.core_client.client import NotConnectedError
 from diptych_protocol import (
@@ -26,39 +25,20 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat, PrefixChanges
-from diptych_router.features import FEATURES
-from diptych_router.vllm.answer_stream import AnswerStream, MalformedStreamError, refusal
+from diptych_router.vllm.answer_stream import MalformedStreamError
 from diptych_router.vllm.busy_time import BusyTime
-from diptych_router.vllm.description import ServedModel, UnfitServerError
+from diptych_router.vllm.description import UnfitServerError
 from diptych_router.vllm.event_socket import follow
+from diptych_router.vllm.exchange import Exchanger
 from diptych_router.vllm.kv_events import RememberedBlocks
-from diptych_router.vllm.messages import (
-    GENERATE,
-    broken,
-    cannot_go_on,
-    cut_short,
-    generate_body,
-    given_up,
-    max_tokens_of,
-)
-from diptych_router.vllm.server import (
-    CONNECT_S,
-    CONNECTION_ERRORS,
-    TooLongError,
-    VllmServer,
-    open_session,
-    read_body,
-)
+from diptych_router.vllm.messages import broken, given_up
+from diptych_router.vllm.metrics import ServerFigures
+from diptych_router.vllm.server import CONNECTION_ERRORS, TooLongError, VllmServer, open_session
+from diptych_router.vllm.service import Doubt, VllmService
+from diptych_router.vllm.suspicion import Suspicion
 
 log = logging.getLogger(__name__)
 
-BEGIN_S: Final = 30.0
-"""From a request to the head of its answer. vLLM sends the head before it computes."""
-IDLE_S: Final = 600.0
-"""A stream that brings nothing for so long is broken, even if its request waits for its turn there.
-Servers that hang are found out much sooner, by their health."""
-DRAIN_S: Final = 5.0
-"""After the last output, how long the rest of a stream may take before its connection is closed."""
 BEAT_S: Final = 1.0
 WITHIN_S: Final = 3.0
 """A server is asked for its health every `BEAT_S`, and should answer within this time: it is a
@@ -69,31 +49,32 @@ LIVES_S: Final = 3.0
 """When a stream breaks, the server is asked whether it lives, and has so long for the answer."""
 COMPLAIN_S: Final = 2.0
 """A server that cannot serve is asked again after this time."""
-MAX_ERROR_BYTES: Final = 64 << 10
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=IDLE_S)
 
 
 class VllmClient:
     """Talks to the server at one address; must be created inside a running event loop.
 
     `on_outputs` and `on_lost` are as for `CoreClient`. Statistics come through `on_outputs`, as
-    heartbeats, once they were asked for.
+    heartbeats, once they were asked for. `on_doubt`: hand-offs of the server are not to be trusted
+    until it is verified again.
     """
 
     def __init__(
         self,
         endpoint: str,
-        served: ServedModel,
+        service: VllmService,
         *,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_lost: Callable[[EngineDeadError], None],
+        on_doubt: Doubt,
     ) -> None:
         self._address = endpoint.removeprefix("tcp://")
-        self._served = served
-        self._on_outputs, self._on_lost = on_outputs, on_lost
+        self._service = service
+        self._on_outputs, self._on_lost, self._on_doubt = on_outputs, on_lost, on_doubt
         self._session = open_session(self._address)
         self._server = VllmServer(self._session, self._address)
-        self._max_model_len = 0
+        self._exchanger: Exchanger | None = None
+        """None until it has described itself."""
         self._connected = self._closed = False
         self._open: dict[str, asyncio.Task[None]] = {}
         """By the ids of requests that have not ended."""
@@ -120,7 +101,7 @@ class VllmClient:
         `TimeoutError`.
         """
         try:
-            about = await self._server.describe(self._served, timeout_s)
+            about = await self._server.describe(self._service.model, timeout_s)
         except UnfitServerError as exc:
             if str(exc) != self._complaint:
                 self._complaint = str(exc)
@@ -128,7 +109,9 @@ class VllmClient:
             await asyncio.sleep(COMPLAIN_S)
             raise
         self._complaint = ""
-        self._max_model_len = about.max_model_len
+        about.kv_transfer = self._service.connector != "none"
+        self._exchanger = Exchanger(self._session, self._service, self._address, about)
+        self._service.listen(self._address, self._distrust)
         self._blocks = about.block_size, about.num_blocks
         self._busy = BusyTime()
         self._connected = True
@@ -136,22 +119,28 @@ class VllmClient:
 
     async def fetch_stats(self, timeout_s: float) -> SchedulerStats:
         """Its statistics of this moment. Raises as `describe` does."""
-        stats = (await self._server.figures(timeout_s)).stats
+        return (await self._fetch_figures(timeout_s)).stats
+
+    async def _fetch_figures(self, timeout_s: float) -> ServerFigures:
+        figures = await self._server.figures(timeout_s)
+        stats = figures.stats
+        if stats.kv_transfer is not None:
+            stats.kv_transfer.transport = self._service.connector
         stats.seconds_stepping = self._busy.reported(time.monotonic(), runs=stats.num_running > 0)
         stats.queued_prompt_tokens = sum(self._unstarted.values())
-        return stats
+        return figures
 
     def add(self, request: EngineCoreRequest) -> None:
         """Send a request. Raises `NotConnectedError`."""
         if self._closed:
             raise ClientClosedError(f"the client of {self._address} was closed")
-        if not self._connected:
+        if not self._connected or self._exchanger is None:
             raise NotConnectedError(f"no vLLM server answers at {self._address}")
         core_id = request.request_id
         self._num_sent += 1
         self._unstarted[core_id] = len(request.prompt_token_ids or ())
         self._busy.opened(time.monotonic())
-        self._open[core_id] = self._spawn(self._serve(request))
+        self._open[core_id] = self._spawn(self._serve(request, self._exchanger))
 
     def abort(self, request_ids: list[str]) -> None:
         """End these requests."""
@@ -172,14 +161,29 @@ class VllmClient:
             self._following = self._spawn(self._follow_blocks())
 
     async def call(self, method: str, *args: Any, timeout_s: float = 0.0) -> Any:
-        """A control call. Raises `UtilityError`: a vLLM server has none of them."""
+        """A control call. Raises `UtilityError` for all that a vLLM server does not offer."""
+        if method == "reject_kv_transfer":
+            _request_id, lease = args
+            await self._reject(lease, timeout_s)
+            return None
         raise UtilityError(f"{method}: engines of the runtime vllm do not offer this call")
+
+    async def _reject(self, lease: dict[str, Any], timeout_s: float) -> None:
+        """Have the blocks of a lease freed: by this server, or by the one that lends them.
+
+        Where decode engines read unchecked, one that was asked to read frees them itself.
+        """
+        even_if_taken = not self._service.reads_unchecked
+        params = self._service.references.release(lease, even_if_taken=even_if_taken)
+        if params is not None:
+            await self._server.give_back(params, timeout_s)
 
     def lost(self, cause: EngineDeadError) -> None:
         """It is gone, and all requests with it."""
         if not self._connected:
             return
         self._connected = False
+        self._service.cease(self._address)
         _end(self._beating)
         _end(self._following)
         self.abort(list(self._open))
@@ -190,6 +194,7 @@ class VllmClient:
         if self._closed:
             return
         self._closed, self._connected = True, False
+        self._service.cease(self._address)
         for task in self._tasks:
             task.cancel()
         self._spawn(self._session.close())
@@ -207,11 +212,11 @@ class VllmClient:
 
     # --- requests -----------------------------------------------------------------------------
 
-    async def _serve(self, request: EngineCoreRequest) -> None:
+    async def _serve(self, request: EngineCoreRequest, exchanger: Exchanger) -> None:
         """Send a request and hand on what comes. Whatever happens, it ends."""
         core_id = request.request_id
         try:
-            await self._exchange(request)
+            await exchanger.run(request, lambda outputs: self._hand_on(core_id, outputs))
             return
         except (MalformedStreamError, TooLongError) as exc:
             end = broken(core_id, str(exc))
@@ -225,38 +230,6 @@ class VllmClient:
             log.warning("request %s: %s", core_id, why)
             end = given_up(core_id)
         self._hand_on(core_id, [end])
-
-    async def _exchange(self, request: EngineCoreRequest) -> None:
-        core_id = request.request_id
-        if not FEATURES["vllm"].goes_on_with_forms and cannot_go_on(request):
-            self._hand_on(core_id, [cut_short(core_id)])
-            return
-        headers = {"content-type": "application/json", **(request.trace_headers or {})}
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(BEGIN_S) as limit:
-            response = await self._session.post(
-                GENERATE,
-                data=generate_body(request, self._max_model_len),
-                headers=headers,
-                timeout=_TIMEOUT,
-                allow_redirects=False,
-            )
-            try:
-                if response.status != 200:
-                    body = await read_body(response, MAX_ERROR_BYTES)
-                    self._hand_on(core_id, [refusal(core_id, response.status, body)])
-                    return
-                limit.reschedule(None)
-                most = max_tokens_of(request, self._max_model_len)
-                stream = AnswerStream(request, most, self._served.vocab_size)
-                async for data in response.content.iter_any():
-                    self._hand_on(core_id, stream.feed(data))
-                    if stream.ended:
-                        limit.reschedule(loop.time() + DRAIN_S)
-                if not stream.ended:
-                    raise ConnectionResetError("the stream ended before the answer")
-            finally:
-                response.close()  # one that was read to its end has given its connection back
 
     def _hand_on(self, core_id: str, outputs: list[EngineCoreOutput]) -> None:
         if not outputs or core_id not in self._open:
@@ -285,10 +258,11 @@ class VllmClient:
     async def _beat(self) -> None:
         """Pass its statistics on as heartbeats, until it is lost."""
         answered_at = time.monotonic()
+        suspicion = Suspicion(self._service)
         while self._connected:
             num_sent = self._num_sent
             try:
-                stats = await self.fetch_stats(LOST_S)
+                figures = await self._fetch_figures(LOST_S)
             except NotConnectedError as exc:
                 self.lost(exc)
                 return
@@ -298,14 +272,34 @@ class VllmClient:
                     self.lost(EngineDeadError(f"{self._address}: no answer for {LOST_S:g} s"))
                     return
             else:
-                answered_at = time.monotonic()
-                beat = Heartbeat(WITHIN_S)
+                now = time.monotonic()
+                silent_s, answered_at = now - answered_at, now
                 self._on_outputs(
                     EngineCoreOutputs(
-                        scheduler_stats=stats, requests_received=num_sent, heartbeat=beat
+                        scheduler_stats=figures.stats,
+                        requests_received=num_sent,
+                        heartbeat=Heartbeat(WITHIN_S),
                     )
                 )
+                self._judge(suspicion, figures, silent_s)
             await asyncio.sleep(BEAT_S)
+
+    def _judge(self, suspicion: Suspicion, figures: ServerFigures, silent_s: float) -> None:
+        """Look for what speaks against this server's hand-offs, and those that read from it."""
+        if why := suspicion.of_reads_from_it(figures):
+            self._on_doubt(why)
+            readers = self._service.references.readers(self._address, time.monotonic())
+            self._service.doubt(readers, f"it has read from {self._address}: {why}")
+        if why := suspicion.of_what_it_read(silent_s):
+            self._distrust(why)
+        elif why := suspicion.of_its_reads(figures):
+            self._on_doubt(why)
+
+    def _distrust(self, why: str) -> None:
+        """Some of what it remembers may be of other prompts: let it use nothing of that."""
+        if self._exchanger is not None and self._service.reads_unchecked:
+            self._exchanger.salt = secrets.token_hex(8)
+        self._on_doubt(why)
 
     async def _follow_blocks(self) -> None:
         """Pass on what the server remembers. Without that, requests go by its load alone."""

@@ -62,6 +62,7 @@ class _Generate(msgspec.Struct, omit_defaults=True):
     stream: bool
     cache_salt: str | None = None
     priority: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
 
@@ -108,7 +109,13 @@ answer_decoder: Final = msgspec.json.Decoder(Answer)
 _encoder: Final = msgspec.json.Encoder()
 
 
-def generate_body(request: EngineCoreRequest, max_model_len: int) -> bytes:
+def generate_body(
+    request: EngineCoreRequest,
+    max_model_len: int,
+    *,
+    kv_transfer_params: dict[str, Any] | None = None,
+    stream: bool = True,
+) -> bytes:
     """The body that asks a vLLM server to go on after all tokens so far.
 
     request: its `generated_token_ids` count as answered: towards `max_tokens` and `min_tokens`, and
@@ -120,9 +127,10 @@ def generate_body(request: EngineCoreRequest, max_model_len: int) -> bytes:
         request.request_id,
         [*(request.prompt_token_ids or ()), *done],
         _sampling(params, len(done), max_tokens_of(request, max_model_len)),
-        stream=True,
+        stream=stream,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        kv_transfer_params=kv_transfer_params,
     )
     if params.structured_outputs is not None:
         body.reasoning_ended = request.reasoning_ended
@@ -223,6 +231,13 @@ def failure(core_id: str, error: ErrorBody) -> EngineCoreOutput:
         error=f"vLLM: {error.message}",
         error_kind=kind,
         error_param=error.param,
+    )
+
+
+def too_late(core_id: str, why: str) -> EngineCoreOutput:
+    """The end of a request whose KV cannot be fetched any more. No engine is to blame."""
+    return EngineCoreOutput(
+        core_id, [], finish_reason=FinishReason.ERROR, error=why, error_param="kv_transfer_params"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych_protocol import SchedulerStats, UtilityError
+from diptych_protocol import KVTransferStats, SchedulerStats, UtilityError
 
 PREFIX: Final = "vllm:"
 RUNNING: Final = "vllm:num_requests_running"
@@ -23,9 +23,27 @@ _SUMS: Final = {
     "vllm:iteration_tokens_total_count": "steps",
 }
 """Sample -> what it is here. Samples of data-parallel cores of one server add up."""
+_TRANSFERS: Final = {
+    "vllm:nixl_bytes_transferred_sum": "bytes_received",
+    "vllm:nixl_bytes_transferred_count": "loads_completed",
+    "vllm:nixl_xfer_time_seconds_sum": "seconds_receiving",
+    "vllm:nixl_num_failed_transfers_total": "loads_failed",
+    "vllm:nixl_num_kv_expired_reqs_total": "leases_expired",
+    "vllm:diptych_bytes_received_total": "bytes_received",
+    "vllm:diptych_blocks_received_total": "blocks_received",
+    "vllm:diptych_loads_completed_total": "loads_completed",
+    "vllm:diptych_loads_failed_total": "loads_failed",
+    "vllm:diptych_leases_expired_total": "leases_expired",
+}
+"""The same of what a KV connector tells."""
+LATE: Final = "vllm:nixl_num_notifications_after_expiry_total"
+_FAILED: Final = (
+    "vllm:nixl_num_failed_transfers_total",
+    "vllm:nixl_num_failed_notifications_total",
+)
 _USAGE: Final = "vllm:kv_cache_usage_perc"
 _CACHE: Final = "vllm:cache_config_info"
-_WANTED: Final = (*_SUMS, _USAGE, _CACHE)
+_WANTED: Final = (*_SUMS, *_TRANSFERS, LATE, *_FAILED, _USAGE, _CACHE)
 
 
 class NoMetricsError(UtilityError):
@@ -39,6 +57,10 @@ class ServerFigures:
     stats: SchedulerStats
     block_size: int
     num_blocks: int
+    num_late: int = 0
+    """How often a decode engine said that it had read blocks of this one which were free again."""
+    num_failed: int = 0
+    """Reads that failed here, and messages about reads that did not get through."""
 
 
 def read_metrics(page: str) -> ServerFigures:
@@ -46,26 +68,26 @@ def read_metrics(page: str) -> ServerFigures:
 
     Only the lines that are wanted are parsed: a page has hundreds, and comes every second.
     """
-    sums: dict[str, float] = dict.fromkeys(_SUMS.values(), 0.0)
-    seen: set[str] = set()
+    sums: dict[str, float] = {}
     usage: list[float] = []
     sizes: list[tuple[int, int]] = []
     text = "\n".join(line for line in page.splitlines() if line.startswith(_WANTED)) + "\n"
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name in _SUMS:
-                    seen.add(sample.name)
-                    sums[_SUMS[sample.name]] += sample.value
-                elif sample.name == _USAGE:
+                if sample.name == _USAGE:
                     usage.append(sample.value)
                 elif sample.name == _CACHE:
                     labels = sample.labels
                     sizes.append((int(labels["block_size"]), int(labels["num_gpu_blocks"])))
-        figures = {name: int(value) for name, value in sums.items()}
+                else:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        figures = {name: int(sums.get(sample, 0.0)) for sample, name in _SUMS.items()}
+        kv_transfer = _transfers(sums)
+        late, failed = int(sums.get(LATE, 0.0)), int(sum(sums.get(x, 0.0) for x in _FAILED))
     except (ValueError, KeyError, OverflowError) as exc:
         raise NoMetricsError(f"its metrics cannot be read: {exc!r}") from exc
-    if RUNNING not in seen or not sizes or not usage:
+    if RUNNING not in sums or not sizes or not usage:
         raise NoMetricsError(f"its metrics lack {RUNNING}, {_USAGE} or {_CACHE}: is it vLLM?")
     block_size, num_blocks = sizes[0][0], sum(blocks for _, blocks in sizes)
     if block_size < 1 or num_blocks < 1:
@@ -82,5 +104,17 @@ def read_metrics(page: str) -> ServerFigures:
         prefix_cache_hits=figures["prefix_cache_hits"],
         num_preemptions=figures["num_preemptions"],
         steps=figures["steps"],
+        kv_transfer=kv_transfer,
     )
-    return ServerFigures(stats, block_size, num_blocks)
+    return ServerFigures(stats, block_size, num_blocks, late, failed)
+
+
+def _transfers(sums: dict[str, float]) -> KVTransferStats | None:
+    """What its KV connector has moved; None: it has none that tells."""
+    told = {name: sums[sample] for sample, name in _TRANSFERS.items() if sample in sums}
+    if not told:
+        return None
+    stats = KVTransferStats(seconds_receiving=told.pop("seconds_receiving", 0.0))
+    for name, value in told.items():
+        setattr(stats, name, int(value))
+    return stats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
@@ -17,6 +17,9 @@ from diptych_router.vllm.metrics import ServerFigures, read_metrics
 CONNECT_S: Final = 3.0
 PAGE_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 8 << 20
+COMPLETIONS: Final = "/v1/completions"
+NO_MODEL: Final = "no model: this request only gives blocks back"
+_UNKNOWN_MODEL: Final = 404
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError)
 """What HTTP calls raise, besides `TimeoutError`, which is among these."""
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
@@ -85,6 +88,25 @@ class VllmServer:
         except (NotConnectedError, UtilityError, TimeoutError):
             return False
         return True
+
+    async def give_back(self, params: dict[str, Any], timeout_s: float) -> None:
+        """Say that nobody wants the KV that these parameters describe. Raises as `figures`.
+
+        vLLM tells its KV connector of a request that it refuses after it has read it.
+        """
+        body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.post(
+                    COMPLETIONS, json=body, timeout=_TIMEOUT, allow_redirects=False
+                ) as response,
+            ):
+                await read_body(response, MAX_PAGE_BYTES)
+        except CONNECTION_ERRORS as exc:
+            raise NotConnectedError(f"{COMPLETIONS} of {self._address}: {exc!r}") from exc
+        if response.status != _UNKNOWN_MODEL:
+            raise UtilityError(f"{COMPLETIONS}: status {response.status}, and not a refusal")
 
     async def _page(self, path: str) -> bytes:
         status, body = await self._get(path)

@@ -20,13 +20,15 @@ from diptych_protocol import (
     EngineCoreOutputs,
     EngineDeadError,
     FinishReason,
+    RouterConfig,
     SchedulerStats,
     StructuredOutputsParams,
     UtilityError,
 )
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, ErrorKind
 from diptych_router.vllm.client import VllmClient
-from diptych_router.vllm.description import ServedModel, UnfitServerError
+from diptych_router.vllm.description import UnfitServerError
+from diptych_router.vllm.service import VllmService
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Line:
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     reports: list[SchedulerStats] = field(default_factory=list)
     losses: list[EngineDeadError] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
     def take(self, message: EngineCoreOutputs) -> None:
         self.outputs += message.outputs
@@ -60,9 +63,10 @@ async def line(server: FakeVllm) -> AsyncIterator[Line]:
     made = Line()
     made.client = VllmClient(
         f"tcp://{server.address}",
-        ServedModel("tiny", 64),
+        VllmService.of(RouterConfig(model="m", served_name="tiny"), 64),
         on_outputs=made.take,
         on_lost=made.losses.append,
+        on_doubt=made.doubts.append,
     )
     await made.client.describe(PATIENCE_S)
     yield made

@@ -47,6 +47,14 @@ def data(content: Any) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 
+
+def lent(token: int, params: Any, finish: str = "length") -> bytes:
+    """The whole answer of a prefill engine."""
+    choice = {"index": 0, "finish_reason": finish, "token_ids": [token]}
+    answer = {"request_id": "x", "choices": [choice], "kv_transfer_params": params}
+    return json.dumps(answer).encode()
+
+
 Script = Callable[["Exchange"], Awaitable[None]]
 
 
@@ -89,6 +97,8 @@ class FakeVllm:
         self.script: Script = three_tokens
         """How the next requests are answered."""
         self.exchanges: list[Exchange] = []
+        self.given_back: list[dict[str, Any]] = []
+        """The references that came with requests which it has refused."""
         self.metrics = METRICS
         self.models: Any = {"data": [{"id": "tiny", "root": "/m", "max_model_len": 512}]}
         self.health = 200
@@ -102,6 +112,7 @@ class FakeVllm:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/completions", self._refuse)
         for path, answer in {
             "/inference/v1/generate": lambda: web.Response(status=self.generate_status),
             "/health": lambda: web.Response(status=self.health),
@@ -128,6 +139,12 @@ class FakeVllm:
             return answer()
 
         return serve
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["model"] not in [model["id"] for model in self.models["data"]]
+        self.given_back.append(body["kv_transfer_params"])
+        return web.json_response({"error": {"message": "no such model"}}, status=404)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         exchange = Exchange(request, await request.json())

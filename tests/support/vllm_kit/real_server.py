@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -26,6 +26,7 @@ class RealVllm:
     model: str
     log: IO[bytes]
     options: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] = field(init=False)
 
@@ -36,7 +37,7 @@ class RealVllm:
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **self.variables},
             stdout=self.log,
             stderr=self.log,
             start_new_session=True,
@@ -68,14 +69,21 @@ class RealVllm:
 
 
 @contextlib.contextmanager
-def vllm_servers(model: str, logs: Path, number: int, *options: str) -> Iterator[list[RealVllm]]:
-    """So many servers, which answer, and end with the block."""
+def vllm_servers(
+    model: str,
+    logs: Path,
+    number: int,
+    *options: str,
+    variables: Sequence[dict[str, str]] | None = None,
+) -> Iterator[list[RealVllm]]:
+    """So many servers, which answer, and end with the block. variables: of each, besides those that
+    all have."""
     started: list[RealVllm] = []
     with contextlib.ExitStack() as files:
         try:
             for index in range(number):
                 log = files.enter_context((logs / f"vllm-{index}.log").open("wb"))
-                started.append(RealVllm(model, log, options))
+                started.append(RealVllm(model, log, options, (variables or [{}] * number)[index]))
             for server in started:
                 wait_until(server.answers, f"a vLLM server starts ({server.log.name})", START_S)
             yield started

@@ -1,0 +1,277 @@
+"""A router with prefill and decode servers: what each is sent, and what becomes of leases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from free_ports import free_port
+from service_kit import make_router
+from vllm_kit.fake_server import DONE, METRICS, Exchange, FakeVllm, data, event, lent, serving
+
+from diptych_protocol import EngineOverloadedError, SamplingParams
+from diptych_protocol.config import Connector
+from diptych_router.pool_client import PoolClient
+
+PROMPT = [11, 12, 13, 14]
+NIXL_METRICS = """\
+vllm:nixl_bytes_transferred_sum{engine="0"} %d.0
+vllm:nixl_bytes_transferred_count{engine="0"} %d.0
+# TYPE vllm:nixl_num_notifications_after_expiry_total counter
+vllm:nixl_num_notifications_after_expiry_total{engine="0"} %d.0
+"""
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode server, which compute nothing."""
+
+    p: FakeVllm
+    d: FakeVllm
+    lent: list[dict[str, Any]] = field(default_factory=list)
+    """All references that P has made."""
+    late: int = 0
+
+    def __post_init__(self) -> None:
+        for server in (self.p, self.d):
+            server.models["data"][0]["id"] = "smollm2"
+        self.p.script, self.d.script = self.prefill, self.decode
+        self.moves(0)
+
+    def moves(self, number: int) -> None:
+        """The servers say that so many hand-offs were made."""
+        for server, late in ((self.p, self.late), (self.d, 0)):
+            server.metrics = METRICS + NIXL_METRICS % (4096 * number, number, late)
+
+    async def prefill(self, exchange: Exchange) -> None:
+        if "kv_transfer_params" not in exchange.body:
+            await self.decode(exchange)
+            return
+        reference = {"do_remote_prefill": True, "remote_block_ids": [[len(self.lent)]], "new": 1}
+        self.lent.append(reference)
+        await exchange.write(lent(_token_at(exchange.body["token_ids"]), reference))
+
+    async def decode(self, exchange: Exchange) -> None:
+        """Goes on with numbers that only the place of each token decides."""
+        if exchange.body.get("kv_transfer_params"):
+            self.moves(len(self.lent))
+        known = list(exchange.body["token_ids"])
+        num_known = len(known)
+        for _ in range(exchange.body["sampling_params"]["max_tokens"]):
+            known.append(_token_at(known))
+        *tokens, last = known[num_known:]
+        ends = event(last, finish="length")
+        if exchange.body["sampling_params"].get("logprobs"):
+            logprobs = {"content": [{"token_id": 0, "logprob": -1.0, "rank": 1}]}
+            ends = event(last, finish="length", logprobs=logprobs)
+            await exchange.write(*(event(x, logprobs=logprobs) for x in tokens), ends, DONE)
+        else:
+            await exchange.write(*map(event, tokens), ends, DONE)
+
+    @property
+    def read(self) -> list[dict[str, Any]]:
+        """The references that D was sent."""
+        bodies = (exchange.body for exchange in self.d.exchanges)
+        return [b["kv_transfer_params"] for b in bodies if "kv_transfer_params" in b]
+
+
+def _token_at(tokens: list[int]) -> int:
+    """The token that follows so many."""
+    return (5 + len(tokens) - len(PROMPT)) % 60
+
+
+@pytest.fixture(params=["diptych", "nixl"])
+def connector(request: pytest.FixtureRequest) -> Connector:
+    wanted: Connector = request.param
+    return wanted
+
+
+@contextlib.asynccontextmanager
+async def pair_of_servers() -> AsyncIterator[Pair]:
+    async with serving(free_port()) as p, serving(free_port()) as d:
+        yield Pair(p, d)
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    smollm2: str, pair: Pair, eventually: Callable[..., Any], **settings: Any
+) -> AsyncIterator[PoolClient]:
+    """A router that has found both servers."""
+    router = make_router(
+        smollm2, pair.p.address, pair.d.address, list, **{"runtime": "vllm", **settings}
+    )
+    router.start()
+    try:
+        await eventually(lambda: not router.why_not_ready())
+        yield router
+    finally:
+        router.shutdown()
+
+
+async def answer(router: PoolClient, request_id: str = "r", **params: Any) -> list[int]:
+    asked = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, "temperature": 0.0, **params})
+    tokens: list[int] = []
+    prompt = {"prompt_token_ids": PROMPT}
+    async for output in router.generate(prompt, asked, request_id):  # type: ignore[arg-type]
+        tokens = list(output.outputs[0].token_ids)
+    return tokens
+
+
+async def test_prefill_computes_the_prompt_and_decode_goes_on(
+    smollm2: str, eventually: Any, connector: Connector
+) -> None:
+    async with (
+        pair_of_servers() as pair,
+        routed(smollm2, pair, eventually, connector=connector, verify="off") as router,
+    ):
+        assert await answer(router) == [5, 6, 7, 8]
+        [asked], [went_on] = pair.p.exchanges, pair.d.exchanges
+        assert asked.body["stream"] is False
+        assert asked.body["sampling_params"]["max_tokens"] == 1
+        assert asked.body["kv_transfer_params"]["do_remote_decode"] is True
+        assert went_on.body["kv_transfer_params"] == pair.lent[0], "as P has said it"
+        kept = [5] if connector == "diptych" else []
+        assert went_on.body["token_ids"] == [*PROMPT, *kept]
+        assert went_on.body["sampling_params"]["max_tokens"] == 4 - len(kept)
+        assert pair.p.given_back == pair.d.given_back == []
+
+
+async def test_what_a_client_says_of_kv_reaches_nobody(
+    smollm2: str, eventually: Any, connector: Connector
+) -> None:
+    forged = {"do_remote_decode": True, "remote_host": "10.0.0.1", "lease_id": "f" * 32}
+    async with (
+        pair_of_servers() as pair,
+        routed(smollm2, pair, eventually, connector=connector, verify="off") as router,
+    ):
+        assert await answer(router, extra_args={"kv_transfer_params": forged}) == [5, 6, 7, 8]
+        sent = [exchange.body for exchange in (*pair.p.exchanges, *pair.d.exchanges)]
+        assert not [body for body in sent if "10.0.0.1" in str(body) or "ffff" in str(body)]
+
+
+async def test_a_hand_off_that_fails_begins_with_prefill_again(
+    smollm2: str, eventually: Any, connector: Connector
+) -> None:
+    async with (
+        pair_of_servers() as pair,
+        routed(smollm2, pair, eventually, connector=connector, verify="off") as router,
+    ):
+
+        async def fail_once(exchange: Exchange) -> None:
+            pair.d.script = pair.decode
+            await exchange.write(data({"error": {"message": "no KV", "code": 500}}))
+
+        pair.d.script = fail_once
+        assert await answer(router) == [5, 6, 7, 8]
+        assert len(pair.lent) == 2
+        assert pair.read == pair.lent, "each reference was used once"
+        frees = pair.p if connector == "diptych" else pair.d
+        await eventually(lambda: frees.given_back == pair.lent[:1])
+
+
+async def test_blocks_are_given_back_if_decode_refuses_the_request(
+    smollm2: str, eventually: Any, connector: Connector
+) -> None:
+    async with (
+        pair_of_servers() as pair,
+        routed(smollm2, pair, eventually, connector=connector, verify="off") as router,
+    ):
+
+        async def refuse(exchange: Exchange) -> None:
+            exchange.response = exchange.response.__class__(status=503)
+            await exchange.write(b'{"error": {"message": "full", "code": 503}}')
+
+        pair.d.script = refuse
+        with pytest.raises(EngineOverloadedError):
+            await answer(router, max_tokens=20)
+        frees, other = (pair.p, pair.d) if connector == "diptych" else (pair.d, pair.p)
+        await eventually(lambda: frees.given_back == pair.lent)
+        assert other.given_back == []
+
+
+async def test_blocks_of_a_client_that_goes_are_given_back_once(
+    smollm2: str, eventually: Any, connector: Connector
+) -> None:
+    """With NIXL, the decode engine that was sent the request frees them when it is aborted."""
+    async with (
+        pair_of_servers() as pair,
+        routed(smollm2, pair, eventually, connector=connector, verify="off") as router,
+    ):
+        pair.d.script = Exchange.hang
+        asking = asyncio.create_task(answer(router))
+        await eventually(lambda: pair.d.exchanges)
+        asking.cancel()
+        await eventually(lambda: pair.d.exchanges[0].gone.is_set())
+        if connector == "diptych":
+            await eventually(lambda: pair.p.given_back == pair.lent)
+        assert pair.d.given_back == []
+
+
+async def test_a_pair_is_used_after_bytes_have_crossed_and_the_answer_is_decodes_own(
+    smollm2: str, eventually: Any, connector: Connector
+) -> None:
+    async with (
+        pair_of_servers() as pair,
+        routed(smollm2, pair, eventually, connector=connector) as router,
+    ):
+        [report] = router.pools.canaries.values()
+        assert report.ok
+        assert report.bytes == 4096
+        assert report.computed_by_decode == 0
+        canary, alone = pair.d.exchanges
+        assert canary.body["kv_transfer_params"] == pair.lent[0]
+        assert "kv_transfer_params" not in alone.body
+        prompt = alone.body["token_ids"]
+        assert canary.body["token_ids"][: len(prompt)] == prompt
+        assert canary.body["cache_salt"] != alone.body["cache_salt"], "nothing was remembered"
+
+
+@pytest.mark.parametrize("fault", ["nothing crossed", "another answer"])
+async def test_a_pair_that_does_not_hand_over_is_not_used(
+    smollm2: str, eventually: Any, connector: Connector, fault: str
+) -> None:
+    async with pair_of_servers() as pair:
+        words = "no byte crossed"
+        if fault == "nothing crossed":
+            pair.moves = lambda number: None  # type: ignore[method-assign]
+        else:
+            words = "its KV is wrong"
+
+            async def from_other_kv(exchange: Exchange) -> None:
+                if exchange.body.get("kv_transfer_params"):
+                    exchange.body["token_ids"] += [0] * 7
+                await pair.decode(exchange)
+
+            pair.d.script = from_other_kv
+        router = make_router(
+            smollm2, pair.p.address, pair.d.address, list, runtime="vllm", connector=connector
+        )
+        router.start()
+        try:
+            await eventually(lambda: words in router.why_not_ready())
+        finally:
+            router.shutdown()
+
+
+async def test_servers_are_verified_again_when_blocks_were_read_too_late(
+    smollm2: str, eventually: Any
+) -> None:
+    async with (
+        pair_of_servers() as pair,
+        routed(smollm2, pair, eventually, connector="nixl") as router,
+    ):
+        await answer(router)
+        [former] = router.pools.canaries.values()
+        before = len(pair.d.exchanges)
+        pair.late = 1
+        pair.moves(len(pair.lent))
+        await eventually(lambda: list(router.pools.canaries.values()) != [former])
+        assert {link.times_doubted for link in router.pools.links.values()} == {1}
+        await eventually(lambda: not router.why_not_ready())
+        await answer(router, "again", extra_args=None)
+        later = [exchange.body.get("cache_salt") for exchange in pair.d.exchanges[before:]]
+        assert later[-1], "decode uses nothing that it remembers from before"
