@@ -55,7 +55,6 @@ def test_the_prompt_is_computed_at_p_and_its_reference_goes_to_d_as_it_is() -> N
     assert decode["kv_transfer_params"] == REFERENCE
     assert decode["stream"]
     assert sample.output_tokens == 3
-    assert sample.ttft_s > 0
 
 
 def test_a_refusal_of_p_ends_the_benchmark() -> None:
