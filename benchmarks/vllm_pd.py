@@ -42,7 +42,7 @@ REST_S, AFTER_LAST_ANSWER_S = 10.0, 2.0
 WARM_UP = Load(2, 64, 8, requests=4)
 LEASE_S = 120
 BLOCKS = 96
-"""Each has 128 tokens; together they take half a GiB in float32. Five servers have to fit in 16 GiB."""
+"""Each has 128 tokens; together they take half a GiB in float32. Five servers fit in 16 GiB."""
 PACKAGES = ("protocol", "frontend", "kv_transfer", "vllm_connector")
 
 
