@@ -19,13 +19,16 @@ from install import CPU_INDEX, PROBE_S, ROOT, answers, make_environment, pinned,
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 """What this release of vLLM asks for. Builds named +cpu are in PyTorch's own index only."""
-UNUSED = ("torchaudio", "torchcodec", "torchvision")
-"""On PyPI they are built for CUDA, and importing one beside a torch for CPUs fails. Text needs none
-of them."""
+NIXL = "nixl==1.5.1"
+"""What vLLM's NixlConnector imports. It asks for a build for each of two releases of CUDA and uses
+the one that is there. For KV on the host, CUDA itself is not needed."""
+UNUSED = ("nixl-cu13", "torchaudio", "torchcodec", "torchvision")
+"""NIXL's second build; and what is built for CUDA on PyPI, and fails to be imported beside a torch
+for CPUs. Text needs none of them."""
 BESIDE = ("libucx-cu13", "pyzmq")
 """What our connector needs in vLLM's environment, and vLLM does not bring in this release."""
-MEGABYTES = 1500
-"""To fetch, torch included."""
+MEGABYTES = 1570
+"""To fetch, torch and NIXL included."""
 
 
 def torch_command(python: Path, index: str) -> "list[str]":
@@ -37,7 +40,7 @@ def torch_command(python: Path, index: str) -> "list[str]":
 def vllm_command(python: Path, overrides: Path, beside: "list[str]") -> "list[str]":
     """Get the rest by uv: pip tries so many releases that it may take a quarter of an hour.
 
-    beside: what our connector needs.
+    beside: what KV connectors need.
     """
     uv = str(python.parent / "uv")
     return [uv, "pip", "install", "--python", str(python), "--no-config",
@@ -66,7 +69,7 @@ def install(python: Path) -> int:
     overrides.write_text(left_out())
     pins = (ROOT / "pyproject.toml").read_text()
     uv = pinned("uv", pins)
-    beside = [pinned(name, pins) for name in BESIDE]
+    beside = [NIXL, *(pinned(name, pins) for name in BESIDE)]
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", uv]
     for command in (pip, torch_command(python, index), vllm_command(python, overrides, beside)):
         status = subprocess.call(command)
@@ -74,7 +77,14 @@ def install(python: Path) -> int:
             return status
     paths = {"base": str(python.parent.parent), "platbase": str(python.parent.parent)}
     name_distribution(Path(sysconfig.get_path("purelib", "venv", paths)))
-    return subprocess.call([str(python.parent / "vllm"), "--version"])
+    for check in (
+        [str(python.parent / "vllm"), "--version"],
+        [str(python), "-c", "import nixl._api"],
+    ):
+        status = subprocess.call(check)
+        if status:
+            return status
+    return 0
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 import httpx
@@ -71,9 +72,12 @@ def prompts(load: Load, seed: int) -> list[list[int]]:
 
 
 async def stream_completion(
-    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int, **fields: object
 ) -> Sample:
-    """Raises `RuntimeError` for any answer that is not a 200 with so many tokens."""
+    """Raises `RuntimeError` for any answer that is not a 200 with so many tokens.
+
+    fields: more of the request's body.
+    """
     body = {
         "model": model,
         "prompt": prompt,
@@ -82,6 +86,7 @@ async def stream_completion(
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **fields,
     }
     pieces: list[tuple[float, bytes]] = []
     started = time.perf_counter()
@@ -113,14 +118,20 @@ def read_stream(pieces: list[tuple[float, bytes]], expected_tokens: int) -> Samp
     return Sample(times[0], [b - a for a, b in itertools.pairwise(times)], tokens, cached)
 
 
-async def drive(url: str, model: str, load: Load, seed: int) -> dict[str, float]:
+Ask = Callable[[httpx.AsyncClient, str, list[int], int], Coroutine[None, None, Sample]]
+"""One request: from a client, a model's name, a prompt and a number of tokens."""
+
+
+async def drive(
+    url: str, model: str, load: Load, seed: int, ask: Ask = stream_completion
+) -> dict[str, float]:
     """The figures of one load on one server."""
     waiting = iter(prompts(load, seed))
     samples: list[Sample] = []
 
     async def user() -> None:
         for prompt in waiting:
-            samples.append(await stream_completion(client, model, prompt, load.output_tokens))
+            samples.append(await ask(client, model, prompt, load.output_tokens))
 
     # A connection for each request: some servers close one after an answer, unannounced.
     limits = httpx.Limits(max_connections=load.concurrency, max_keepalive_connections=0)

@@ -65,11 +65,18 @@ def connector_config(**settings: Any) -> dict[str, Any]:
 class VllmServer:
     """One `vllm serve`, in a process group of its own."""
 
-    def __init__(self, model: str, log: Path, kv_transfer: Mapping[str, Any], *more: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        log: Path,
+        kv_transfer: Mapping[str, Any],
+        *more: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
         self._log = log
         ours = ":".join(str(ROOT / folder) for folder in OURS)
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": ours}
+        variables = os.environ | ENVIRONMENT | {"PYTHONPATH": ours} | dict(environment or {})
         command = [
             *SERVE, model, "--port", str(self.port), "--served-model-name", MODEL, *OPTIONS,
             "--max-model-len", "1024", "--block-size", "32", "--num-gpu-blocks-override", "512",
@@ -78,13 +85,18 @@ class VllmServer:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                env=environment,
+                env=variables,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # A connection for each request: vLLM closes idle ones, and a test may stop it in between.
+        limits = httpx.Limits(max_keepalive_connections=0)
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", timeout=FOR_EVER_S, trust_env=False
+            base_url=f"http://127.0.0.1:{self.port}",
+            timeout=FOR_EVER_S,
+            limits=limits,
+            trust_env=False,
         )
 
     @property
