@@ -436,9 +436,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     connector: Annotated[
         Connector,
         Meta(
-            description="How engines of the runtime vllm hand KV over. diptych: by our connector in "
-            "vLLM. nixl: by vLLM's NixlConnector. none: they do not, and there is no prefill pool. "
-            "Engines of the runtime diptych always use the hinge, which is diptych."
+            description="How engines of the runtime vllm hand KV over. diptych: by our connector "
+            "in vLLM. nixl: by vLLM's NixlConnector. none: they do not, and there is no prefill "
+            "pool. Engines of the runtime diptych always use the hinge, which is diptych."
         ),
     ] = "diptych"
     lease_seconds: Annotated[

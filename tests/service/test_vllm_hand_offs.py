@@ -15,7 +15,7 @@ from service_kit import make_router
 from vllm_kit.environment import ROOT, START_S, needs_vllm
 from vllm_kit.real_server import RealVllm, vllm_servers
 from vllm_kit.tiny_model import save_tiny_model
-from waits import PATIENCE_S, wait_until
+from waits import PATIENCE_S, Deadline, wait_until
 
 from diptych_protocol import SamplingParams
 from diptych_protocol.config import Connector
@@ -150,7 +150,7 @@ async def test_a_pair_answers_as_one_server_does(
 
 
 async def test_a_client_that_goes_leaves_no_blocks_behind(
-    router: PoolClient, servers: list[RealVllm], eventually: Any
+    router: PoolClient, servers: list[RealVllm]
 ) -> None:
     """At three moments: when P was asked, after the first token, and while D answers."""
     [prefill] = router.pools.of("prefill")
@@ -168,7 +168,10 @@ async def test_a_client_that_goes_leaves_no_blocks_behind(
         if tokens_seen:
             await following
         else:
-            await eventually(lambda: prefill.open_tokens)
+            deadline = Deadline("P is asked")
+            while not prefill.open_tokens:
+                deadline.check()
+                await asyncio.sleep(0)
             following.cancel()
         await stream.aclose()
     wait_until(lambda: all(holds_nothing(server) for server in servers))

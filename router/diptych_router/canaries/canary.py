@@ -46,7 +46,7 @@ TOLD_S = 5.0
 """An engine that does not say what each request has received says within this time how much has
 come in all."""
 ALTERNATIVES = 10
-"""Of each token that an engine generates alone: how many others it is asked about."""
+"""How many other tokens an engine is asked about for each that it generates alone."""
 
 Release = Callable[[str, dict[str, Any]], None]
 """Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
