@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -173,5 +174,7 @@ async def test_a_client_that_goes_leaves_no_blocks_behind(
                 deadline.check()
                 await asyncio.sleep(0)
             following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
         await stream.aclose()
     wait_until(lambda: all(holds_nothing(server) for server in servers))
