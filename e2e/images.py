@@ -32,7 +32,7 @@ from pathlib import Path
 
 import install
 from e2e.layers import pip_install, write_layer
-from e2e.vllm_images import connector_layer, vllm_layer
+from e2e.vllm_images import connector_layer, program_layer, vllm_layer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 IMAGE_TAG = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
@@ -267,9 +267,10 @@ def _images_with_vllm(
     # What was installed, by when the environment was made.
     recipe = content_name("vllm", [str(environment), str(environment.stat().st_mtime_ns)])
     connector = connector_layer(build / "vllm-connector-files.tar", source, lock)
+    program = program_layer(build / "vllm-program.tar")
     return [
         ("diptych-vllm-connector", [connector], ""),
-        ("diptych-e2e-vllm", [vllm_layer(build / recipe, environment)], ""),
+        ("diptych-e2e-vllm", [vllm_layer(build / recipe, environment), program], ""),
     ]
 
 

@@ -75,6 +75,8 @@ def bench(
     if not (MODEL / "config.json").exists():
         MODEL.mkdir(parents=True, exist_ok=True)
         save_tiny_model(MODEL)
+        for file in MODEL.iterdir():  # pods run as another user
+            file.chmod(0o644)
     example = yaml.safe_load((EXAMPLES / "vllm-cpu.yaml").read_text())
     service = Service(kubectl, client, f"vllm-{request.param}")
     service.apply(adapted(example, request.param))

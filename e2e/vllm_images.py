@@ -22,7 +22,8 @@ import sys
 
 from vllm.entrypoints.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":  # vLLM starts processes that read this file again
+    sys.exit(main())
 """
 NOT_NEEDED = ("include", "*.a")
 """Headers and archives for linkers."""
@@ -40,17 +41,24 @@ def connector_layer(layer: Path, source: Path, lock: Path) -> Path:
 
 
 def vllm_layer(layer: Path, environment: Path) -> Path:
-    """vLLM with all that it needs, and its program. Its byte code stays valid, because files keep
-    their times."""
+    """vLLM with all that it needs. Its byte code stays valid, because files keep their times."""
     if layer.exists():
         return layer
     [packages] = environment.glob("lib/python3*/site-packages")
     with tempfile.TemporaryDirectory(dir=layer.parent) as scratch:
         rootfs = Path(scratch)
         shutil.copytree(packages, rootfs / DEBIANS_SITE, ignore=shutil.ignore_patterns(*NOT_NEEDED))
-        program = rootfs / "usr/local/bin/vllm"
+        write_layer(rootfs, layer, keep_times=True)
+    return layer
+
+
+def program_layer(layer: Path) -> Path:
+    """The program `vllm`."""
+    layer.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=layer.parent) as scratch:
+        program = Path(scratch) / "usr/local/bin/vllm"
         program.parent.mkdir(parents=True)
         program.write_text(PROGRAM)
         program.chmod(0o755)
-        write_layer(rootfs, layer, keep_times=True)
+        write_layer(Path(scratch), layer)
     return layer
