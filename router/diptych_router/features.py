@@ -37,6 +37,9 @@ class Features:
     """Goes on in the middle of an answer that must have a form, where another engine stopped."""
 
 
+LEAST_LEASE_OF_NIXL_S: Final = 6.0
+"""vLLM renews a lease each sixth of its time, in whole seconds."""
+
 FEATURES: Final[dict[Runtime, Features]] = {
     "diptych": Features("diptych"),
     "vllm": Features(
@@ -106,6 +109,12 @@ def check_pools(config: RouterConfig, *, prefill: bool) -> None:
             f"--prefill: a service whose engines are of the runtime {features.runtime} has a "
             "prefill pool; name its engines",
             param="--prefill",
+        )
+    if config.connector == "nixl" and config.lease_seconds < LEAST_LEASE_OF_NIXL_S:
+        raise InvalidRequestError(
+            f"lease_seconds: {config.lease_seconds:g} is less than the {LEAST_LEASE_OF_NIXL_S:g} s "
+            "in which NIXL renews a lease",
+            param="lease_seconds",
         )
     if config.connector not in features.connectors:
         raise InvalidRequestError(

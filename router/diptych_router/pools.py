@@ -61,7 +61,7 @@ class Pools:
         on_lost: Callable[[EngineLink, EngineDeadError], None],
         on_hang: Callable[[EngineLink], None],
     ) -> None:
-        """`served`: see `EngineLink`. `on_change`: maybe more, fewer or others are usable."""
+        """`vllm`: see `EngineLink`. `on_change`: maybe more, fewer or others are usable."""
         self.links: dict[str, EngineLink] = {}
         self.had_pair = False
         """Some pair was usable at some time."""
@@ -384,13 +384,16 @@ class Pools:
         return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}
 
     def release(self, request_id: str, params: dict[str, Any]) -> None:
-        """Tell P that its lease is not needed, without waiting for the answer."""
+        """Have a lease freed that is not needed, without waiting for the answer."""
         if not self._closed:
             self.spawn(self.reject(request_id, params))
 
     async def reject(self, request_id: str, params: dict[str, Any]) -> None:
         """Have a lease freed; its expiry is the safety net."""
-        for link in self._who_frees(params):
+        those = self._who_frees(params)
+        if not those:
+            log.warning("request %s: lease not released: nobody is up who can", request_id)
+        for link in those:
             try:
                 await link.client.call(
                     "reject_kv_transfer", request_id, params, timeout_s=NOTIFY_TIMEOUT_S

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from diptych_protocol import EngineCoreOutput, FinishReason
+from diptych_protocol import EngineCoreOutput, FinishReason, LogprobsLists
 from diptych_router.canaries.trials import (
     LONGEST_RETRY_S,
     Candidate,
@@ -15,6 +15,7 @@ from diptych_router.canaries.trials import (
     back_off_s,
     complaint,
     prompt_length,
+    unlike,
 )
 from diptych_router.policy import Role
 
@@ -163,5 +164,36 @@ def test_what_is_wrong_with_an_answer(
     outputs: list[EngineCoreOutput], received: int, words: str
 ) -> None:
     found = complaint(outputs, 33, 3, received)
+    assert words in found
+    assert bool(found) == bool(words)
+
+
+def alone(*tokens: int, near: int | None = None) -> list[EngineCoreOutput]:
+    """What decode answers by itself; it finds `near` about as likely as each of its own tokens."""
+    outputs = []
+    for token in tokens:
+        ids, values = [token, 99], [-1.0, -4.0]
+        if near is not None:
+            ids, values = [*ids, near], [*values, -1.05]
+        outputs.append(EngineCoreOutput("c", [token], LogprobsLists([ids], [values], [1])))
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("tokens", "own", "words"),
+    [
+        ([1, 2, 3, 4], alone(1, 2, 3, 4), ""),
+        ([1, 2, 3, 4], alone(1, 7, 8, 9, near=2), ""),
+        ([1, 2, 3, 4], alone(1, 7, 8, 9), "token 2 is 2, and decode alone answers 7"),
+        ([1, 99, 3, 4], alone(1, 7, 8, 9), "token 2 is 99"),
+        ([], alone(1, 2, 3, 4), "decode made 0 tokens"),
+        ([1, 2, 3, 4], alone(1), "alone 1, of 4"),
+    ],
+    ids=["equal", "a near tie", "another", "an unlikely one", "mute", "mute alone"],
+)
+def test_an_answer_is_compared_with_what_decode_answers_alone(
+    tokens: list[int], own: list[EngineCoreOutput], words: str
+) -> None:
+    found = unlike(tokens, own)
     assert words in found
     assert bool(found) == bool(words)

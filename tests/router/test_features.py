@@ -72,3 +72,9 @@ def test_pools_and_connectors_that_do_not_fit_are_refused(
     with pytest.raises(InvalidRequestError, match=f"^{refused}: ") as raised:
         check_pools(config, prefill=prefill)
     assert raised.value.param == refused
+
+
+def test_a_lease_that_nixl_cannot_renew_in_time_is_refused() -> None:
+    config = RouterConfig(model="m", runtime="vllm", connector="nixl", lease_seconds=5.9)
+    with pytest.raises(InvalidRequestError, match=r"^lease_seconds: "):
+        check_pools(config, prefill=True)

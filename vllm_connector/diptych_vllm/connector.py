@@ -192,6 +192,8 @@ class DiptychConnector(KVConnectorBase_V1):
             "quantization": model.quantization or "",
             "block_size": cache.block_size,
             "cache_dtype": cache.cache_dtype,
+            "hf_overrides": str(model.hf_overrides or ""),
+            "load_format": str(self._vllm_config.load_config.load_format),
             "kv_layout": str(getattr(self._kv_cache_config, "kv_cache_layout", "")),
             "revision": self._settings.revision,
         }

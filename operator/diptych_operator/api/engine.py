@@ -32,8 +32,8 @@ OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
         "api-key",
     ),
     "the operator says how routers and engines speak": (
-        "kv-transfer-config", "kv-events-config", "enable-scale-out", "tokens-only",
-        "skip-tokenizer-init",
+        "kv-t*", "kv-e*", "enable-scale-out", "tokens-only", "skip-tokenizer-init",
+        "disable-log-stats",
     ),
     "set spec.engine.tensorParallelSize": ("tensor-parallel-size",),
     "a pod has one engine; set replicas, or spec.engine.tensorParallelSize": (
@@ -43,7 +43,7 @@ OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "write each argument by itself": ("config",),
 }  # fmt: skip
 """vLLM's arguments that a service may not give itself, by what is to be done instead. A star stands
-for any ending."""
+for any ending. vLLM takes abbreviations, and adds dotted ones to the JSON of the whole argument."""
 
 _NAME_AND_VALUE: Final = r"^--[a-z][a-z0-9-]*(\.[A-Za-z0-9_.+-]+)?(=.*)?$"
 

@@ -20,7 +20,10 @@ EQUAL_ARGUMENTS: Final = (
     "quantization", "quantization-config", "hf-overrides", "hf-config-path", "config-format",
     "model-impl", "model-class-overrides", "code-revision", "attention-backend",
     "attention-config", "disable-sliding-window", "disable-hybrid-kv-cache-manager", "mamba-*",
-    "speculative-config", "spec-*", "enable-lora", "lora-*",
+    "speculative-config", "spec-*", "enable-lora", "lora-*", "load-format",
+    "model-loader-extra-config", "ignore-patterns", "pipeline-parallel-size",
+    "decode-context-parallel-size", "prefill-context-parallel-size", "dcp-*", "pcp-*", "cp-*",
+    "kv-sharing-*", "mm-processor-kwargs",
 )  # fmt: skip
 """Arguments of vLLM on which KV depends: what it is computed from, and how it lies in memory. A
 star stands for any ending."""

@@ -67,6 +67,13 @@ TRANSPORT_OF_VLLM = Rule(
     "podTemplate",
     ".transfer.transport",
 )
+LEASE_OF_NIXL = Rule(
+    "self.transfer.connector != 'nixl' || double(self.transfer.leaseSeconds) >= 6.0",
+    lambda spec: spec.transfer.connector != "nixl" or spec.transfer.lease_seconds >= 6,
+    "must be at least 6 where transfer.connector is nixl: vLLM renews a lease each sixth of it, in "
+    "whole seconds",
+    ".transfer.leaseSeconds",
+)
 ONE_API_OF_VLLM = Rule(
     "self.engine.runtime != 'vllm' || self.network.engineApi == 'None'",
     lambda spec: spec.engine.runtime != "vllm" or spec.network.engine_api == "None",
@@ -163,6 +170,7 @@ RUNTIME_RULES = (
     RANKS_BY_DIPTYCH,
     MODEL_OF_VLLM,
     TRANSPORT_OF_VLLM,
+    LEASE_OF_NIXL,
     ONE_API_OF_VLLM,
     GPUS_OF_PREFILL,
     GPUS_OF_DECODE,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diptych_operator.api.names import roles
+from diptych_operator.api.names import ROLES, roles
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
@@ -78,7 +78,8 @@ def render_shared(
     if service.spec.availability.pod_disruption_budget == "Managed":
         objects += [disruption_budget(service, role, cluster) for role in roles(service)]
     if service.spec.network.policy == "Managed":
-        objects += [network_policy(service, role, cluster) for role in roles(service)]
+        # Also of a pool that the spec has no more: its pods may still be there.
+        objects += [network_policy(service, role, cluster) for role in ROLES]
     return [*objects, router_deployment(service, routers, keys, config, model)]
 
 

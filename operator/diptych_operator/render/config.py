@@ -86,12 +86,13 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         reasoning_parser=service.spec.engine.reasoning_parser,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
-        connector=service.connector,
         slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
     )
-    if config.runtime == "vllm" and config.connector != "none":
+    if config.runtime == "vllm" and service.connector != "none":
         # Our own engines tell routers by themselves.
-        config = msgspec.structs.replace(config, lease_seconds=service.lease_seconds)
+        config = msgspec.structs.replace(
+            config, connector=service.connector, lease_seconds=service.lease_seconds
+        )
     return config
 
 

@@ -6,11 +6,8 @@ from typing import Any
 
 from diptych_operator.api.names import (
     ADMIN_PORT,
-    EVENT_PORTS,
     HTTP_PORT,
     OPERATOR_LABELS,
-    POOLS,
-    ROLE_LABEL,
     SERVICE_LABEL,
     Role,
     metadata,
@@ -53,8 +50,7 @@ def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> d
     choice; only the operator reaches the admin port. Anybody reaches a router's API, and what
     engines have on the same port: answers for probes and scrapers. The API that an engine may have
     is at another port, so it is the service's own. vLLM has its API at that same port, and no admin
-    port: what runs it is reached by the service's own pods only, and by routers not where KV is
-    handed over."""
+    port: what runs it is reached by the service's own pods only."""
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.metadata.name}}}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: cluster.operator_namespace}},
@@ -66,7 +62,7 @@ def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> d
     ]
     ingress: list[dict[str, Any]] = [{"from": [own_pods]}, *others]
     if role != "router" and service.spec.engine.runtime == "vllm":
-        ingress = [{"from": [own_pods]}] if service.connector == "none" else _of_engines(service)
+        ingress = [{"from": [own_pods]}]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -77,19 +73,3 @@ def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> d
             "ingress": ingress,
         },
     }
-
-
-def _of_engines(service: InferenceService) -> list[dict[str, Any]]:
-    """Engines reach each other on every port, and routers reach what is for them."""
-    engines = {
-        "podSelector": {
-            "matchLabels": {SERVICE_LABEL: service.metadata.name},
-            "matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": list(POOLS)}],
-        }
-    }
-    routers = {"podSelector": {"matchLabels": selector(service, "router")}}
-    for_routers = (HTTP_PORT, *EVENT_PORTS.values())
-    return [
-        {"from": [engines]},
-        {"from": [routers], "ports": [{"port": port, "protocol": "TCP"} for port in for_routers]},
-    ]

@@ -75,7 +75,7 @@ def _diptych(service: InferenceService, revision: str) -> dict[str, Any]:
     return {
         "kv_connector": "DiptychConnector",
         "kv_connector_module_path": "diptych_vllm.connector",
-        # A prefill engine fetches nothing, but it may be told to reject what it lends.
+        # What an engine does is decided for each request.
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "listen_host": f"$({BIND_HOST_VARIABLE})",

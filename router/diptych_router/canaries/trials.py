@@ -162,14 +162,17 @@ def unlike(tokens: Sequence[int], alone: Sequence[EngineCoreOutput]) -> str:
 
     Args:
         tokens: the answer to the canary, all of it greedy.
-        alone: decode's own outputs, with log-probabilities of some alternatives for each token.
+        alone: decode's own outputs, maybe with log-probabilities of alternatives for each token.
     """
+    num_alone = sum(len(output.new_token_ids) for output in alone)
+    if min(len(tokens), num_alone) < OUTPUT_TOKENS:
+        return f"decode made {len(tokens)} tokens, and alone {num_alone}, of {OUTPUT_TOKENS}"
     place = 0
     for output in alone:
         probable = output.new_logprobs
         for index, own in enumerate(output.new_token_ids):
             if place == len(tokens):
-                return ""
+                break
             token, place = tokens[place], place + 1
             if token == own:
                 continue

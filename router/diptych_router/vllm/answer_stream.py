@@ -7,7 +7,14 @@ from typing import Final
 import msgspec
 
 from diptych_protocol import DiptychError, EngineCoreOutput, EngineCoreRequest
-from diptych_router.vllm.messages import Answer, ErrorBody, answer_decoder, failure, output_of
+from diptych_router.vllm.messages import (
+    UNREADABLE,
+    Answer,
+    ErrorBody,
+    answer_decoder,
+    failure,
+    output_of,
+)
 
 MAX_EVENT_BYTES: Final = 1 << 20
 """An event has some hundred bytes; with 20 alternatives for each token some thousand."""
@@ -67,7 +74,7 @@ class AnswerStream:
     def _read(self, content: bytes) -> EngineCoreOutput | None:
         try:
             answer = answer_decoder.decode(content)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise MalformedStreamError(f"an event cannot be read: {exc}") from exc
         output = output_of(self._core_id, answer, self._logprobs)
         if output is None:
@@ -85,7 +92,7 @@ def refusal(core_id: str, status: int, body: bytes) -> EngineCoreOutput:
     """The end of a request whose answer has another status than 200."""
     try:
         error = msgspec.json.decode(body, type=Answer).error
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         error = None
     if error is None:
         error = ErrorBody(f"status {status}")

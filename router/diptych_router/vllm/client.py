@@ -34,7 +34,7 @@ from diptych_router.vllm.kv_events import RememberedBlocks
 from diptych_router.vllm.messages import broken, given_up
 from diptych_router.vllm.metrics import ServerFigures
 from diptych_router.vllm.server import CONNECTION_ERRORS, TooLongError, VllmServer, open_session
-from diptych_router.vllm.service import Doubt, VllmService
+from diptych_router.vllm.service import VllmService
 from diptych_router.vllm.suspicion import Suspicion
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class VllmClient:
         *,
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_lost: Callable[[EngineDeadError], None],
-        on_doubt: Doubt,
+        on_doubt: Callable[[str], None],
     ) -> None:
         self._address = endpoint.removeprefix("tcp://")
         self._service = service
@@ -110,8 +110,10 @@ class VllmClient:
             raise
         self._complaint = ""
         about.kv_transfer = self._service.connector != "none"
-        self._exchanger = Exchanger(self._session, self._service, self._address, about)
-        self._service.listen(self._address, self._distrust)
+        # Whoever answers after a loss may have read blocks too late meanwhile.
+        salt = "" if self._exchanger is None else self._new_salt()
+        self._exchanger = Exchanger(self._session, self._service, self._address, about, salt)
+        self._service.enter(self._address, self)
         self._blocks = about.block_size, about.num_blocks
         self._busy = BusyTime()
         self._connected = True
@@ -146,8 +148,14 @@ class VllmClient:
         """End these requests."""
         for core_id in request_ids:
             task = self._forget(core_id)
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+            if task is None:
+                continue
+            end = task.cancel
+            if task is asyncio.current_task():
+                # One of its outputs has led here: let that come to its end.
+                asyncio.get_running_loop().call_soon(end)
+            else:
+                end()
 
     def tell(self, method: str, *args: Any) -> None:
         """A call without an answer. What vLLM has no use for is left out."""
@@ -174,7 +182,9 @@ class VllmClient:
         Where decode engines read unchecked, one that was asked to read frees them itself.
         """
         even_if_taken = not self._service.reads_unchecked
-        params = self._service.references.release(lease, even_if_taken=even_if_taken)
+        params = self._service.references.release(
+            lease, time.monotonic(), even_if_taken=even_if_taken
+        )
         if params is not None:
             await self._server.give_back(params, timeout_s)
 
@@ -183,7 +193,7 @@ class VllmClient:
         if not self._connected:
             return
         self._connected = False
-        self._service.cease(self._address)
+        self._service.leave(self._address)
         _end(self._beating)
         _end(self._following)
         self.abort(list(self._open))
@@ -194,7 +204,7 @@ class VllmClient:
         if self._closed:
             return
         self._closed, self._connected = True, False
-        self._service.cease(self._address)
+        self._service.leave(self._address)
         for task in self._tasks:
             task.cancel()
         self._spawn(self._session.close())
@@ -229,6 +239,9 @@ class VllmClient:
                 return
             log.warning("request %s: %s", core_id, why)
             end = given_up(core_id)
+        except Exception as exc:  # a fault of this router: the request ends all the same
+            log.exception("request %s", core_id)
+            end = broken(core_id, repr(exc))
         self._hand_on(core_id, [end])
 
     def _hand_on(self, core_id: str, outputs: list[EngineCoreOutput]) -> None:
@@ -258,7 +271,7 @@ class VllmClient:
     async def _beat(self) -> None:
         """Pass its statistics on as heartbeats, until it is lost."""
         answered_at = time.monotonic()
-        suspicion = Suspicion(self._service)
+        suspicion = Suspicion(self._service.lease_seconds)
         while self._connected:
             num_sent = self._num_sent
             try:
@@ -286,20 +299,32 @@ class VllmClient:
 
     def _judge(self, suspicion: Suspicion, figures: ServerFigures, silent_s: float) -> None:
         """Look for what speaks against this server's hand-offs, and those that read from it."""
-        if why := suspicion.of_reads_from_it(figures):
-            self._on_doubt(why)
-            readers = self._service.references.readers(self._address, time.monotonic())
-            self._service.doubt(readers, f"it has read from {self._address}: {why}")
-        if why := suspicion.of_what_it_read(silent_s):
-            self._distrust(why)
-        elif why := suspicion.of_its_reads(figures):
-            self._on_doubt(why)
+        if not self._service.reads_unchecked:
+            return
+        references, now = self._service.references, time.monotonic()
+        if why := suspicion.late_reads(figures):
+            self.doubt(why)
+            readers = references.readers(self._address, now)
+            for address, line in self._service.others(self._address):
+                line.forget()  # other processes may have had it read
+                if address in readers:
+                    line.doubt(f"it has read from {self._address}: {why}")
+        if why := suspicion.long_silence(silent_s, reads=references.reads(self._address, now)):
+            self.forget()
+            self.doubt(why)
 
-    def _distrust(self, why: str) -> None:
-        """Some of what it remembers may be of other prompts: let it use nothing of that."""
-        if self._exchanger is not None and self._service.reads_unchecked:
-            self._exchanger.salt = secrets.token_hex(8)
+    def forget(self) -> None:
+        """Let the server use nothing of what it remembers now: some of it may be of other
+        prompts."""
+        if self._exchanger is not None:
+            self._exchanger.salt = self._new_salt()
+
+    def doubt(self, why: str) -> None:
+        """Its hand-offs are not to be trusted until it is verified again."""
         self._on_doubt(why)
+
+    def _new_salt(self) -> str:
+        return secrets.token_hex(8) if self._service.reads_unchecked else ""
 
     async def _follow_blocks(self) -> None:
         """Pass on what the server remembers. Without that, requests go by its load alone."""

@@ -10,7 +10,7 @@ import msgspec
 
 from diptych_protocol import EngineDescription, UtilityError
 from diptych_protocol.config import SERVED_REVISION
-from diptych_router.vllm.messages import GENERATE
+from diptych_router.vllm.messages import GENERATE, UNREADABLE
 from diptych_router.vllm.metrics import ServerFigures
 
 _EXISTS: Final = 405
@@ -60,7 +60,7 @@ def description_of(
     try:
         listed = msgspec.json.decode(models, type=_Models).data
         release = msgspec.json.decode(version, type=_Version).version
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise UnfitServerError(f"it does not speak as vLLM does: {exc}") from exc
     mine = next((model for model in listed if model.id == served.name), None)
     if mine is None:

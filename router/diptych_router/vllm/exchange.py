@@ -30,6 +30,7 @@ from diptych_router.vllm.hand_off import (
 )
 from diptych_router.vllm.messages import (
     GENERATE,
+    UNREADABLE,
     cannot_go_on,
     cut_short,
     generate_body,
@@ -64,13 +65,14 @@ class Exchanger:
         service: VllmService,
         address: str,
         about: EngineDescription,
+        salt: str,
     ) -> None:
         self._session, self._service, self._address = session, service, address
         self._max_model_len = about.max_model_len
         self._compat = fingerprint(about.compat)
-        self.salt = ""
-        """Nobody remembers anything under it: if it is set, the server uses nothing that it
-        remembers from before."""
+        self.salt = salt
+        """Added to each request's cache salt, so that the server finds nothing that it stored
+        before; empty: it may use all that it remembers."""
 
     async def run(self, request: EngineCoreRequest, hand_on: HandOn) -> None:
         """Send a request and hand its outputs on.
@@ -124,7 +126,7 @@ class Exchanger:
     def _reads_nothing(self, leg: Leg) -> None:
         """The server has refused the request, or failed with it."""
         if leg.ticket is not None:
-            self._service.references.refused(leg.ticket)
+            self._service.references.nothing_reads(leg.ticket)
 
     def _body(self, request: EngineCoreRequest, leg: Leg) -> bytes:
         if self.salt:
@@ -138,7 +140,7 @@ class Exchanger:
         """The output of a prefill engine, with what stands for its KV."""
         try:
             answer = prefill_answer(body)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise MalformedStreamError(f"the answer of prefill cannot be read: {exc}") from exc
         service = self._service
         output = prefill_output(request, answer, service.model.vocab_size, service.connector)

@@ -73,7 +73,7 @@ _decoder: Final = msgspec.json.Decoder(PrefillAnswer)
 
 
 def prefill_answer(body: bytes) -> PrefillAnswer:
-    """Raises `msgspec.MsgspecError` for what is no answer."""
+    """Raises one of `UNREADABLE` for what is no answer."""
     return _decoder.decode(body)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,13 +38,9 @@ _TRANSFERS: Final = {
 }
 """The same of what a KV connector tells."""
 LATE: Final = "vllm:nixl_num_notifications_after_expiry_total"
-_FAILED: Final = (
-    "vllm:nixl_num_failed_transfers_total",
-    "vllm:nixl_num_failed_notifications_total",
-)
 _USAGE: Final = "vllm:kv_cache_usage_perc"
 _CACHE: Final = "vllm:cache_config_info"
-_WANTED: Final = (*_SUMS, *_TRANSFERS, LATE, *_FAILED, _USAGE, _CACHE)
+_WANTED: Final = (*_SUMS, *_TRANSFERS, LATE, _USAGE, _CACHE)
 
 
 class NoMetricsError(UtilityError):
@@ -59,8 +56,6 @@ class ServerFigures:
     num_blocks: int
     num_late: int = 0
     """How often a decode engine said that it had read blocks of this one which were free again."""
-    num_failed: int = 0
-    """Reads that failed here, and messages about reads that did not get through."""
 
 
 def read_metrics(page: str) -> ServerFigures:
@@ -84,7 +79,7 @@ def read_metrics(page: str) -> ServerFigures:
                     sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         figures = {name: int(sums.get(sample, 0.0)) for sample, name in _SUMS.items()}
         kv_transfer = _transfers(sums)
-        late, failed = int(sums.get(LATE, 0.0)), int(sum(sums.get(x, 0.0) for x in _FAILED))
+        late = int(sums.get(LATE, 0.0))
     except (ValueError, KeyError, OverflowError) as exc:
         raise NoMetricsError(f"its metrics cannot be read: {exc!r}") from exc
     if RUNNING not in sums or not sizes or not usage:
@@ -93,6 +88,8 @@ def read_metrics(page: str) -> ServerFigures:
     if block_size < 1 or num_blocks < 1:
         raise NoMetricsError(f"{_CACHE} says that there are no blocks")
     used = min(max(sum(usage) / len(usage), 0.0), 1.0)
+    if math.isnan(used):
+        raise NoMetricsError(f"{_USAGE} is no number")
     stats = SchedulerStats(
         num_running=figures["num_running"],
         num_waiting=figures["num_waiting"],
@@ -106,7 +103,7 @@ def read_metrics(page: str) -> ServerFigures:
         steps=figures["steps"],
         kv_transfer=kv_transfer,
     )
-    return ServerFigures(stats, block_size, num_blocks, late, failed)
+    return ServerFigures(stats, block_size, num_blocks, late)
 
 
 def _transfers(sums: dict[str, float]) -> KVTransferStats | None:

@@ -1,7 +1,7 @@
 """References to KV that vLLM's prefill engines keep for decode engines. Pure; time is passed in.
 
     kept ──take──▶ taken ──its time is over──▶ gone
-      │              └──refused──▶ refused ──release──▶ gone
+      │              └──nothing reads it──▶ unread ──release──▶ gone
       └──release──▶ gone
 
 vLLM's NixlConnector reads whatever the blocks of a reference hold by then. So each reference is
@@ -85,19 +85,24 @@ class References:
         kept.used, kept.decode = True, decode
         return kept.params
 
-    def refused(self, lease: dict[str, Any]) -> None:
+    def nothing_reads(self, lease: dict[str, Any]) -> None:
         """The decode engine has refused the request, or failed with it: it reads nothing now."""
         kept = self._kept.get(str(lease.get(TICKET)))
         if kept is not None:
             kept.decode = ""
 
-    def release(self, lease: dict[str, Any], *, even_if_taken: bool) -> dict[str, Any] | None:
-        """Nobody wants these blocks. Returns what to tell whoever frees them; None: nothing.
+    def release(
+        self, lease: dict[str, Any], now: float, *, even_if_taken: bool
+    ) -> dict[str, Any] | None:
+        """Nobody wants these blocks. Returns what to tell whoever frees them; None: nothing, also
+        if the lease is over.
 
         even_if_taken: also if a decode engine may be reading them.
         """
         kept = self._kept.get(str(lease.get(TICKET)))
         if kept is None or (kept.decode and not even_if_taken):
+            return None
+        if now - kept.kept_at >= self._lease_seconds:
             return None
         del self._kept[str(lease[TICKET])]
         return kept.params
@@ -106,6 +111,11 @@ class References:
         """Addresses of the engines that were asked to read blocks of this one lately."""
         self._forget(now)
         return {kept.decode for kept in self._kept.values() if kept.prefill == prefill} - {""}
+
+    def reads(self, decode: str, now: float) -> bool:
+        """Whether this engine was asked to read blocks lately."""
+        self._forget(now)
+        return any(kept.decode == decode for kept in self._kept.values())
 
     def _forget(self, now: float) -> None:
         for ticket in list(self._old(now)):

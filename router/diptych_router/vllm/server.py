@@ -102,11 +102,13 @@ class VllmServer:
                     COMPLETIONS, json=body, timeout=_TIMEOUT, allow_redirects=False
                 ) as response,
             ):
-                await read_body(response, MAX_PAGE_BYTES)
+                answer = await read_body(response, MAX_PAGE_BYTES)
         except CONNECTION_ERRORS as exc:
             raise NotConnectedError(f"{COMPLETIONS} of {self._address}: {exc!r}") from exc
-        if response.status != _UNKNOWN_MODEL:
-            raise UtilityError(f"{COMPLETIONS}: status {response.status}, and not a refusal")
+        if response.status != _UNKNOWN_MODEL or NO_MODEL.encode() not in answer:
+            raise UtilityError(
+                f"{COMPLETIONS}: status {response.status}, and not the refusal of a model"
+            )
 
     async def _page(self, path: str) -> bytes:
         status, body = await self._get(path)

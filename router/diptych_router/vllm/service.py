@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from diptych_protocol import RouterConfig
 from diptych_protocol.config import Connector
 from diptych_router.vllm.description import ServedModel
 from diptych_router.vllm.references import References
 
-Doubt = Callable[[str], None]
-"""Called with a reason: hand-offs of an engine are not to be trusted until it is verified again."""
+
+class Line(Protocol):
+    """A line to one server, as the others see it."""
+
+    def forget(self) -> None:
+        """Let the server use nothing of what it remembers now."""
+
+    def doubt(self, why: str) -> None:
+        """Hand-offs of the server are not to be trusted until it is verified again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,7 @@ class VllmService:
     connector: Connector
     lease_seconds: float
     references: References
-    _doubts: dict[str, Doubt] = field(default_factory=dict)
+    _lines: dict[str, Line] = field(default_factory=dict)
     """By the addresses of the servers that are described."""
 
     @classmethod
@@ -40,16 +48,14 @@ class VllmService:
         vLLM's NixlConnector."""
         return self.connector == "nixl"
 
-    def listen(self, address: str, doubt: Doubt) -> None:
-        """`doubt` is called when something speaks against the server at this address."""
-        self._doubts[address] = doubt
+    def enter(self, address: str, line: Line) -> None:
+        """The server at this address has described itself."""
+        self._lines[address] = line
 
-    def cease(self, address: str) -> None:
-        self._doubts.pop(address, None)
+    def leave(self, address: str) -> None:
+        """It is lost."""
+        self._lines.pop(address, None)
 
-    def doubt(self, addresses: Iterable[str], why: str) -> None:
-        """Something speaks against these servers."""
-        for address in addresses:
-            doubt = self._doubts.get(address)
-            if doubt is not None:
-                doubt(why)
+    def others(self, address: str) -> Iterator[tuple[str, Line]]:
+        """All servers but this one."""
+        yield from ((x, line) for x, line in self._lines.items() if x != address)

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from diptych_router.vllm.metrics import ServerFigures
 from diptych_router.vllm.references import MARGIN
-from diptych_router.vllm.service import VllmService
 
 
 class Suspicion:
-    """Compares what one server tells with what it told before. Reasons are texts; empty: none."""
+    """Compares what one server tells with what it told before. Reasons are texts; empty: none.
 
-    def __init__(self, service: VllmService) -> None:
-        self._unchecked = service.reads_unchecked
-        self._patience_s = service.lease_seconds * MARGIN
-        self._late: int | None = None
-        self._failed: int | None = None
+    Reads that failed are no reason: their requests have failed, which the breakers of both engines
+    count.
+    """
 
-    def of_reads_from_it(self, figures: ServerFigures) -> str:
+    def __init__(self, lease_seconds: float) -> None:
+        self._patience_s = lease_seconds * MARGIN
+        self._num_late: int | None = None
+
+    def late_reads(self, figures: ServerFigures) -> str:
         """Somebody has read blocks of this server that were free again: it may have read anything,
         and its answer looks like any other."""
-        before, self._late = self._late, figures.num_late
+        before, self._num_late = self._num_late, figures.num_late
         if before is None or figures.num_late <= before:
             return ""
         return "blocks were read after their lease had ended"
 
-    def of_its_reads(self, figures: ServerFigures) -> str:
-        """Reads of this server have failed. Their requests have been told."""
-        before, self._failed = self._failed, figures.num_failed
-        if before is None or figures.num_failed <= before:
-            return ""
-        return "hand-offs to it failed"
+    def long_silence(self, silent_s: float, *, reads: bool) -> str:
+        """It stood still for so long that leases may have ended before it read their blocks.
 
-    def of_what_it_read(self, silent_s: float) -> str:
-        """It stood still for so long that leases may have ended before it read their blocks."""
-        if not self._unchecked or silent_s <= self._patience_s:
+        reads: it was asked to read blocks lately.
+        """
+        if not reads or silent_s <= self._patience_s:
             return ""
         return f"it did not answer for {silent_s:.0f} s, and then may have read blocks too late"

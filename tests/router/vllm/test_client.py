@@ -25,6 +25,7 @@ from diptych_protocol import (
     StructuredOutputsParams,
     UtilityError,
 )
+from diptych_protocol.config import Connector
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, ErrorKind
 from diptych_router.vllm.client import VllmClient
 from diptych_router.vllm.description import UnfitServerError
@@ -123,6 +124,28 @@ async def test_an_abort_closes_the_connection(
     assert line.losses == []
 
 
+async def test_an_abort_that_an_output_leads_to_closes_the_connection(
+    server: FakeVllm, line: Line, eventually: Any
+) -> None:
+    """As a stop string does it: within the delivery of the token that completes it."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.write(event(5))
+        await exchange.hang()
+
+    server.script = script
+    take = line.client._on_outputs
+
+    def end_it(message: EngineCoreOutputs) -> None:
+        take(message)
+        line.client.abort(["r/1"])
+
+    line.client._on_outputs = end_it
+    line.client.add(request())
+    await eventually(lambda: server.exchanges and server.exchanges[0].gone.is_set())
+    assert not line.ends
+
+
 async def test_closing_ends_all_that_is_open(server: FakeVllm, line: Line, eventually: Any) -> None:
     server.script = Exchange.hang
     line.client.add(request())
@@ -174,6 +197,8 @@ async def test_a_stream_without_an_end_is_given_up(
     ("said", "kind", "words"),
     [
         (b"<html>\n", ErrorKind.FAULT, "no line of data"),
+        (b'data: {"error": {"message": "\xff"}}\n\n', ErrorKind.FAULT, "cannot be read"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", ErrorKind.FAULT, "cannot be read"),
         (event(99), ErrorKind.FAULT, "outside the vocabulary"),
         (event(*range(20)), ErrorKind.FAULT, "more tokens than were asked for"),
         (data({"error": {"message": "bad regex", "code": 400}}), ErrorKind.REFUSED, "bad regex"),
@@ -265,6 +290,32 @@ async def test_a_server_that_is_ill_is_not_described(
     vars(server).update(change)
     with pytest.raises(UtilityError):
         await line.client.describe(PATIENCE_S)
+
+
+@pytest.mark.parametrize(("connector", "salted"), [("nixl", True), ("diptych", False)])
+async def test_who_answers_after_a_loss_uses_nothing_that_it_remembered(
+    server: FakeVllm, eventually: Any, connector: Connector, salted: bool
+) -> None:
+    """It may have gone on with a read of blocks that were somebody else's by then."""
+    made = Line()
+    config = RouterConfig(model="m", served_name="tiny", connector=connector)
+    made.client = VllmClient(
+        server.address,
+        VllmService.of(config, 64),
+        on_outputs=made.take,
+        on_lost=made.losses.append,
+        on_doubt=made.doubts.append,
+    )
+    for _ in range(2):
+        await made.client.describe(PATIENCE_S)
+        made.client.add(request())
+        await eventually(lambda: made.ends)
+        made.outputs.clear()
+        made.client.lost(EngineDeadError("it stood still"))
+    first, second = (exchange.body["cache_salt"] for exchange in server.exchanges)
+    assert first == "s"
+    assert (second != "s") is salted
+    made.client.close()
 
 
 async def test_control_calls_are_refused_by_name(line: Line) -> None:

@@ -56,7 +56,7 @@ def test_what_no_prefill_engine_has_said_is_no_reference(lease: dict[str, object
     kept(references)
     with pytest.raises(UnusableReferenceError):
         references.take(lease, "d:1", 0.0)
-    assert references.release(lease, even_if_taken=True) is None
+    assert references.release(lease, 0.0, even_if_taken=True) is None
 
 
 @pytest.mark.parametrize(("taken", "even_if_taken"), [(False, False), (True, False), (True, True)])
@@ -66,8 +66,8 @@ def test_blocks_are_given_back_once(taken: bool, even_if_taken: bool) -> None:
     if taken:
         references.take(lease, "d:1", 0.0)
     expected = PARAMS if even_if_taken or not taken else None
-    assert references.release(lease, even_if_taken=even_if_taken) == expected
-    assert references.release(lease, even_if_taken=even_if_taken) is None
+    assert references.release(lease, 1.0, even_if_taken=even_if_taken) == expected
+    assert references.release(lease, 1.0, even_if_taken=even_if_taken) is None
     with pytest.raises(UnusableReferenceError):
         references.take(lease, "d:2", 0.0)
 
@@ -79,17 +79,27 @@ def test_readers_of_an_engine_are_known_while_it_matters() -> None:
     kept(references)
     references.take(references.keep("p:2", "", PARAMS, 0.0), "d:3", 0.0)
     assert references.readers("p:1", 2 * LEASE_S) == {"d:1", "d:2"}
+    assert references.reads("d:3", 2 * LEASE_S)
+    assert not references.reads("p:1", 2 * LEASE_S)
     assert references.readers("p:1", 2 * LEASE_S + 1) == set()
+    assert not references.reads("d:3", 2 * LEASE_S + 1)
 
 
 def test_blocks_that_a_decode_engine_refused_to_read_are_given_back() -> None:
     references = References(LEASE_S)
     lease = kept(references)
     references.take(lease, "d:1", 0.0)
-    references.refused(lease)
+    references.nothing_reads(lease)
     with pytest.raises(UnusableReferenceError, match="used before"):
         references.take(lease, "d:2", 0.0)
-    assert references.release(lease, even_if_taken=False) == PARAMS
+    assert references.release(lease, 0.0, even_if_taken=False) == PARAMS
+
+
+def test_blocks_whose_lease_is_over_are_not_given_back() -> None:
+    """They may be somebody else's, and the prefill engine would take it for a read."""
+    references = References(LEASE_S)
+    lease = kept(references)
+    assert references.release(lease, LEASE_S, even_if_taken=True) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("ktr"), st.floats(0, 10)), max_size=60))
@@ -104,7 +114,7 @@ def test_nothing_is_kept_for_ever(steps: list[tuple[str, float]]) -> None:
                 with contextlib.suppress(UnusableReferenceError):
                     references.take(leases[-1], "d:1", now)
             case "r" if leases:
-                references.release(leases.pop(), even_if_taken=True)
+                references.release(leases.pop(), now, even_if_taken=True)
     now += 2 * LEASE_S + 1
     kept(references, now)
     assert len(references) == 1

@@ -53,11 +53,12 @@ def test_the_cores_of_a_server_add_up() -> None:
         (METRICS.replace('num_gpu_blocks="64"', 'num_gpu_blocks="0"'), "no blocks"),
         (METRICS.replace("} 2.0", "} many"), "many"),
         (METRICS.replace("} 2.0", "} NaN"), "cannot be read"),
+        (METRICS.replace("} 0.25", "} NaN"), "no number"),
         (METRICS.replace("} 2.0", "} +Inf"), "cannot be read"),
     ],
 )
 def test_a_page_that_is_not_vllms_says_why(page: str, said: str) -> None:
-    with pytest.raises(NoMetricsError, match=r"metrics|blocks") as refused:
+    with pytest.raises(NoMetricsError, match=r"metrics|blocks|usage") as refused:
         read_metrics(page)
     assert said in str(refused.value)
 

@@ -144,7 +144,8 @@ class FakeVllm:
         body = await request.json()
         assert body["model"] not in [model["id"] for model in self.models["data"]]
         self.given_back.append(body["kv_transfer_params"])
-        return web.json_response({"error": {"message": "no such model"}}, status=404)
+        message = f"The model `{body['model']}` does not exist."
+        return web.json_response({"error": {"message": message}}, status=404)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         exchange = Exchange(request, await request.json())
