@@ -19,7 +19,7 @@ class StepFigures(KVConnectorStats):
     """How much has been counted in one step, or in several."""
 
     def reset(self) -> None:
-        self.data: dict[str, int | float] = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         add(self.data, other.data)
