@@ -223,7 +223,11 @@ def test_no_process_outlives_the_one_that_started_it(router: Router) -> None:
     [
         ({"processes": 65}, 2, "processes"),
         ({"model": "/nowhere/at/all"}, 2, "/nowhere/at/all"),
-        ({"runtime": "vllm"}, 2, "leave it out, and name all engines in --decode"),
+        (
+            {"runtime": "vllm", "connector": "none"},
+            2,
+            "leave it out, and name all engines in --decode",
+        ),
     ],
 )
 def test_a_start_that_cannot_work_ends_with_its_reason(

@@ -32,8 +32,8 @@ OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
         "api-key",
     ),
     "the operator says how routers and engines speak": (
-        "kv-t*", "kv-e*", "enable-scale-out", "tokens-only", "skip-tokenizer-init",
-        "disable-log-stats",
+        "kv-transfer-config", "kv-t*", "kv-events-config", "kv-e*", "enable-scale-out",
+        "tokens-only", "skip-tokenizer-init", "disable-log-stats",
     ),
     "set spec.engine.tensorParallelSize": ("tensor-parallel-size",),
     "a pod has one engine; set replicas, or spec.engine.tensorParallelSize": (

@@ -53,11 +53,15 @@ def container_of(wanted: InferenceService) -> dict[str, Any]:
     return container
 
 
-def test_there_is_one_pool_and_no_trace_of_the_other() -> None:
+def test_there_is_one_pool_and_of_the_other_only_closed_ports() -> None:
+    """A service that had two pools may still have pods of the other one."""
     objects = render(service(), SECRETS)
     names = sorted(item["metadata"]["name"] for item in objects if item["kind"] == "Deployment")
     assert names == [f"svc-decode-{revision(service())}", "svc-router"]
-    assert "prefill" not in msgspec.json.encode(objects).decode()
+    others = [item for item in objects if item["metadata"]["name"] == "svc-prefill"]
+    assert [item["kind"] for item in others] == ["NetworkPolicy"]
+    rest = [item for item in objects if item not in others]
+    assert "prefill" not in msgspec.json.encode(rest).decode()
 
 
 def test_what_the_operator_decides_comes_after_what_the_service_gives() -> None:
@@ -247,9 +251,13 @@ def test_each_field_is_vllms_too_or_refused_where_vllm_runs() -> None:
          "spec.engine.args: must not hold --tensor-parallel-size: set "
          "spec.engine.tensorParallelSize"),
         ({"engine": {"args": ["--kv-transfer-config.kv_role=kv_both"]}},
-         "spec.engine.args: must not hold --kv-transfer-config, --kv-events-config, "
-         "--enable-scale-out, --tokens-only, --skip-tokenizer-init: the operator says how routers "
-         "and engines speak"),
+         "spec.engine.args: must not hold --kv-transfer-config, --kv-t*, --kv-events-config, "
+         "--kv-e*, --enable-scale-out, --tokens-only, --skip-tokenizer-init, "
+         "--disable-log-stats: the operator says how routers and engines speak"),
+        ({"engine": {"args": ["--kv-transfer-conf.kv_role=kv_both"]}},
+         "spec.engine.args: must not hold --kv-transfer-config, --kv-t*, --kv-events-config, "
+         "--kv-e*, --enable-scale-out, --tokens-only, --skip-tokenizer-init, "
+         "--disable-log-stats: the operator says how routers and engines speak"),
         ({"engine": {"args": ["--max-model-len", "8192"]}},
          "spec.engine.args.1: must be --name or --name=value (at most 1024 characters) such as "
          "--enforce-eager or --max-model-len=16384, not '8192'"),

@@ -42,6 +42,7 @@ from diptych_operator.api.runtimes import (
     CONNECTOR_OF_TWO_POOLS,
     GPUS_OF_DECODE,
     GPUS_OF_PREFILL,
+    LEASE_OF_NIXL,
     MODEL_OF_VLLM,
     ONE_API_OF_VLLM,
     PREFILL_ENGINE_OF_VLLM,
@@ -322,6 +323,15 @@ BROKEN: dict[str, Broken] = {
         vllm_spec(prefill={"replicas": 1}, transfer={"connector": "none"}),
         "spec.transfer.connector",
         CONNECTOR_OF_TWO_POOLS,
+    ),
+    "a lease that NIXL cannot renew": Broken(
+        vllm_spec(
+            prefill={},
+            transfer={"connector": "nixl", "leaseSeconds": 5.5},
+            availability={"drainSeconds": 60},
+        ),
+        "spec.transfer.leaseSeconds",
+        LEASE_OF_NIXL,
     ),
     "a connector that our own engine needs not": Broken(
         {"transfer": {"connectorImage": "a"}}, "spec.transfer.connectorImage", CONNECTOR_IMAGE
