@@ -226,7 +226,7 @@ def test_no_process_outlives_the_one_that_started_it(router: Router) -> None:
         (
             {"runtime": "vllm", "connector": "none"},
             2,
-            "leave it out, and name all engines in --decode",
+            "leave it out and name all engines in --decode",
         ),
     ],
 )
