@@ -38,8 +38,8 @@ ENGINE_API_PORTS = {"api": API_PORT}
 VLLM_PORTS = {"http": HTTP_PORT}
 """Port numbers of an engine pod that runs vLLM, by their names."""
 EVENT_PORTS = {"events": 5560, "replay": 5561}
-"""Where vLLM tells routers what it remembers, and tells it again, in services of two pools. With one
-pool vLLM chooses the ports itself."""
+"""Where vLLM tells routers what it remembers, and tells it again, in services of two pools. With
+one pool vLLM chooses the ports itself."""
 HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
     "none": {},
     "nixl": {**EVENT_PORTS, "nixl": 5600},
