@@ -13,6 +13,8 @@ from diptych_protocol import InvalidRequestError, KVTransferConfig
 
 PARAM = "kv_connector_extra_config"
 MAX_PORT = 65535
+RANKS = (1, 2, 4, 8)
+"""Numbers of ranks that are not refused. Only 1 and 2 were run with real servers."""
 
 
 class ConnectorSettings(

@@ -15,10 +15,11 @@ and the engine has said which of them it remembers. It is not renewed, so that n
 cached prefix for longer than the length of one lease.
 
 A lease ends exactly once, and its blocks are given back (`LeaseEnded`) exactly once: when it has
-ended *and* no send of them is in flight. A lease that is divided into shares (`shares.py`) has ended
-when all of them have; each share goes its own way through the states above. Ending revokes the reader's claim at once: the reader is
-told, and its Close is answered `held=False` even while sends are still draining. Pure: time is
-passed in.
+ended *and* no send of them is in flight. Ending revokes the reader's claim at once: the reader is
+told, and its Close is answered `held=False` even while sends are still draining.
+
+A lease may be divided into shares (`shares.py`). Each share is a lease of its own, with the states
+above. The lease has ended when all its shares have. Pure: time is passed in.
 """
 
 from __future__ import annotations
@@ -188,9 +189,7 @@ class LeaseTable:
         self._divided.divide(share)
         for each in share.all:
             self._ended.pop(each.name, None)
-            self.leases[each.name] = replace(
-                lease, lease_id=each.name, part=each.part, sending={}
-            )
+            self.leases[each.name] = replace(lease, lease_id=each.name, part=each.part, sending={})
         self.counts[LeaseState.PROMISED] += share.readers - 1
         if lease.state is LeaseState.GRANTED:
             self.counts[LeaseState.GRANTED] += share.readers - 1
