@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm_scheduler import (
     LEASE_SECONDS,
-    ScriptedDriver,
     THERE,
+    ScriptedDriver,
     Status,
     VllmScheduler,
     prompt,
