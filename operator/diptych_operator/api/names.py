@@ -37,13 +37,15 @@ ENGINE_API_PORTS = {"api": API_PORT}
 """The further ports, by name, of engines that have an OpenAI API of their own."""
 VLLM_PORTS = {"http": HTTP_PORT}
 """Port numbers of an engine pod that runs vLLM, by their names."""
+VLLM_KV_PORT = 5570
+"""Where the first rank of a vLLM engine has its hinge; each further rank listens one port higher."""
 EVENT_PORTS = {"events": 5560, "replay": 5561}
 """Where vLLM tells routers what it remembers, and tells it again, in services of two pools. With
 one pool vLLM chooses the ports itself."""
 HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
     "none": {},
     "nixl": {**EVENT_PORTS, "nixl": 5600},
-    "diptych": {**EVENT_PORTS, "kv": KV_PORT},
+    "diptych": {**EVENT_PORTS, "kv": VLLM_KV_PORT},
 }
 """The further ports of vLLM's pods, by how they hand KV over."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}

@@ -67,7 +67,7 @@ class PrefillEngine(SpecPart, frozen=True):
                 le=MAX_RANKS,
                 description="Ranks of each prefill engine; left out, as many as decode engines "
                 "have (spec.engine.tensorParallelSize). With the connector nixl those are a "
-                "multiple of it.",
+                "multiple of it; with diptych one of the two numbers divides the other.",
             ),
         ]
         | None

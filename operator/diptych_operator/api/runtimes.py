@@ -122,13 +122,14 @@ RANKS_BY_NIXL = Rule(
 )
 RANKS_BY_DIPTYCH = Rule(
     f"self.transfer.connector != 'diptych' || !({_PREFILL_SAYS_RANKS}) || "
-    f"{_RANKS_OF_DECODE} == {_RANKS_OF_PREFILL}",
+    f"{_RANKS_OF_DECODE} % {_RANKS_OF_PREFILL} == 0 || "
+    f"{_RANKS_OF_PREFILL} % {_RANKS_OF_DECODE} == 0",
     lambda spec: (
         spec.transfer.connector != "diptych"
-        or spec.engine.tensor_parallel_size == _ranks(spec, "prefill")
+        or spec.engine.tensor_parallel_size % _ranks(spec, "prefill") == 0
+        or _ranks(spec, "prefill") % spec.engine.tensor_parallel_size == 0
     ),
-    "must be left out, or equal to spec.engine.tensorParallelSize, where transfer.connector is "
-    "diptych; the connector nixl lets decode engines have more ranks",
+    "must divide spec.engine.tensorParallelSize, which decode engines have, or be a multiple of it",
     ".prefill.engine.tensorParallelSize",
 )
 

@@ -89,7 +89,7 @@ def test_our_connector_knows_where_it_is_reached_its_keys_and_its_revision(pool:
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {
             "listen_host": "0.0.0.0",
-            "listen_port": 5558,
+            "listen_port": 5570,
             "advertise_host": "10.0.0.7",
             "lease_seconds": 45.5,
             "keys": "/etc/diptych/keys",

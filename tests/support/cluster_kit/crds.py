@@ -211,8 +211,11 @@ GOOD: dict[str, dict[str, Any]] = {
         },
         decode={"resources": {"limits": {"nvidia.com/gpu": 4}}},
     ),
-    "as many ranks on both sides": vllm_spec(
-        engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 2}}
+    "more ranks of prefill by our connector": vllm_spec(
+        engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 4}}
+    ),
+    "more ranks of decode by our connector": vllm_spec(
+        engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 1}}
     ),
     "a template without containers": {"prefill": {"podTemplate": {"spec": {"nodeName": "a"}}}},
 }  # fmt: skip
@@ -356,8 +359,8 @@ BROKEN: dict[str, Broken] = {
         )
         for prefill, decode in ((2, 1), (2, 3))
     },
-    "more ranks of decode by our connector": Broken(
-        vllm_spec(engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 1}}),
+    "ranks that do not divide each other by our connector": Broken(
+        vllm_spec(engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 3}}),
         "spec.prefill.engine.tensorParallelSize",
         RANKS_BY_DIPTYCH,
     ),
