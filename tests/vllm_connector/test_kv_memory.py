@@ -81,8 +81,8 @@ def test_engines_with_other_numbers_of_ranks_have_equal_compat(heads: int) -> No
 
 
 def test_a_layer_whose_heads_are_not_those_of_the_model_needs_as_many_ranks() -> None:
-    odd = {"model_1": torch.zeros((6, 1, 4, 8))}
-    one, two = layers(**odd), layers(model_0=torch.zeros((6, 1, 4, 8)), **odd)
+    odd = torch.zeros((6, 1, 4, 8))
+    one, two = layers(model_1=odd), layers(model_0=odd, model_1=odd)
     facts = {"model": "m"}
     assert compat_of(one, facts, ONE)["layers"] != compat_of(two, facts, Ranks(2, 2))["layers"]
 

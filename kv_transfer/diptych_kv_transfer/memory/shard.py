@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -31,7 +32,8 @@ class DeviceCopies(Protocol):
         """Copy place i of the room to block block_ids[i]; no id comes twice."""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """One of the equal parts into which each block is cut, such as the KV of some of its heads."""
 
     index: int = 0

@@ -38,7 +38,7 @@ ENGINE_API_PORTS = {"api": API_PORT}
 VLLM_PORTS = {"http": HTTP_PORT}
 """Port numbers of an engine pod that runs vLLM, by their names."""
 VLLM_KV_PORT = 5570
-"""Where the first rank of a vLLM engine has its hinge; each further rank listens one port higher."""
+"""Where the first rank of a vLLM engine has its hinge. Further ranks are at the ports behind it."""
 EVENT_PORTS = {"events": 5560, "replay": 5561}
 """Where vLLM tells routers what it remembers, and tells it again, in services of two pools. With
 one pool vLLM chooses the ports itself."""
