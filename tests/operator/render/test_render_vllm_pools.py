@@ -101,7 +101,7 @@ def test_our_connector_knows_where_it_is_reached_its_keys_and_its_revision(pool:
 def test_our_connector_takes_the_settings_that_it_is_given() -> None:
     extra = transfer_config(service(), "decode")["kv_connector_extra_config"]
     settings = ConnectorSettings.parse(extra)
-    assert (settings.listen_port, settings.keys) == (5558, "/etc/diptych/keys")
+    assert (settings.listen_port, settings.keys) == (5570, "/etc/diptych/keys")
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
