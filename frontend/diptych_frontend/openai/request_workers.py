@@ -64,6 +64,10 @@ class RequestWorkers:
         except TimeoutError as exc:
             raise EngineOverloadedError("too many large requests are here; retry later") from exc
 
+    async def read(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
+        """What `work` makes of a body of `size` bytes: at once for a small one, else by `run`."""
+        return work() if size <= INLINE_BYTES else await self.run(scope, size, work)
+
     def _start_next(self) -> None:
         while len(self._working) < THREADS:
             turn = self._turns.take(without=self._working)

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai import api_keys, build_app, mounted
+from diptych_frontend.openai import api_keys, mounted
 from diptych_frontend.openai.api_keys import MAX_KEYS, ApiKeys
 
 CHAT = "/v1/chat/completions"

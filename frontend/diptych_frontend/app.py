@@ -1,4 +1,4 @@
-"""The ASGI application: routes and layers put together around one `EngineClient`."""
+"""The ASGI application: all routes and layers, put together around one `EngineClient`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
 from diptych_frontend.reasoning.parser import ReasoningParser
+from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
 from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
@@ -63,11 +64,15 @@ def build_app(
     completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
     chat = GenerationRoute(ChatApi(ReasoningParser.of(engine)), engine, known, metrics, workers)
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
+    tokenize = TokenizeRoute(engine, known, workers)
+    detokenize = DetokenizeRoute(engine, known, workers)
     router = Router(
         [
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/kv_transfer/reject", RejectRoute(engine, workers), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
