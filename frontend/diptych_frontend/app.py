@@ -12,6 +12,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from diptych_frontend.anthropic.errors import ANTHROPIC
+from diptych_frontend.anthropic.routes import CountTokensRoute, MessagesApi
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
@@ -27,6 +29,8 @@ from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRout
 from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
+DIALECTS = {"/v1/messages": ANTHROPIC}
+"""How failures are told on paths that begin so."""
 METRICS_AGE_S = 1.0
 """Metrics are written at most so often, however often somebody asks for them."""
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
@@ -62,7 +66,10 @@ def build_app(
     models = Models(engine, names)
     workers = RequestWorkers()
     completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
-    chat = GenerationRoute(ChatApi(ReasoningParser.of(engine)), engine, known, metrics, workers)
+    chat_api = ChatApi(ReasoningParser.of(engine))
+    chat = GenerationRoute(chat_api, engine, known, metrics, workers)
+    messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
+    count_tokens = CountTokensRoute(chat_api, engine, known, workers)
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
     tokenize = TokenizeRoute(engine, known, workers)
     detokenize = DetokenizeRoute(engine, known, workers)
@@ -71,6 +78,8 @@ def build_app(
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/v1/messages", messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/kv_transfer/reject", RejectRoute(engine, workers), methods=["POST"]),
@@ -85,7 +94,7 @@ def build_app(
     app: ASGIApp = BodyReader(router, max_body_bytes)
     if api_keys is not None:
         app = KeyGate(app, api_keys)
-    app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log)
+    app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log, dialects=DIALECTS)
     return RejectionCleanup(app, engine)
 
 

@@ -137,7 +137,8 @@ class KeyGate:
             name = self._keys.name_of(_offered(scope))
             if name is None:
                 raise InvalidRequestError(
-                    "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                    "wrong or missing API key; send it as 'Authorization: Bearer KEY' or "
+                    "'X-Api-Key: KEY'",
                     status=401,
                     code="invalid_api_key",
                 )
@@ -146,6 +147,9 @@ class KeyGate:
 
 
 def _offered(scope: Scope) -> bytes:
-    """The key in the request's Authorization header; empty without one."""
+    """The key in the request's Authorization header, else that in X-Api-Key, where Anthropic's
+    clients have it; empty without one."""
     scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    if scheme.lower() != "bearer":
+        key = header(scope, b"x-api-key") or ""
+    return key.strip().encode("latin-1")

@@ -84,7 +84,7 @@ class RejectRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         read = partial(decode_body, scope, exchange.body, self._decoder)
-        lost = await self._workers.read(scope, len(exchange.body), read)
+        lost = await self._workers.read(scope, exchange.body, read)
         request_id = lost.request_id or exchange.request_id
         try:
             async with asyncio.timeout(NOTIFY_TIMEOUT_S):

@@ -119,11 +119,7 @@ class TokenizeRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = exchange_of(scope).body
         work = partial(self._answer, scope, body)
-        # An image makes much work of a small body; an escaped letter might hide the word.
-        if b"image_url" in body or b"\\u" in body:
-            answer = await self._workers.run(scope, len(body), work)
-        else:
-            answer = await self._workers.read(scope, len(body), work)
+        answer = await self._workers.read(scope, body, work, ChatApi.image_word)
         await send_bytes(send, 200, answer, [])
 
     def _answer(self, scope: Scope, body: bytes) -> bytes:
@@ -156,7 +152,7 @@ class DetokenizeRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = exchange_of(scope).body
-        answer = await self._workers.read(scope, len(body), partial(self._answer, scope, body))
+        answer = await self._workers.read(scope, body, partial(self._answer, scope, body))
         await send_bytes(send, 200, answer, [])
 
     def _answer(self, scope: Scope, body: bytes) -> bytes:
