@@ -25,6 +25,8 @@ from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
 from diptych_frontend.reasoning.parser import ReasoningParser
+from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
+from diptych_frontend.responses_api.store import ResponseStore
 from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
 from diptych_protocol import EngineClient, InvalidRequestError
 
@@ -46,9 +48,10 @@ def build_app(
     metrics: ServerMetrics | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     access_log: AccessLogStyle = "off",
+    stores_responses: bool = True,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
-    """The OpenAI-compatible server of one engine client.
+    """The HTTP server of one engine client.
 
     Args:
         engine: started and stopped by the caller.
@@ -58,6 +61,8 @@ def build_app(
         metrics: one that knows `stats_by_engine` also reports on the engines.
         max_body_bytes: larger request bodies are refused with 413.
         access_log: one line a request on the logger `diptych.access`.
+        stores_responses: /v1/responses keeps answers for clients that ask for it; several
+            processes of one server must not, because the next request may reach another one.
         extra_routes: further Starlette routes, behind the same layers.
     """
     names = tuple(served_names) or (engine.model_name,)
@@ -69,6 +74,9 @@ def build_app(
     chat_api = ChatApi(ReasoningParser.of(engine))
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
+    store = ResponseStore() if stores_responses else None
+    responses = GenerationRoute(ResponsesApi(chat_api, store), engine, known, metrics, workers)
+    stored = StoredResponses(store)
     count_tokens = CountTokensRoute(chat_api, engine, known, workers)
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
     tokenize = TokenizeRoute(engine, known, workers)
@@ -78,6 +86,8 @@ def build_app(
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]),
             Route("/v1/messages", messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),

@@ -225,6 +225,7 @@ class GenerationRoute(Generic[B, R]):
             async for prompt_index, output in outputs:
                 if exchange.status is None:
                     exchange.is_event_stream = True
+                    exchange.dialect = writer.dialect or exchange.dialect
                     headers = [
                         (b"content-type", b"text/event-stream; charset=utf-8"),
                         (b"cache-control", b"no-cache"),

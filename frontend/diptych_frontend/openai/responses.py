@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from diptych_frontend.openai.api_types import StreamOptions
+from diptych_frontend.openai.errors import Dialect
 from diptych_protocol import Logprob, RequestOutput
 
 encode = msgspec.json.Encoder().encode
@@ -207,6 +208,9 @@ class Envelope:
 
 class AnswerWriter(ABC):
     """Turns engine outputs into the bytes of one answer. Stateful: one per request."""
+
+    dialect: Dialect | None = None
+    """How a failure of a stream is told; None: as the others of its path."""
 
     @abstractmethod
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:

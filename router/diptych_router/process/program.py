@@ -71,7 +71,8 @@ async def started(
     metrics.registry.register(client.predictions)
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
     metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
-    app = build_app(client, metrics=metrics, api_keys=keys)
+    alone = config.processes == 1
+    app = build_app(client, metrics=metrics, api_keys=keys, stores_responses=alone)
     leaving = Leaving(app, client, args.linger_seconds)
     client.start()
     _collect_rarely()
