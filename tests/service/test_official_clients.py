@@ -1,5 +1,5 @@
-"""Other APIs than OpenAI's, through a router, a prefill engine and a decode engine, with official
-clients and vLLM's shapes."""
+"""APIs beside chats and completions, through a router, a prefill engine and a decode engine, with
+official clients and vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 import pytest_asyncio
 from model_kit.questions import WHOLE
@@ -23,6 +24,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GREEDY = {"temperature": 0}
 TURNS: Any = [{"role": "user", "content": WHOLE.words}]
+RAIN = {
+    "type": "object",
+    "properties": {"rain": {"type": "boolean"}},
+    "required": ["rain"],
+    "additionalProperties": False,
+}
 WEATHER: Any = {
     "name": "weather",
     "description": "The weather of a city.",
@@ -59,6 +66,14 @@ async def http(base_url: str) -> AsyncIterator[httpx.AsyncClient]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def claude(base_url: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{base_url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -132,19 +147,75 @@ async def test_anthropics_client_gets_a_call_that_fits_its_schema(
 
 
 async def test_anthropics_client_gets_output_of_a_schema(claude: anthropic.AsyncAnthropic) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"rain": {"type": "boolean"}},
-        "required": ["rain"],
-        "additionalProperties": False,
-    }
     message = await claude.messages.create(
         model="smollm2",
         messages=[{"role": "user", "content": "Will it rain?"}],
-        output_config={"format": {"type": "json_schema", "schema": schema}},
+        output_config={"format": {"type": "json_schema", "schema": RAIN}},
         max_tokens=60,
         extra_body=GREEDY,
     )
     [block] = message.content
     assert block.type == "text"
     assert json.loads(block.text) in ({"rain": True}, {"rain": False})
+
+
+async def test_openais_client_gets_responses_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "smollm2", "input": WHOLE.words, "temperature": 0}
+    whole = await client.responses.create(**asked, max_output_tokens=40)
+    assert (whole.output_text, whole.status) == (WHOLE.answer, "completed")
+    async with client.responses.stream(**asked, max_output_tokens=40) as stream:
+        deltas = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+        last = await stream.get_final_response()
+    assert len(deltas) > 1
+    assert "".join(deltas) == last.output_text == WHOLE.answer
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_openais_client_goes_on_with_a_call_in_a_stored_response(
+    client: openai.AsyncOpenAI,
+) -> None:
+    tool: Any = {
+        "type": "function",
+        "name": "weather",
+        "description": WEATHER["description"],
+        "parameters": WEATHER["input_schema"],
+        "strict": True,
+    }
+    first = await client.responses.create(
+        model="smollm2",
+        input="What is the weather in Paris?",
+        tools=[tool],
+        tool_choice={"type": "function", "name": "weather"},
+        temperature=0,
+        max_output_tokens=100,
+        store=True,
+    )
+    [call] = first.output
+    assert call.type == "function_call"
+    assert call.name == "weather"
+    assert set(json.loads(call.arguments)) == {"city"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = await client.responses.create(
+        model="smollm2",
+        input=[result],
+        tools=[tool],
+        previous_response_id=first.id,
+        max_output_tokens=5,
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
+
+
+async def test_openais_client_gets_a_response_of_a_schema(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(
+        model="smollm2",
+        input="Will it rain?",
+        text={"format": {"type": "json_schema", "name": "rain", "schema": RAIN}},
+        temperature=0,
+        max_output_tokens=60,
+    )
+    assert json.loads(response.output_text) in ({"rain": True}, {"rain": False})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -84,10 +85,11 @@ class Response(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
 
 
-def new_response(request: ResponsesRequest, request_id: str, created: int) -> Response:
+def new_response(request: ResponsesRequest, created: int) -> Response:
     """A response that has said nothing yet."""
     return Response(
-        id=f"resp_{request_id}",
+        # Who knows it may read a stored response, where nobody has a key: it cannot be guessed.
+        id=f"resp_{secrets.token_hex(16)}",
         created_at=created,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,

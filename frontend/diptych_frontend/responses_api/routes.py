@@ -13,11 +13,7 @@ from diptych_frontend.openai.asgi import exchange_of
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter, encode
-from diptych_frontend.responses_api.answers import (
-    Keep,
-    ResponsesWriter,
-    new_response,
-)
+from diptych_frontend.responses_api.answers import Keep, ResponsesWriter, new_response
 from diptych_frontend.responses_api.answers import Response as ResponseBody
 from diptych_frontend.responses_api.api_types import ResponsesRequest, as_items
 from diptych_frontend.responses_api.conversation import ResponseChat, as_chat
@@ -83,7 +79,7 @@ class ResponsesApi:
     ) -> AnswerWriter:
         [prompt] = sound.prompts
         parts = self._chat.parts(sound.request, prompt)
-        response = new_response(sound.body, request_id, created)
+        response = new_response(sound.body, created)
         return ResponsesWriter(response, parts, self._keep(sound))
 
     def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:
