@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.anthropic.errors import ANTHROPIC
 from diptych_frontend.anthropic.routes import CountTokensRoute, MessagesApi
+from diptych_frontend.api_docs.routes import docs_routes
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
@@ -95,6 +96,7 @@ def build_app(
             Route("/v1/kv_transfer/reject", RejectRoute(engine, workers), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
+            *docs_routes(),
             *Probes(engine, metrics).routes(),
             *extra_routes,
         ],

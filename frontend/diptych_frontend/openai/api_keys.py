@@ -22,8 +22,10 @@ from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
-"""Served without a key: probes and scrapers have none."""
+OPEN_PATHS = frozenset(
+    {"/health", "/live", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
+)
+"""Served without a key: probes, scrapers and browsers have none."""
 MAX_KEYS = 256
 MAX_KEY_BYTES = 4096
 _NAME = re.compile(r"[-._A-Za-z0-9]{1,253}")
