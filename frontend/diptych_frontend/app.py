@@ -28,6 +28,13 @@ from diptych_frontend.openai.responses import Health, ModelCard, ModelList, enco
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
 from diptych_frontend.responses_api.store import ResponseStore
+from diptych_frontend.vllm_api.scoring import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    RerankRequest,
+    ScoreRequest,
+    ScoringRoute,
+)
 from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
 from diptych_protocol import EngineClient, InvalidRequestError
 
@@ -80,6 +87,8 @@ def build_app(
     stored = StoredResponses(store)
     count_tokens = CountTokensRoute(chat_api, engine, known, workers)
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
+    score = ScoringRoute(ScoreRequest, engine, known, metrics, workers)
+    rerank = ScoringRoute(RerankRequest, engine, known, metrics, workers)
     tokenize = TokenizeRoute(engine, known, workers)
     detokenize = DetokenizeRoute(engine, known, workers)
     router = Router(
@@ -91,6 +100,8 @@ def build_app(
             Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]),
             Route("/v1/messages", messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            *(Route(path, score, methods=["POST"]) for path in SCORE_PATHS),
+            *(Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/kv_transfer/reject", RejectRoute(engine, workers), methods=["POST"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -86,6 +87,22 @@ async def test_a_prompt_has_the_tokens_that_tokenize_counts(http: httpx.AsyncCli
         assert counted["count"] == answer["usage"]["prompt_tokens"]
         text = (await http.post("/detokenize", json={"tokens": counted["tokens"]})).json()
         assert WHOLE.words in text["prompt"]
+
+
+async def test_scores_are_the_cosines_of_embeddings(
+    http: httpx.AsyncClient, client: openai.AsyncOpenAI
+) -> None:
+    texts = ["The sea is calm.", "The ocean is calm.", "1, 2, 3"]
+    embedded = await client.embeddings.create(model="smollm2", input=texts)
+    query, *others = [each.embedding for each in embedded.data]
+    cosines = [sum(map(operator.mul, query, other)) for other in others]
+    body = {"model": "smollm2", "queries": texts[0], "documents": texts[1:]}
+    scored = (await http.post("/v1/score", json=body)).json()
+    assert [each["score"] for each in scored["data"]] == pytest.approx(cosines, abs=1e-3)
+    body = {"model": "smollm2", "query": texts[0], "documents": texts[1:], "top_n": 1}
+    [best] = (await http.post("/v1/rerank", json=body)).json()["results"]
+    assert best["document"]["text"] == texts[1]
+    assert best["relevance_score"] == pytest.approx(max(cosines), abs=1e-3)
 
 
 async def test_anthropics_client_gets_the_models_answer(claude: anthropic.AsyncAnthropic) -> None:

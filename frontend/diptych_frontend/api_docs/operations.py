@@ -24,6 +24,14 @@ from diptych_frontend.openai.responses import (
 )
 from diptych_frontend.responses_api.answers import Response
 from diptych_frontend.responses_api.api_types import ResponsesRequest
+from diptych_frontend.vllm_api.scoring import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    RerankList,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from diptych_frontend.vllm_api.tokenization import (
     DetokenizeRequest,
     Text,
@@ -79,6 +87,14 @@ OPERATIONS: Final = (
         TokenCount, failure=FailureBody,
     ),
     Operation("post", "/v1/embeddings", "Vectors of texts.", EmbeddingRequest, EmbeddingList),
+    *(
+        Operation("post", path, "How near texts are to each other.", ScoreRequest, ScoreList)
+        for path in SCORE_PATHS
+    ),
+    *(
+        Operation("post", path, "The documents nearest to a text.", RerankRequest, RerankList)
+        for path in RERANK_PATHS
+    ),
     Operation(
         "get", "/v1/models", "The model under each of its names, and its adapters.",
         answer=ModelList,

@@ -10,10 +10,16 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from diptych_protocol import (
+    Array,
     CompletionOutput,
     InvalidRequestError,
     Logprob,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -75,6 +81,7 @@ class EchoEngine(WithoutControl):
         self.facts: dict[str, Any] = {}
         self.answer_kv_params: dict[str, Any] | None = None
         self.seen: list[tuple[str, SamplingParams, int, Any]] = []
+        self.encoded: list[tuple[str, int, Any]] = []
         self.running: set[str] = set()
         self.left_early: list[str] = []
         self.rejected: list[tuple[str, dict[str, Any]]] = []
@@ -144,6 +151,29 @@ class EchoEngine(WithoutControl):
                     kv_transfer_params=self.answer_kv_params if finished else None,
                     metrics=self.facts,
                 )
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: Any = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+        *,
+        tenant: str = "",
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """How often each byte is in the prompt, as a vector of length 1."""
+        self.encoded.append((request_id, priority, prompt))
+        if self.refusal is not None:
+            raise self.refusal
+        ids = prompt["prompt_token_ids"]
+        counts = np.bincount(ids, minlength=EOS + 1).astype(np.float32)
+        counts /= np.linalg.norm(counts)
+        data = Array("float32", counts.shape, counts.tobytes())
+        yield PoolingRequestOutput(request_id, PoolingOutput(data), ids, finished=True)
 
     async def abort(self, request_id: Any) -> None:
         return None
