@@ -96,7 +96,7 @@ async def test_scores_are_the_cosines_of_embeddings(
     embedded = await client.embeddings.create(model="smollm2", input=texts)
     query, *others = [each.embedding for each in embedded.data]
     cosines = [sum(map(operator.mul, query, other)) for other in others]
-    body = {"model": "smollm2", "queries": texts[0], "documents": texts[1:]}
+    body: dict[str, Any] = {"model": "smollm2", "queries": texts[0], "documents": texts[1:]}
     scored = (await http.post("/v1/score", json=body)).json()
     assert [each["score"] for each in scored["data"]] == pytest.approx(cosines, abs=1e-3)
     body = {"model": "smollm2", "query": texts[0], "documents": texts[1:], "top_n": 1}
