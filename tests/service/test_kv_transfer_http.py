@@ -331,7 +331,7 @@ REFUSALS: dict[str, tuple[Refuse, int | None]] = {
     "too large, length untold": (undeclared, 413),
     "as text": (raw(encoded, kind="text/plain"), 415),
     "embeddings": (raw(encoded, to="/v1/embeddings"), 400),
-    "no such path": (raw(encoded, to="/v1/rerank"), 404),
+    "no such path": (raw(encoded, to="/v1/nowhere"), 404),
     "no such method": (raw(encoded, to="/v1/models"), 405),
     "the client leaves": (leaves_early, None),
     "full": (full, 503),
