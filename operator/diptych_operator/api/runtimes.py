@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from diptych_operator.api.base import Rule
 from diptych_operator.api.pools import PoolName
+from diptych_operator.api.vllm_arguments import OFFLOADING
 
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu")
 """The resources of which each rank of an engine takes one, where a pod has any."""
@@ -34,6 +35,12 @@ CONNECTOR_OF_TWO_POOLS = Rule(
     "must be diptych or nixl where there is spec.prefill, whose engines hand KV over; leave "
     "spec.prefill out for one pool whose engines compute prompts and answers",
     ".transfer.connector",
+)
+CONNECTOR_STAYS = Rule(
+    f"!has(self.prefill) || {OFFLOADING.cel.replace('self', 'self.engine.args')}",
+    lambda spec: spec.prefill is None or OFFLOADING.kept(spec.engine.args),
+    f"{OFFLOADING.message}, which there is where there is spec.prefill",
+    ".engine.args",
 )
 CONNECTOR_IMAGE = Rule(
     "!has(self.transfer.connectorImage) || self.transfer.connectorImage == '' || "
@@ -164,6 +171,7 @@ RUNTIME_RULES = (
     PREFILL_NEEDED,
     CONNECTOR_OF_DIPTYCH,
     CONNECTOR_OF_TWO_POOLS,
+    CONNECTOR_STAYS,
     CONNECTOR_IMAGE,
     PREFILL_ENGINE_OF_VLLM,
     RANKS_BY_NIXL,
