@@ -11,6 +11,7 @@ from typing import Any, Final
 from diptych_operator.api.base import Rule
 from diptych_operator.api.pools import PoolName
 from diptych_operator.api.vllm_arguments import OFFLOADING
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu")
 """The resources of which each rank of an engine takes one, where a pod has any."""
@@ -140,6 +141,22 @@ RANKS_BY_DIPTYCH = Rule(
 )
 
 
+RANKS_OF_DIPTYCH = Rule(
+    "self.engine.runtime != 'vllm' || !has(self.prefill) || "
+    f"self.transfer.connector != 'diptych' || {_RANKS_OF_DECODE} in {list(RANKS_OF_CONNECTOR)}",
+    lambda spec: (
+        spec.engine.runtime != "vllm"
+        or spec.prefill is None
+        or spec.transfer.connector != "diptych"
+        or spec.engine.tensor_parallel_size in RANKS_OF_CONNECTOR
+    ),
+    f"must be {' or '.join(map(str, RANKS_OF_CONNECTOR))} where engine.runtime is vllm and "
+    "transfer.connector is diptych, which was tested with no other number of ranks; "
+    "transfer.connector nixl takes more",
+    ".engine.tensorParallelSize",
+)
+
+
 def _has_gpus_for_ranks(pool: PoolName, spec: Any) -> bool:
     part = getattr(spec, pool)
     if spec.engine.runtime != "vllm" or part is None:
@@ -176,6 +193,7 @@ RUNTIME_RULES = (
     PREFILL_ENGINE_OF_VLLM,
     RANKS_BY_NIXL,
     RANKS_BY_DIPTYCH,
+    RANKS_OF_DIPTYCH,
     MODEL_OF_VLLM,
     TRANSPORT_OF_VLLM,
     LEASE_OF_NIXL,

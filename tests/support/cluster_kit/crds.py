@@ -47,6 +47,7 @@ from diptych_operator.api.runtimes import (
     PREFILL_NEEDED,
     RANKS_BY_DIPTYCH,
     RANKS_BY_NIXL,
+    RANKS_OF_DIPTYCH,
     TRANSPORT_OF_VLLM,
 )
 from diptych_operator.api.service import (
@@ -64,6 +65,7 @@ from diptych_operator.api.vllm_arguments import (
     OFFLOADING,
     OWNED_ARGUMENTS,
 )
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 
 SCHEMA: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][
     "openAPIV3Schema"
@@ -201,6 +203,13 @@ GOOD: dict[str, dict[str, Any]] = {
     ),
     "two pools of vLLM": vllm_spec(prefill={"replicas": 2}),
     "two pools of vLLM that sleep": vllm_spec(prefill=_ASLEEP, decode=_ASLEEP),
+    **{
+        f"two pools of vLLM with {ranks} ranks": vllm_spec(
+            engine={"tensorParallelSize": ranks}, prefill={}
+        )
+        for ranks in RANKS_OF_CONNECTOR
+    },
+    "one pool of vLLM with eight ranks": vllm_spec(engine={"tensorParallelSize": 8}),
     "two pools of vLLM by NIXL": vllm_spec(prefill={}, transfer={"connector": "nixl"}),
     "two pools of vLLM with an image for the connector": vllm_spec(
         prefill={}, transfer={"connectorImage": "example.org/connector:1", "verify": "Warn"}
@@ -373,6 +382,11 @@ BROKEN: dict[str, Broken] = {
         vllm_spec(engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 1}}),
         "spec.prefill.engine.tensorParallelSize",
         RANKS_BY_DIPTYCH,
+    ),
+    "more ranks than our connector was tested with": Broken(
+        vllm_spec(engine={"tensorParallelSize": 1 + max(RANKS_OF_CONNECTOR)}, prefill={}),
+        "spec.engine.tensorParallelSize",
+        RANKS_OF_DIPTYCH,
     ),
     **{
         f"prefill of vLLM with --{prefix}{name}": Broken(
