@@ -16,12 +16,12 @@ import msgspec
 import psutil
 import pytest
 from free_ports import free_port
-from vllm_kit.environment import START_S, VENV, needs_vllm
+from vllm_kit.environment import START_S, VENV, needs_nixl, needs_vllm
 from vllm_kit.tiny_model import save_tiny_model
 from waits import PATIENCE_S, wait_until
 
 Service = dict[str, Any]
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 4 * PATIENCE_S)]
+pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 4 * PATIENCE_S)]
 VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -41,9 +41,6 @@ class Run:
     def pod(self, name: str) -> dict[str, Any]:
         pods = msgspec.json.decode(self.state.read_bytes())["pods"]
         return next(pod for pod in pods if pod["name"] == name)
-
-
-HAS_NIXL = any(VENV.glob("lib/python*/site-packages/nixl*"))
 
 
 @pytest.fixture
@@ -127,7 +124,7 @@ def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -
     "connector",
     [
         "diptych",
-        pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="no NIXL beside vLLM")),
+        pytest.param("nixl", marks=needs_nixl),
     ],
     indirect=True,
 )

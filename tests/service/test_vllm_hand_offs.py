@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from free_ports import free_port
 from service_kit import make_router
-from vllm_kit.environment import ROOT, START_S, needs_vllm
+from vllm_kit.environment import ROOT, START_S, needs_nixl, needs_vllm
 from vllm_kit.real_server import RealVllm, vllm_servers
 from vllm_kit.tiny_model import save_tiny_model
 from waits import PATIENCE_S, Deadline, wait_until
@@ -22,7 +22,7 @@ from diptych_protocol import SamplingParams
 from diptych_protocol.config import Connector
 from diptych_router.pool_client import PoolClient
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 900)]
+pytestmark = [*needs_vllm, pytest.mark.timeout(START_S + 900)]
 
 LEASE_S = 30
 OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=["diptych", "nixl"])
+@pytest.fixture(scope="module", params=["diptych", pytest.param("nixl", marks=needs_nixl)])
 def connector(request: pytest.FixtureRequest) -> Connector:
     wanted: Connector = request.param
     return wanted

@@ -18,7 +18,7 @@ from vllm_kit.environment import START_S, needs_vllm
 from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
 from waits import Deadline, wait_until
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [*needs_vllm, pytest.mark.timeout(1200)]
 SETTINGS = {"lease_seconds": 60, "load_timeout_s": 60}
 """Long enough for a busy machine, and shorter than a wait of the tests."""
 BLOCK = 32
@@ -168,6 +168,7 @@ def test_a_reference_of_a_longer_prompt_or_another_beginning_is_an_error(
         assert d.answer(prompt, 1, kv_transfer_params=p.prefill(question.prompt)) is None
 
 
+@pytest.mark.slow
 def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(
     model: str, tmp_path: Path
 ) -> None:
@@ -230,6 +231,7 @@ def test_a_reference_serves_once_and_only_its_own_prompt(
     wait_until(p.holds_nothing)
 
 
+@pytest.mark.slow
 def test_a_stale_reference_is_an_error_and_its_blocks_were_freed(
     p: VllmServer, d: VllmServer, asked: list[Question]
 ) -> None:
@@ -303,6 +305,7 @@ def test_a_client_that_goes_leaves_nothing_behind(
     assert handed_over(p, d, asked[6]) == asked[6].answer
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_that_stands_still_costs_a_request_and_its_time(
     p: VllmServer, d: VllmServer, asked: list[Question]
 ) -> None:
@@ -318,6 +321,7 @@ def test_a_prefill_engine_that_stands_still_costs_a_request_and_its_time(
     assert handed_over(p, d, asked[7]) == asked[7].answer
 
 
+@pytest.mark.slow
 def test_a_reference_of_a_prefill_engine_that_was_restarted_is_an_error(
     p: VllmServer, d: VllmServer, servers: list[VllmServer], asked: list[Question], model: str,
     tmp_path: Path,

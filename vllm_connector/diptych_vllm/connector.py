@@ -33,6 +33,7 @@ from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.kv_memory import KVTensor, compat_of, shards_of
 from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
@@ -271,7 +272,11 @@ def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     require_tested(
         [
-            ("tensor_parallel_size of 1 or 2", parallel.tensor_parallel_size in (1, 2), True),
+            (
+                f"tensor_parallel_size of {' or '.join(map(str, RANKS_OF_CONNECTOR))}",
+                parallel.tensor_parallel_size in RANKS_OF_CONNECTOR,
+                True,
+            ),
             ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
             ("data_parallel_size", parallel.data_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
