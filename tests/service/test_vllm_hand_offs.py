@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,8 +47,10 @@ def transfer_options(connector: Connector) -> tuple[str, ...]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lease_seconds": LEASE_S},
         }
+    routes = ("--middleware", "diptych_vllm.routes.Routes") if connector == "diptych" else ()
     return (
         "--enable-scale-out", "--block-size", "32", "--kv-transfer-config", json.dumps(config),
+        *routes,
     )  # fmt: skip
 
 
@@ -147,7 +150,7 @@ async def test_a_pair_answers_as_one_server_does(
 
 
 async def test_a_client_that_goes_leaves_no_blocks_behind(
-    router: PoolClient, servers: list[RealVllm]
+    router: PoolClient, connector: Connector, servers: list[RealVllm]
 ) -> None:
     """At three moments: when P was asked, after the first token, and while D answers."""
     [prefill] = router.pools.of("prefill")
@@ -174,3 +177,5 @@ async def test_a_client_that_goes_leaves_no_blocks_behind(
                 await following
         await stream.aclose()
     wait_until(lambda: all(holds_nothing(server) for server in servers))
+    log = Path(servers[0].log.name).read_text(errors="replace")
+    assert ('"POST /v1/kv_transfer/reject HTTP/1.1" 200' in log) == (connector == "diptych")

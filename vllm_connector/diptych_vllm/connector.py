@@ -11,7 +11,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,10 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.request import RequestStatus
 
-from diptych_frontend.core_client.curve import read_keys
-from diptych_kv_transfer.connector import key_of, start_hinge, with_literals
+from diptych_kv_transfer.connector import start_hinge, with_literals
 from diptych_kv_transfer.parameters import describe_engine
-from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
@@ -80,7 +77,7 @@ class DiptychConnector(KVConnectorBase_V1):
         settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         settings.require_ports(vllm_config.parallel_config.tensor_parallel_size)
         self._settings = with_literals(settings)
-        self._key = _key(self._settings)
+        self._key = self._settings.key()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._hinge: HingeOfWorker | None = None
@@ -262,10 +259,6 @@ def _log_as_vllm_does() -> None:
         ours = logging.getLogger(name)
         ours.handlers, ours.propagate = vllm.handlers, False
         ours.setLevel(vllm.level)
-
-
-def _key(settings: ConnectorSettings) -> HingeKey:
-    return key_of(settings, read_keys(Path(settings.keys)) if settings.keys else None)
 
 
 def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

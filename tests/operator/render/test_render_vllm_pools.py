@@ -122,6 +122,19 @@ def test_nixl_has_one_port_for_all_ranks() -> None:
     assert ports == {"http", "events", "replay", "nixl"}
 
 
+def test_our_route_is_added_to_what_a_service_has_of_that_kind() -> None:
+    own = service(engine={"runtime": "vllm", "image": IMAGE, "args": ["--middleware=their.own"]})
+    for wanted, expected in (
+        (own, ["their.own", "diptych_vllm.routes.Routes"]),
+        (service(**NIXL), []),
+    ):
+        for pool in ("prefill", "decode"):
+            container = container_of(wanted, pool)
+            found = [x.partition("=")[2] for x in container["args"] if "--middleware" in x]
+            assert found == expected
+            assert "VLLM_PLUGINS" not in variables(wanted, pool), "others' plugins stay on"
+
+
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
 def test_an_init_container_brings_our_connector_for_the_engine_alone(pool: str) -> None:
     resources = {"limits": {"cpu": 4, "nvidia.com/gpu": 1}}

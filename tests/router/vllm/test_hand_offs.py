@@ -53,7 +53,8 @@ class Pair:
         if "kv_transfer_params" not in exchange.body:
             await self.decode(exchange)
             return
-        reference = {"do_remote_prefill": True, "remote_block_ids": [[len(self.lent)]], "new": 1}
+        name = f"{len(self.lent):032x}"
+        reference = {"do_remote_prefill": True, "lease_id": name, "new": 1}
         self.lent.append(reference)
         await exchange.write(lent(_token_at(exchange.body["token_ids"]), reference))
 
@@ -73,6 +74,11 @@ class Pair:
             await exchange.write(*(event(x, logprobs=logprobs) for x in tokens), ends, DONE)
         else:
             await exchange.write(*map(event, tokens), ends, DONE)
+
+    @property
+    def leases(self) -> list[str]:
+        """All leases, by their names."""
+        return [reference["lease_id"] for reference in self.lent]
 
     @property
     def read(self) -> list[dict[str, Any]]:
@@ -166,7 +172,7 @@ async def test_a_hand_off_that_fails_begins_with_prefill_again(
     assert len(pair.lent) == 2
     assert pair.read == pair.lent, "each reference was used once"
     frees = pair.p if connector == "diptych" else pair.d
-    await eventually(lambda: frees.given_back == pair.lent[:1])
+    await eventually(lambda: frees.given_back == pair.leases[:1])
 
 
 async def test_blocks_are_given_back_if_decode_refuses_the_request(
@@ -180,7 +186,7 @@ async def test_blocks_are_given_back_if_decode_refuses_the_request(
     with pytest.raises(EngineOverloadedError):
         await answer(router, max_tokens=20)
     frees, other = (pair.p, pair.d) if connector == "diptych" else (pair.d, pair.p)
-    await eventually(lambda: frees.given_back == pair.lent)
+    await eventually(lambda: frees.given_back == pair.leases)
     assert other.given_back == []
 
 
@@ -194,11 +200,47 @@ async def test_blocks_of_a_client_that_goes_are_given_back_once(
     asking.cancel()
     await eventually(lambda: pair.d.exchanges[0].gone.is_set())
     if connector == "diptych":
-        await eventually(lambda: pair.p.given_back == pair.lent)
+        await eventually(lambda: pair.p.given_back == pair.leases)
     pair.d.script = pair.decode
     await answer(router, "after it")
     assert pair.d.given_back == []
     assert len(pair.p.given_back) == (1 if connector == "diptych" else 0)
+
+
+@pytest.mark.parametrize("has_route", [True, False])
+async def test_a_server_is_asked_once_whether_it_has_the_route_for_giving_back(
+    smollm2: str, pair: Pair, eventually: Any, has_route: bool
+) -> None:
+    async with routed(smollm2, pair, eventually, connector="diptych", verify="off") as router:
+        pair.p.has_route = has_route
+
+        async def fail_twice(exchange: Exchange) -> None:
+            if len(pair.lent) == 2:
+                pair.d.script = pair.decode
+                await eventually(lambda: pair.p.given_back)
+            await exchange.write(data({"error": {"message": "no KV", "code": 500}}))
+
+        pair.d.script = fail_twice
+        assert await answer(router) == [5, 6, 7, 8]
+        await eventually(lambda: sorted(pair.p.given_back) == pair.leases[:2])
+        asked = pair.p.times_asked
+        assert asked["/v1/kv_transfer/reject"] == (2 if has_route else 1)
+        assert asked["/v1/completions"] == (0 if has_route else 2)
+
+
+async def test_with_nixl_nobody_is_asked_for_a_route_of_our_connector(
+    smollm2: str, pair: Pair, eventually: Any
+) -> None:
+    async with routed(smollm2, pair, eventually, connector="nixl", verify="off") as router:
+
+        async def fail_once(exchange: Exchange) -> None:
+            pair.d.script = pair.decode
+            await exchange.write(data({"error": {"message": "no KV", "code": 500}}))
+
+        pair.d.script = fail_once
+        await answer(router)
+        await eventually(lambda: pair.d.given_back == pair.leases[:1])
+        assert pair.d.times_asked["/v1/kv_transfer/reject"] == 0
 
 
 async def test_a_pair_is_used_after_bytes_have_crossed_and_the_answer_is_decodes_own(
