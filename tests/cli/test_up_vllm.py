@@ -49,7 +49,12 @@ def connector(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def service(tmp_path: Path, connector: str) -> Service:
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(getattr(request, "param", 1))
+
+
+@pytest.fixture
+def service(tmp_path: Path, connector: str, ranks: int) -> Service:
     env = [{"name": name, "value": value} for name, value in VARIABLES.items()]
     template = {"spec": {"containers": [{"name": "engine", "env": env}]}}
     pool = {"replicas": 1, "podTemplate": template}
@@ -61,6 +66,7 @@ def service(tmp_path: Path, connector: str) -> Service:
             "model": {"uri": Path(save_tiny_model(tmp_path / "model")).as_uri()},
             "engine": {
                 "runtime": "vllm",
+                "tensorParallelSize": ranks,
                 "image": "vllm/vllm-openai:v0.32.0",
                 "args": [
                     "--dtype=float32", "--enforce-eager", "--num-gpu-blocks-override=32",
@@ -121,11 +127,8 @@ def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -
 
 
 @pytest.mark.parametrize(
-    "connector",
-    [
-        "diptych",
-        pytest.param("nixl", marks=needs_nixl),
-    ],
+    ("connector", "ranks"),
+    [("diptych", 1), ("diptych", 2), pytest.param("nixl", 1, marks=needs_nixl)],
     indirect=True,
 )
 def test_a_vllm_that_computes_prompts_hands_them_over_to_one_that_answers(run: Run) -> None:

@@ -67,7 +67,7 @@ class Routes:
 
 def _add_to(app: Any) -> None:
     """Give vLLM's application the route, unless its engine does not have our connector."""
-    engine = getattr(app.state, "engine_client", None)
+    engine: Any = getattr(app.state, "engine_client", None)
     transfer = None if engine is None else engine.vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
         log.warning("%s is not served: the engine has not the connector %s", PATH, CONNECTOR)

@@ -40,7 +40,7 @@ class PrefillEngine(SpecPart, frozen=True):
             description="Arguments of `vllm serve` for prefill pods; they come after "
             "spec.engine.args, and the last of the same name counts. Those on which KV depends "
             "are refused.",
-            **ruled(*ARGUMENT_RULES, EQUAL_IN_BOTH, OFFLOADING),
+            **ruled(*ARGUMENT_RULES, *EQUAL_IN_BOTH, OFFLOADING),
         ),
     ] = []
     tensor_parallel_size: (

@@ -42,18 +42,27 @@ OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
 """vLLM's arguments that a service may not give itself, by what is to be done instead. A star stands
 for any ending."""
 
-EQUAL_ARGUMENTS: Final = (
-    "block-size", "kv-cache-dtype", "kv-cache-dtype-skip-layers", "dtype", "max-model-len",
-    "quantization", "quantization-config", "hf-overrides", "hf-config-path", "config-format",
-    "model-impl", "model-class-overrides", "code-revision", "attention-backend",
-    "attention-config", "disable-sliding-window", "disable-hybrid-kv-cache-manager", "mamba-*",
-    "speculative-config", "spec-*", "enable-lora", "lora-*", "load-format",
-    "model-loader-extra-config", "ignore-patterns", "pipeline-parallel-size",
-    "decode-context-parallel-size", "prefill-context-parallel-size", "dcp-*", "pcp-*", "cp-*",
-    "kv-sharing-*", "mm-processor-kwargs",
-)  # fmt: skip
-"""Arguments of vLLM on which KV depends: what it is computed from, and how it lies in memory. A
-star stands for any ending."""
+EQUAL_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "how KV lies in memory depends on them": (
+        "block-size", "kv-cache-dtype", "kv-cache-dtype-skip-layers", "attention-backend",
+        "attention-config", "disable-sliding-window", "disable-hybrid-kv-cache-manager", "mamba-*",
+        "kv-sharing-*",
+    ),
+    "what KV is computed from depends on them": (
+        "dtype", "max-model-len", "quantization", "quantization-config", "hf-overrides",
+        "hf-config-path", "config-format", "model-impl", "model-class-overrides", "code-revision",
+        "load-format", "model-loader-extra-config", "ignore-patterns", "mm-processor-kwargs",
+    ),
+    "KV of a speculative model or of adapters depends on them": (
+        "speculative-config", "spec-*", "enable-lora", "lora-*",
+    ),
+    "which rank has what of KV depends on them": (
+        "pipeline-parallel-size", "decode-context-parallel-size", "prefill-context-parallel-size",
+        "dcp-*", "pcp-*", "cp-*",
+    ),
+}  # fmt: skip
+"""Arguments of vLLM that must be the same in both pools, by what of KV depends on them. A star
+stands for any ending. API servers refuse a rule whose pattern is too long, so there are several."""
 
 _FORM: Final = r"^--[a-z][a-z0-9-]*((\.[A-Za-z0-9_.+-]+)?=.*)?$"
 """A part of a JSON argument has its value in the same text: vLLM would take the next one for it."""
@@ -72,6 +81,11 @@ def _beginnings(name: str, others: Sequence[str] = ()) -> str:
     return letters[: known + 1] + found
 
 
+def _begins(name: str, other: str) -> bool:
+    """It is a beginning of another name, whose pattern sees it."""
+    return name != other and other.startswith(name)
+
+
 def _none_is_one(pattern: str, arguments: Sequence[str]) -> bool:
     return not any(re.search(pattern, argument) for argument in arguments)
 
@@ -83,7 +97,8 @@ def _none_of(
 
     others: as in `_beginnings`. negated: what may stand before a name, as a regular expression.
     """
-    pattern = f"^--{negated}({'|'.join(_beginnings(name, others) for name in names)})([=.]|$)"
+    longest = (name for name in names if not any(_begins(name, other) for other in names))
+    pattern = f"^--{negated}({'|'.join(_beginnings(name, others) for name in longest)})([=.]|$)"
     listed = ", ".join(f"--{name}" for name in names)
     return Rule(
         f"!self.exists(a, a.matches('{pattern}'))",
@@ -93,11 +108,14 @@ def _none_of(
 
 
 ARGUMENT_RULES: Final = tuple(_none_of(names, say) for say, names in OWNED_ARGUMENTS.items())
-EQUAL_IN_BOTH: Final = _none_of(
-    EQUAL_ARGUMENTS,
-    "KV depends on them, so both pools have the same; give them in spec.engine.args",
-    others=[name for names in OWNED_ARGUMENTS.values() for name in names],
-    negated="(no-)?",
+EQUAL_IN_BOTH: Final = tuple(
+    _none_of(
+        names,
+        f"{why}, so both pools have the same; give them in spec.engine.args",
+        others=[name for group in OWNED_ARGUMENTS.values() for name in group],
+        negated="(no-)?",
+    )
+    for why, names in EQUAL_ARGUMENTS.items()
 )
 OFFLOADING: Final = _none_of(
     ("kv-offloading-*",),

@@ -82,10 +82,8 @@ def test_beginnings_and_parts_reach_what_the_operator_gives_so_they_are_refused(
 
 def test_no_name_of_vllm_is_taken_for_the_beginning_of_another() -> None:
     options = {option for option in ask_vllm()["options"] if option.startswith("--")}
-    for rules, names in (
-        (ARGUMENT_RULES, [name for group in OWNED_ARGUMENTS.values() for name in group]),
-        ([EQUAL_IN_BOTH], EQUAL_ARGUMENTS),
-    ):
+    for rules, groups in ((ARGUMENT_RULES, OWNED_ARGUMENTS), (EQUAL_IN_BOTH, EQUAL_ARGUMENTS)):
+        names = [name for group in groups.values() for name in group]
         refused = {option for option in options if breaks(rules, option)}
         plain = (f"--{negated}{name}" for name in names for negated in ("", "no-"))
         listed = {option for name in plain for option in fnmatch.filter(options, name)}

@@ -29,12 +29,13 @@ def is_refused(argument: str) -> bool:
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
-        *(
-            (rule, name)
-            for rule, names in zip(ARGUMENT_RULES, OWNED_ARGUMENTS.values(), strict=True)
-            for name in names
-        ),
-        *((EQUAL_IN_BOTH, name) for name in EQUAL_ARGUMENTS),
+        (rule, name)
+        for rules, groups in (
+            (ARGUMENT_RULES, OWNED_ARGUMENTS),
+            (EQUAL_IN_BOTH, EQUAL_ARGUMENTS),
+        )
+        for rule, names in zip(rules, groups.values(), strict=True)
+        for name in names
     ],
 )
 def test_a_rule_sees_a_name_each_of_its_beginnings_and_parts_of_its_value(

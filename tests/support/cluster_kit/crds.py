@@ -392,18 +392,20 @@ BROKEN: dict[str, Broken] = {
         f"prefill of vLLM with --{prefix}{name}": Broken(
             vllm_spec(prefill={"engine": {"args": [f"--{prefix}{name.replace('*', 'a')}=1"]}}),
             "spec.prefill.engine.args",
-            EQUAL_IN_BOTH,
+            rule,
         )
-        for name in EQUAL_ARGUMENTS
+        for rule, names in zip(EQUAL_IN_BOTH, EQUAL_ARGUMENTS.values(), strict=True)
+        for name in names
         for prefix in ("", "no-")
     },
     **{
         f"prefill of vLLM with --{name} cut short": Broken(
             vllm_spec(prefill={"engine": {"args": [f"--{_cut_short(name)}=1"]}}),
             "spec.prefill.engine.args",
-            EQUAL_IN_BOTH,
+            rule,
         )
-        for name in EQUAL_ARGUMENTS
+        for rule, names in zip(EQUAL_IN_BOTH, EQUAL_ARGUMENTS.values(), strict=True)
+        for name in names
     },
     **{
         f"prefill of vLLM with --{names[0]}": Broken(
