@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
+from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
@@ -42,6 +42,7 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     access_log: AccessLogStyle = "off",
     extra_routes: Sequence[BaseRoute] = (),
+    extra_open_paths: frozenset[str] = frozenset(),
 ) -> ASGIApp:
     """The OpenAI-compatible server of one engine client.
 
@@ -54,6 +55,7 @@ def build_app(
         max_body_bytes: larger request bodies are refused with 413.
         access_log: one line a request on the logger `diptych.access`.
         extra_routes: further Starlette routes, behind the same layers.
+        extra_open_paths: paths of them that want no key.
     """
     names = tuple(served_names) or (engine.model_name,)
     metrics = metrics or ServerMetrics(engine.model_name)
@@ -79,7 +81,7 @@ def build_app(
     )
     app: ASGIApp = BodyReader(router, max_body_bytes)
     if api_keys is not None:
-        app = KeyGate(app, api_keys)
+        app = KeyGate(app, api_keys, OPEN_PATHS | extra_open_paths)
     app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log)
     return RejectionCleanup(app, engine)
 
