@@ -344,6 +344,9 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 Runtime = Literal["diptych", "vllm"]
 Connector = Literal["diptych", "nixl", "none"]
+RANKS_OF_CONNECTOR: Final = (1, 2)
+"""Numbers of tensor-parallel ranks with which our connector in vLLM was tested. It refuses others
+when it starts, and the operator refuses a service that would start it so."""
 SERVED_REVISION: Final = "revision/"
 """How the further name begins under which vLLM serves the model: routers read the revision off it,
 because vLLM has no other place for one."""

@@ -12,7 +12,7 @@ from vllm_kit.environment import needs_vllm
 from vllm_server import VllmServer, connector_config, save_model_for_vllm
 from waits import wait_until
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys
-from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.mounted import follow
 from diptych_frontend.openai.tls import Certificate
 from diptych_frontend.text.input_processor import InputProcessor
@@ -84,6 +84,7 @@ async def started(
         client,
         metrics=metrics,
         api_keys=keys,
+        stores_responses=config.processes == 1,
         extra_routes=page.routes() if page is not None else (),
         extra_open_paths=page.open_paths if page is not None else frozenset(),
     )
