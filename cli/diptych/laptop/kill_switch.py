@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.supervisor import RunningPod
 from diptych_frontend.openai.asgi import Boundary
-from diptych_frontend.openai.errors import error_answer
+from diptych_frontend.openai.errors import ErrorBody, error_answer
 from diptych_protocol import InvalidRequestError
 from diptych_router.page.control import Control
 
@@ -62,7 +62,8 @@ class KillSwitch:
             killed = self._kill(request)
         except InvalidRequestError as exc:  # the page may read why
             refusal = error_answer(exc, "")
-            return Response(refusal.body, refusal.status, shared, "application/json")
+            body = msgspec.json.encode(ErrorBody(refusal.detail))
+            return Response(body, refusal.status, shared, "application/json")
         body = msgspec.json.encode({"killed": killed})
         return Response(body, headers=shared, media_type="application/json")
 
