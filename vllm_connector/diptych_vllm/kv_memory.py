@@ -88,7 +88,7 @@ def compat_of(
         "num_layers": len(blocks),
         "block": " ".join(map(str, shape)),
         "dtype": dtype,
-        "num_shards": len(memories),
+        "num_tensors": len(memories),
         "layers": fingerprint(
             {name: [list(shape), dtype, shards[name]] for name, shape, dtype in blocks}
         ),
