@@ -19,7 +19,7 @@ from waits import wait_until
 from diptych_vllm.kv_groups import KVGroup, KVGroups
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
-COUNT = 200
+COUNT = 20
 BLOCK, LATENT_BLOCK = 32, 16
 """vLLM computes latent attention on a CPU with blocks of one size only, and without a prefix
 cache."""
@@ -123,7 +123,7 @@ def test_they_answer_as_one_server_does_and_free_what_they_held(
         assert after["blocks_received"] - before["blocks_received"] == sum(
             map(pair.groups.num_blocks, fetched)
         )
-        assert list(users.map(answer, range(40))) == answers[:40]
+        assert list(users.map(answer, range(0, len(asked), 5))) == answers[::5]
     wait_until(pair.p.holds_nothing)
     wait_until(pair.d.holds_nothing)
     assert pair.p.figures()["leases_expired"] == 0
