@@ -168,6 +168,7 @@ def test_a_forged_or_used_reference_is_an_error_and_poisons_nothing(
     for forged in (params | {"remote_num_tokens": 33}, params | {"lease_id": "0" * 32}):
         for question in (victim, forger):
             assert pair.d.answer(question.prompt, 1, kv_transfer_params=forged) is None
+    params = pair.p.prefill(victim.prompt)
     prompt = [*victim.prompt, victim.answer[0]]
     assert pair.d.answer(prompt, 1, kv_transfer_params=params) == victim.answer[1:2]
     assert pair.d.answer(prompt, 1, kv_transfer_params=params) is None
