@@ -65,7 +65,8 @@ def pair(
     try:
         for server in servers:
             server.wait_until_ready()
-        yield Pair(*servers, LATENT if is_latent else WINDOWS, remembers)
+        p, d = servers
+        yield Pair(p, d, LATENT if is_latent else WINDOWS, remembers)
     finally:
         for server in servers:
             server.kill()

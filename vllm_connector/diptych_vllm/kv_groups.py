@@ -76,7 +76,7 @@ class KVGroups:
 
         Raises `InvalidRequestError` if the layers of a group differ in this.
         """
-        groups = []
+        groups: list[KVGroup] = []
         for number, found in enumerate(map(set, layers)):
             if len(found) != 1:
                 raise InvalidRequestError(
