@@ -13,7 +13,6 @@ import torch
 from model_kit.sensitive_model import (
     HIDDEN,
     OUTPUT_SCALE,
-    SHARPNESS,
     VALUE_SCALE,
     VOCABULARY,
     Matrix,
@@ -25,25 +24,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 WINDOW = 64
-LAYERS = (
-    ("sliding_attention", 0.3),
-    ("full_attention", 0.3),
-    ("sliding_attention", 4.0),
-    ("sliding_attention", 0.3),
-    ("full_attention", 4.0),
-    ("sliding_attention", 4.0),
-)
-"""What each layer attends to, and how sharply. vLLM makes three groups of them, of two layers."""
-LATENT_HEADS, LATENT_HEAD, LATENT, ROTATED = 2, 32, 512, 64
+SLIDING, FULL = "sliding_attention", "full_attention"
+LAYERS = (SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING)
+"""What each layer attends to. vLLM makes three groups of them, of two layers."""
+EVEN_SHARPNESS = 2.0
+"""With it, foreign keys and values in any block of any of these layers change the answer."""
+LATENT_LAYERS, LATENT_HEADS, LATENT_HEAD, LATENT, ROTATED = 4, 2, 32, 512, 64
 """vLLM's CPU backend computes latent attention with 512 + 64 numbers for each token."""
 
 
 def save_model_of_windows(folder: Path) -> str:
     """A Llama, some of whose layers attend to a window, with a tokenizer; returns its path."""
-    save_sensitive_model(folder, heads=4, sharpness=[scale for _, scale in LAYERS])
-    return complete_for_vllm(
-        folder, layer_types=[kind for kind, _ in LAYERS], sliding_window=WINDOW
-    )
+    save_sensitive_model(folder, heads=4, sharpness=[EVEN_SHARPNESS] * len(LAYERS))
+    return complete_for_vllm(folder, layer_types=LAYERS, sliding_window=WINDOW)
 
 
 def save_latent_model(folder: Path) -> str:
@@ -54,8 +47,8 @@ def save_latent_model(folder: Path) -> str:
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": HIDDEN,
-        "num_hidden_layers": len(SHARPNESS),
-        "first_k_dense_replace": len(SHARPNESS),
+        "num_hidden_layers": LATENT_LAYERS,
+        "first_k_dense_replace": LATENT_LAYERS,
         "n_routed_experts": 2,
         "num_attention_heads": LATENT_HEADS,
         "num_key_value_heads": LATENT_HEADS,
@@ -67,7 +60,7 @@ def save_latent_model(folder: Path) -> str:
         "max_position_embeddings": 1024,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = sensitive_tensors(1, SHARPNESS, _latent_attention)
+    tensors = sensitive_tensors(1, [EVEN_SHARPNESS] * LATENT_LAYERS, _latent_attention)
     save_file(tensors, folder / "model.safetensors")
     return complete_for_vllm(folder, architectures=["DeepseekV2ForCausalLM"])
 
