@@ -76,19 +76,19 @@ def pair(
 def asked(pair: Pair) -> list[Question]:
     """Prompts of one to twenty blocks, with what one server answers that was handed nothing."""
     rng = random.Random(1)
-    lengths = [rng.randint(24, 600) for _ in range(3 * COUNT)]
-    return questions(pair.p, lengths)[:COUNT]
+    return questions(pair.p, [rng.randint(24, 600) for _ in range(2 * COUNT)])[:COUNT]
 
 
 def questions(server: VllmServer, lengths: list[int]) -> list[Question]:
     """Prompts of these lengths, but those whose answers hang on rounding."""
+    rng = random.Random(len(lengths))
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
     with ThreadPoolExecutor(8) as users:
-        return [found for found in users.map(lambda n: _question(server, n), lengths) if found]
+        found = users.map(lambda prompt: _question(server, prompt), prompts)
+        return [question for question in found if question is not None]
 
 
-def _question(server: VllmServer, length: int) -> Question | None:
-    rng = random.Random(length)
-    prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
+def _question(server: VllmServer, prompt: list[int]) -> Question | None:
     response = server.post(
         prompt, ANSWER_TOKENS, logprobs=2, return_tokens_as_token_ids=True, cache_salt="reference"
     )
