@@ -18,7 +18,7 @@ from waits import wait_until
 
 from diptych_vllm.kv_groups import KVGroup, KVGroups
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 COUNT = 20
 BLOCK, LATENT_BLOCK = 32, 16
 """vLLM computes latent attention on a CPU with blocks of one size only, and without a prefix
