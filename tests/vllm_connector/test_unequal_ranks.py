@@ -13,7 +13,7 @@ import pytest
 import torch
 from free_ports import first_of_free_ports
 from torch import Tensor
-from vllm_scheduler import prompt
+from vllm_scheduler import BLOCK, ONE_GROUP, prompt
 from waits import wait_until
 
 from diptych_kv_transfer.connector import start_hinge
@@ -27,7 +27,7 @@ from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings
 from diptych_vllm.worker_half import WorkerHalf
 
-NUM_BLOCKS, BLOCK, LAYERS = 12, 4, 3
+NUM_BLOCKS, LAYERS = 12, 3
 THEIRS, OURS = [7, 3, 4], [1, 2, 9]
 """Where ten tokens are, in P and in D."""
 PAIRS = [(2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)]
@@ -51,7 +51,7 @@ class Engine:
             {"load_timeout_s": 20, "listen_port": first_of_free_ports(num_ranks)}
         )
         self.workers = [self.worker(name, settings, ranks) for ranks in self.ranks]
-        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), BLOCK, settings.lease_seconds)
+        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), ONE_GROUP, settings.lease_seconds)
         engine = describe_engine(
             Hello(name, "1", {}), "127.0.0.1", settings.listen_port, settings.lease_seconds
         )
@@ -89,7 +89,7 @@ class Engine:
     def lend(self) -> dict[str, Any]:
         self.scheduler.arrived(prompt("r", 10, {"do_remote_decode": True}))
         self.step()
-        params = self.scheduler.finished("r", THEIRS, by_length=True)
+        params = self.scheduler.finished("r", [THEIRS], by_length=True)
         assert params is not None
         self.step()
         return params
@@ -97,7 +97,7 @@ class Engine:
     def fetch(self, params: Any) -> None:
         self.scheduler.arrived(prompt("r", 10, params))
         self.step()
-        self.scheduler.allocated("r", OURS, self.scheduler.num_elsewhere("r", 0))
+        self.scheduler.allocated("r", [OURS], self.scheduler.num_elsewhere("r", 0))
         self.step()
 
     def figures(self) -> Counter[str]:

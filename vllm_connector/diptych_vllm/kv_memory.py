@@ -1,11 +1,12 @@
 """vLLM's KV memory as the hinge sees it, and what must be equal in engines that exchange it.
 
 vLLM has one tensor for each layer. Its first axis counts the blocks, so a block of the engine is
-one part of each layer's memory: the hinge takes every layer for a shard. What is inside a block is
-nobody's affair, as long as both engines keep it in the same way, but for the heads: vLLM's tensors
-are [num_blocks, heads, block_size, content], and engines with other numbers of ranks have other
-numbers of heads. On vLLM's CPU backend the content is 2 * head_dim numbers, with the keys
-transposed; `compat` has the shape.
+one part of each tensor. Layers of different KV cache groups have the same memory: each block is one
+group's. So the hinge takes each memory for a shard, and moves a block of any group in the same way.
+What is inside a block is nobody's affair, as long as both engines keep it in the same way, but for
+the heads: vLLM's tensors are [num_blocks, heads, block_size, content], and engines with other
+numbers of ranks have other numbers of heads. On vLLM's CPU backend the content is 2 * head_dim
+numbers, with the keys transposed; `compat` has the shape.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ class KVTensor(Protocol):
 
 
 def shards_of(layers: Mapping[str, KVTensor], num_blocks: int) -> list[Shard]:
-    """How the hinge reaches each layer's KV, [num_blocks, ...] on the host.
+    """How the hinge reaches the layers' KV, each [num_blocks, ...] on the host. Layers that have
+    the same memory have one shard.
 
     Raises `InvalidRequestError` for memory that it does not reach, naming the layer.
     """
     if not layers:
         raise InvalidRequestError("this model has no KV to hand over", param=PARAM)
-    shards = []
+    shards: dict[int, Shard] = {}
     for name, tensor in layers.items():
         if str(tensor.device) != "cpu":
             raise InvalidRequestError(
@@ -66,8 +68,12 @@ def shards_of(layers: Mapping[str, KVTensor], num_blocks: int) -> list[Shard]:
                 param=PARAM,
             )
         region = MemoryRegion(tensor.data_ptr(), tensor.nbytes, owner=tensor)
-        shards.append(Shard(region, tensor.nbytes // num_blocks))
-    return shards
+        known = shards.setdefault(region.address, Shard(region, tensor.nbytes // num_blocks))
+        if known.region.length != region.length:
+            raise InvalidRequestError(
+                f"the KV of layer {name} shares memory with a layer of another size", param=PARAM
+            )
+    return list(shards.values())
 
 
 def heads_come_first(layers: Mapping[str, KVTensor], layout: str, ranks: Ranks) -> bool:
@@ -88,12 +94,17 @@ def compat_of(
     """
     blocks = [(name, _whole_block(x, ranks), str(x.dtype)) for name, x in layers.items()]
     shape, dtype = blocks[0][1:]
+    memories = list(dict.fromkeys(x.data_ptr() for x in layers.values()))
+    shards = {name: memories.index(x.data_ptr()) for name, x in layers.items()}
     compat = {
         **facts,
         "num_layers": len(blocks),
         "block": " ".join(map(str, shape)),
         "dtype": dtype,
-        "layers": fingerprint({name: [list(shape), dtype] for name, shape, dtype in blocks}),
+        "num_tensors": len(memories),
+        "layers": fingerprint(
+            {name: [list(shape), dtype, shards[name]] for name, shape, dtype in blocks}
+        ),
     }
     return {name: _short(value) for name, value in compat.items()}
 
