@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from diptych_kv_transfer.connector import make_hinge
 from diptych_kv_transfer.hinge_thread import Command
 from diptych_kv_transfer.parameters import describe_engine
@@ -44,6 +46,7 @@ from diptych_kv_transfer.tables.messages import (
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats
 from diptych_vllm.kv_groups import KVGroup, KVGroups
 from diptych_vllm.orders import Fetch
+from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.request import Arrival
 from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.transfers import Results
@@ -68,9 +71,13 @@ class ScriptedDriver:
     wake_fd = -1
     port = HERE[1]
 
-    def __init__(self, me: Hello) -> None:
+    def __init__(self, me: Hello, ranks_there: int = 1) -> None:
+        """`ranks_there`: how many ranks the engine has from which we read."""
         self.hinge = make_hinge(KVTransferConfig(lease_seconds=LEASE_SECONDS), me)
         self.now = 0.0
+        self.ranks_there = ranks_there
+        self.rank_of: dict[int, int] = {}
+        """Peer -> its rank in the engine from which we read."""
         self._peers = 0
         self._ended: list[Report] = []
         self.connecting: list[tuple[str, int]] = []
@@ -131,8 +138,10 @@ class ScriptedDriver:
             address = self.connecting.pop()
             if well:
                 self._peers += 1
+                self.rank_of[self._peers] = rank = address[1] - THERE[1]
                 self.handle(Connected(self._peers, address))
-                self.hear(self._peers, PREFILL)
+                epoch = epoch_of_rank(PREFILL.epoch, rank, self.ranks_there)
+                self.hear(self._peers, msgspec.structs.replace(PREFILL, epoch=epoch))
             else:
                 self.handle(ConnectFailed(address, "nobody is there"))
 
@@ -153,11 +162,11 @@ class ScriptedDriver:
             self.hear(peer, Refused(asked.lease_id, "unknown lease", asked.tag))
         self.opens.clear()
 
-    def read(self, params: KVTransferParams) -> bool:
-        """The other engine reads all blocks that a reference names. Returns whether all was
-        held."""
+    def read(self, params: KVTransferParams, share: str = "") -> bool:
+        """The other engine reads the blocks that a reference names, or its share of them. Returns
+        whether all was held."""
         self._peers += 1
-        peer, lease_id = self._peers, params.lease_id or ""
+        peer, lease_id = self._peers, (params.lease_id or "") + share
         self.handle(Connected(peer, None))
         self.hear(peer, DECODE)
         num_blocks = sum(map(len, params.remote_block_ids or []))
@@ -227,14 +236,25 @@ class VllmScheduler:
     `_update_from_kv_xfer_finished` and `_free_blocks`. One engine, with the workers of its
     ranks."""
 
-    def __init__(self, num_ranks: int = 1, groups: KVGroups = ONE_GROUP) -> None:
+    def __init__(
+        self,
+        num_ranks: int = 1,
+        ranks_there: int = 1,
+        heads: int = 2,
+        groups: KVGroups = ONE_GROUP,
+    ) -> None:
+        """`ranks_there`: how many ranks the engine has from which this one reads."""
         self.groups = groups.groups
-        self.drivers = [ScriptedDriver(Hello("here", "e1", COMPAT)) for _ in range(num_ranks)]
+        self.ranks = [Ranks(heads, num_ranks, rank) for rank in range(num_ranks)]
+        self.drivers = [
+            ScriptedDriver(Hello("here", epoch_of_rank("e1", rank, num_ranks), COMPAT), ranks_there)
+            for rank in range(num_ranks)
+        ]
         self.references = References(PUBLIC_KEY, lambda: 0.0)
         self.half = SchedulerHalf(self.references, groups, LEASE_SECONDS)
-        engine = describe_engine(self.drivers[0].hinge.me, *HERE, LEASE_SECONDS)
-        self.half.meet(engine)
-        self.workers = [WorkerHalf(driver, rank) for rank, driver in enumerate(self.drivers)]
+        engine = describe_engine(Hello("here", "e1", COMPAT), *HERE, LEASE_SECONDS)
+        self.half.meet(msgspec.structs.replace(engine, tp_size=num_ranks))
+        self.workers = list(map(WorkerHalf, self.drivers, self.ranks))
         self.aggregator = Aggregator(num_ranks)
         self.requests: dict[str, Request] = {}
         self.received: set[str] = set()
@@ -370,14 +390,19 @@ def prompt(request_id: str, num_tokens: int = 9, params: Any = None) -> Arrival:
 
 
 def reference(
-    num: int, num_tokens: int = 9, groups: KVGroups = ONE_GROUP, **changes: Any
+    num: int,
+    num_tokens: int = 9,
+    ranks_there: int = 1,
+    groups: KVGroups = ONE_GROUP,
+    **changes: Any,
 ) -> dict[str, Any]:
     """What another engine says of the lease with a number, for `prompt`'s tokens; changed after it
     was signed."""
     other = SchedulerHalf(
         References(PUBLIC_KEY, lambda: 0.0), groups, LEASE_SECONDS, random_bits=lambda _: num
     )
-    other.meet(describe_engine(PREFILL, *THERE, LEASE_SECONDS))
+    engine = describe_engine(PREFILL, *THERE, LEASE_SECONDS)
+    other.meet(msgspec.structs.replace(engine, tp_size=ranks_there))
     other.arrived(prompt(f"p{num}", num_tokens, {"do_remote_decode": True}))
     blocks = [range(1, 2 + num_tokens // group.block_size) for group in groups.groups]
     params = other.finished(f"p{num}", blocks, by_length=True)

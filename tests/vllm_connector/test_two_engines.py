@@ -17,6 +17,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_vllm.kv_groups import BlockIds, KVGroups
 from diptych_vllm.kv_memory import compat_of, shards_of
+from diptych_vllm.ranks import Ranks
 from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings
 from diptych_vllm.transfers import Results
@@ -37,7 +38,8 @@ class Engine:
             f"layers.{layer}": torch.rand(SHAPE, generator=generator) for layer in range(LAYERS)
         }
         settings = ConnectorSettings.parse({"load_timeout_s": 20})
-        me = Hello(name, "1", compat_of(self.kv, {"model": "m", **facts}))
+        compat = compat_of(self.kv, {"model": "m", **facts}, Ranks(heads=2))
+        me = Hello(name, "1", compat)
         driver = start_hinge(settings, me, shards_of(self.kv, NUM_BLOCKS), PUBLIC_KEY)
         self.worker = WorkerHalf(driver)
         self.scheduler = SchedulerHalf(References(PUBLIC_KEY), groups, settings.lease_seconds)

@@ -6,6 +6,7 @@ worker. Only this module and `metrics` import vLLM.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
@@ -34,9 +35,10 @@ from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
 from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.kv_groups import KVGroup, KVGroups
-from diptych_vllm.kv_memory import KVTensor, compat_of, shards_of
+from diptych_vllm.kv_memory import KVTensor, compat_of, heads_come_first, shards_of
 from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
+from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.request import Arrival, identity_of
 from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings, require_tested
@@ -168,20 +170,29 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, KVTensor]) -> None:
         shards = shards_of(kv_caches, self._kv_cache_config.num_blocks)
-        group = get_tp_group()
-        rank, num_ranks = group.rank_in_group, group.world_size
+        group, facts = get_tp_group(), self._facts()
+        ranks = self._ranks(group.rank_in_group, group.world_size)
+        fit = heads_come_first(kv_caches, str(facts["kv_layout"]), ranks)
+        ranks = dataclasses.replace(ranks, heads_first=fit)
         epoch = f"{os.getpid():x}-{secrets.token_hex(8)}"
+        epoch = group.broadcast_object(epoch if ranks.rank == 0 else None, src=0)
         me = Hello(
             self._kv_transfer_config.engine_id,
-            group.broadcast_object(epoch if rank == 0 else None, src=0),
-            compat_of(kv_caches, {**self._facts(), "ranks": num_ranks, "rank": rank}),
+            epoch_of_rank(epoch, ranks.rank, ranks.num_ranks),
+            compat_of(kv_caches, facts, ranks),
         )
-        settings = self._settings.of_rank(rank)
+        settings = self._settings.of_rank(ranks.rank)
         driver = start_hinge(settings, me, shards, self._key)
-        self._worker = WorkerHalf(driver, rank)
+        self._worker = WorkerHalf(driver, ranks)
         host = settings.advertise_host or settings.listen_host
         engine = describe_engine(me, host, driver.port, settings.lease_seconds)
-        self._hinge = HingeOfWorker(msgspec.structs.replace(engine, tp_size=num_ranks))
+        self._hinge = HingeOfWorker(
+            msgspec.structs.replace(engine, epoch=epoch, tp_size=ranks.num_ranks)
+        )
+
+    def _ranks(self, rank: int, num_ranks: int) -> Ranks:
+        model = self._vllm_config.model_config
+        return Ranks(1 if model.use_mla else model.get_total_num_kv_heads(), num_ranks, rank)
 
     def _facts(self) -> dict[str, str | int]:
         """What engines must agree on, and their KV memory does not show."""

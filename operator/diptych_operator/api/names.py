@@ -88,8 +88,11 @@ SECRET_KEY_FILE = "curve-secret"
 def engine_ports(service: InferenceService) -> dict[str, int]:
     """Port numbers of an engine pod by their names."""
     if service.spec.engine.runtime == "vllm":
-        ranks = service.spec.engine.tensor_parallel_size if service.connector == "diptych" else 1
-        # Of our connector, each rank has a hinge that listens behind that of the rank before.
+        ranks = 1
+        if service.connector == "diptych":
+            # Each rank has a hinge that listens behind that of the rank before. What a pool has
+            # more than the other does no harm there.
+            ranks = max(service.engine_of(pool).tensor_parallel_size for pool in service.pools)
         further = {f"kv-{rank}": KV_PORT + rank for rank in range(1, ranks)}
         return VLLM_PORTS | HANDOFF_PORTS[service.connector] | further
     asked = service.spec.network.engine_api == "OwnPods"

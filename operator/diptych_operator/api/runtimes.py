@@ -130,17 +130,14 @@ RANKS_BY_NIXL = Rule(
 )
 RANKS_BY_DIPTYCH = Rule(
     f"self.transfer.connector != 'diptych' || !({_PREFILL_SAYS_RANKS}) || "
-    f"{_RANKS_OF_DECODE} == {_RANKS_OF_PREFILL}",
+    f"{_RANKS_OF_PREFILL} in {list(RANKS_OF_CONNECTOR)}",
     lambda spec: (
-        spec.transfer.connector != "diptych"
-        or spec.engine.tensor_parallel_size == _ranks(spec, "prefill")
+        spec.transfer.connector != "diptych" or (_prefill_ranks(spec) or 1) in RANKS_OF_CONNECTOR
     ),
-    "must be left out, or equal to spec.engine.tensorParallelSize, where transfer.connector is "
-    "diptych; the connector nixl lets decode engines have more ranks",
+    f"must be {' or '.join(map(str, RANKS_OF_CONNECTOR))} where transfer.connector is diptych, "
+    "which takes no other number of ranks",
     ".prefill.engine.tensorParallelSize",
 )
-
-
 RANKS_OF_DIPTYCH = Rule(
     "self.engine.runtime != 'vllm' || !has(self.prefill) || "
     f"self.transfer.connector != 'diptych' || {_RANKS_OF_DECODE} in {list(RANKS_OF_CONNECTOR)}",
@@ -151,8 +148,8 @@ RANKS_OF_DIPTYCH = Rule(
         or spec.engine.tensor_parallel_size in RANKS_OF_CONNECTOR
     ),
     f"must be {' or '.join(map(str, RANKS_OF_CONNECTOR))} where engine.runtime is vllm and "
-    "transfer.connector is diptych, which was tested with no other number of ranks; "
-    "transfer.connector nixl takes more",
+    "transfer.connector is diptych, which takes no other number of ranks; transfer.connector nixl "
+    "takes more",
     ".engine.tensorParallelSize",
 )
 

@@ -116,6 +116,13 @@ def test_each_rank_of_our_connector_has_the_port_behind_that_of_the_rank_before(
     assert len(set(ports.values())) == len(ports), "no rank listens where another listens"
 
 
+def test_the_pool_with_more_ranks_says_how_many_ports_there_are() -> None:
+    wanted = service(prefill={"engine": {"tensorParallelSize": 4}})
+    for pool in ("prefill", "decode"):
+        ports = {port["name"] for port in container_of(wanted, pool)["ports"]}
+        assert {"kv", "kv-1", "kv-2", "kv-3"} < ports
+
+
 def test_nixl_has_one_port_for_all_ranks() -> None:
     wanted = service(engine={"tensorParallelSize": 4}, **NIXL)
     ports = {port["name"] for port in container_of(wanted, "decode")["ports"]}

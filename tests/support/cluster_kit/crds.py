@@ -233,8 +233,11 @@ GOOD: dict[str, dict[str, Any]] = {
     "one pool of vLLM that offloads KV": vllm_spec(
         engine={"args": ["--kv-offloading-size=4", "--kv-offloading-backend=native"]}
     ),
-    "as many ranks on both sides": vllm_spec(
-        engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 2}}
+    "more ranks of prefill by our connector": vllm_spec(
+        engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 4}}
+    ),
+    "more ranks of decode by our connector": vllm_spec(
+        engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 1}}
     ),
     "a template without containers": {"prefill": {"podTemplate": {"spec": {"nodeName": "a"}}}},
 }  # fmt: skip
@@ -378,12 +381,12 @@ BROKEN: dict[str, Broken] = {
         )
         for prefill, decode in ((2, 1), (2, 3))
     },
-    "more ranks of decode by our connector": Broken(
-        vllm_spec(engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 1}}),
+    "more ranks of prefill than our connector takes": Broken(
+        vllm_spec(engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 3}}),
         "spec.prefill.engine.tensorParallelSize",
         RANKS_BY_DIPTYCH,
     ),
-    "more ranks than our connector was tested with": Broken(
+    "more ranks than our connector takes": Broken(
         vllm_spec(engine={"tensorParallelSize": 1 + max(RANKS_OF_CONNECTOR)}, prefill={}),
         "spec.engine.tensorParallelSize",
         RANKS_OF_DIPTYCH,
