@@ -277,5 +277,6 @@ def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
             ("the number of KV cache groups", len(kv_cache_config.kv_cache_groups), 1),
             ("speculative decoding", config.speculative_config is not None, False),
+            ("sleep mode", config.model_config.enable_sleep_mode, False),
         ]
     )
