@@ -232,9 +232,9 @@ class Aggregator:
 
 
 class VllmScheduler:
-    """What vLLM 0.32's scheduler does with a connector, and where it dies: the assertions of
-    `_update_from_kv_xfer_finished` and `_free_blocks`. One engine, with the workers of its
-    ranks."""
+    """What vLLM 0.32 and 0.33 do with a connector, and where they die: the assertions of
+    `_update_from_kv_xfer_finished` and `_free_blocks`, which are the same in both. One engine,
+    with the workers of its ranks."""
 
     def __init__(
         self,
