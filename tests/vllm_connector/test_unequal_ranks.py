@@ -13,7 +13,7 @@ import pytest
 import torch
 from free_ports import first_of_free_ports
 from torch import Tensor
-from vllm_scheduler import BLOCK, ONE_GROUP, prompt
+from vllm_scheduler import ONE_GROUP, prompt
 from waits import wait_until
 
 from diptych_kv_transfer.connector import start_hinge
@@ -27,7 +27,7 @@ from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings
 from diptych_vllm.worker_half import WorkerHalf
 
-NUM_BLOCKS, LAYERS = 12, 3
+NUM_BLOCKS, BLOCK, LAYERS = 12, 4, 3
 THEIRS, OURS = [7, 3, 4], [1, 2, 9]
 """Where ten tokens are, in P and in D."""
 PAIRS = [(2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)]
