@@ -163,7 +163,7 @@ class ScriptedDriver:
         self.opens.clear()
 
     def read(self, params: KVTransferParams, share: str = "") -> bool:
-        """The other engine reads the blocks that a reference names, or its share of them. Returns
+        """The other engine reads all blocks that a reference names, or its share of them. Returns
         whether all was held."""
         self._peers += 1
         peer, lease_id = self._peers, (params.lease_id or "") + share
