@@ -41,7 +41,9 @@ ROTATION = {
     "mscale": 0.7,
     "mscale_all_dim": 0.7,
 }
-"""As published models have it."""
+"""As published models have it. Without it, vLLM's CPU build takes another path, which rotates keys
+wrongly that are not contiguous: then one server's answer depends on which tokens it computes in one
+step."""
 
 
 def save_model_of_windows(folder: Path) -> str:
