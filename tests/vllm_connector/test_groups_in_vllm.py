@@ -19,7 +19,7 @@ from waits import wait_until
 from diptych_vllm.kv_groups import KVGroup, KVGroups
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
-COUNT = 20
+COUNT = 200
 BLOCK, LATENT_BLOCK = 32, 16
 """vLLM computes latent attention on a CPU with blocks of one size only, and without a prefix
 cache."""
@@ -159,6 +159,16 @@ def test_what_d_remembers_is_not_fetched(pair: Pair, asked: list[Question]) -> N
             assert received == pair.groups.num_blocks(len(question.prompt)) - num_blocks
             alone = pair.d.answer(question.prompt, ANSWER_TOKENS, **fields)
             assert alone == question.answer, "what was fetched is remembered, and right"
+
+
+def test_a_prompt_may_go_on_behind_what_p_has_computed(pair: Pair, asked: list[Question]) -> None:
+    for question in asked[:4]:
+        first, params = pair.p.begin(question.prompt)
+        prompt = [*question.prompt, *first, *range(10, 10 + BLOCK)]
+        alone = pair.p.answer(prompt, 8, cache_salt="reference")
+        assert pair.d.answer(prompt, 8, kv_transfer_params=params) == alone
+    wait_until(pair.p.holds_nothing)
+    wait_until(pair.d.holds_nothing)
 
 
 def test_a_forged_or_used_reference_is_an_error_and_poisons_nothing(

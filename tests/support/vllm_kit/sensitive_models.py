@@ -32,6 +32,19 @@ EVEN_SHARPNESS = 2.0
 LATENT_LAYERS, LATENT_HEADS, LATENT_HEAD, LATENT, ROTATED = 4, 2, 32, 512, 64
 """vLLM's CPU backend computes latent attention with 512 + 64 numbers for each token."""
 
+ROTATION = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+"""As published models have it. Without it, vLLM's CPU build takes another path, which rotates keys
+wrongly that are not contiguous: then one server's answer depends on which tokens it computes in one
+step."""
+
 
 def save_model_of_windows(folder: Path) -> str:
     """A Llama, some of whose layers attend to a window, with a tokenizer; returns its path."""
@@ -58,6 +71,7 @@ def save_latent_model(folder: Path) -> str:
         "qk_rope_head_dim": ROTATED,
         "v_head_dim": LATENT_HEAD,
         "max_position_embeddings": 1024,
+        "rope_scaling": ROTATION,
     }
     (folder / "config.json").write_text(json.dumps(config))
     tensors = sensitive_tensors(1, [EVEN_SHARPNESS] * LATENT_LAYERS, _latent_attention)
