@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -36,7 +36,7 @@ from diptych_kv_transfer.tables.actions import (
 )
 from diptych_kv_transfer.tables.events import Event, PeerLost, TransferEnded
 from diptych_kv_transfer.tables.hinge import Hinge
-from diptych_kv_transfer.tables.leases import LeaseState
+from diptych_kv_transfer.tables.lease import LeaseState
 from diptych_kv_transfer.tables.load import waiting_for_room
 from diptych_kv_transfer.tables.messages import encode
 from diptych_kv_transfer.tables.send_room import SendRoom
@@ -73,6 +73,8 @@ class HingeThread:
         self._events: deque[Report] = deque()
         self._broken: dict[str, str] = {}
         """Loads for whose blocks there was no room, and why."""
+        self._incoming_bytes: Counter[str] = Counter()
+        """Bytes that have room and may be on their way, by load."""
         self._totals = KVTransferStats()
         self._stopping = False
         self._failure: Exception | None = None
@@ -178,11 +180,8 @@ class HingeThread:
                     self._transport.send(peer, encode(message))
                 case SendBlocks():
                     self._send([action] if not regions.on_device else self._send_room.ask(action))
-                case ReceiveBlocks(peer, request_id, tag, runs, staged):
-                    targets: list[MemoryRegion] = []
-                    if request_id not in self._broken:
-                        targets = regions.incoming(runs, request_id if staged else None)
-                    self._transport.receive_blocks(peer, action.key, tag, targets)
+                case ReceiveBlocks():
+                    self._receive(action)
                 case Stage(request_id, staging):
                     with self._costs_only(request_id):
                         regions.stage(request_id, staging)
@@ -208,17 +207,25 @@ class HingeThread:
             log.exception("request %s: its blocks have no room", request_id)
             self._broken[request_id] = f"its blocks have no room here: {exc}"
 
+    def _receive(self, action: ReceiveBlocks) -> None:
+        request_id, targets = action.request_id, list[MemoryRegion]()
+        if request_id not in self._broken:
+            staged_for = request_id if action.staged else None
+            with self._costs_only(request_id):
+                targets = self._regions.incoming(action.runs, staged_for, action.part)
+        self._incoming_bytes[request_id] += sum(target.length for target in targets)
+        self._transport.receive_blocks(action.peer, action.key, action.tag, targets)
+
     def _send(self, ready: list[SendBlocks]) -> None:
         for action in ready:
             try:
-                sources = self._regions.outgoing(action.key, action.runs)
+                sources = self._regions.outgoing(action.key, action.runs, action.part)
             except Exception:  # of the host's memory or the device: it costs this transfer
                 log.exception("lease %s: its blocks cannot be sent", action.lease_id)
                 sources = [NO_BLOCKS]
             else:
-                num_blocks = sum(map(len, action.runs))
-                self._totals.blocks_sent += num_blocks
-                self._totals.bytes_sent += num_blocks * self._regions.block_bytes
+                self._totals.blocks_sent += sum(map(len, action.runs))
+                self._totals.bytes_sent += sum(source.length for source in sources)
             self._transport.send_blocks(action.peer, action.key, action.tag, sources)
 
     def _make_room(self, event: Event) -> None:
@@ -236,12 +243,12 @@ class HingeThread:
 
     def _report(self, event: Report) -> None:
         if isinstance(event, LoadEnded):
-            staged_bytes = self._regions.drop(event.request_id)
+            self._regions.drop(event.request_id)
+            num_bytes = self._incoming_bytes.pop(event.request_id, 0)
             problem = self._broken.pop(event.request_id, None)
             if problem is not None:
                 event = LoadEnded(event.request_id, False, problem)
             if event.ok:
-                num_bytes = staged_bytes or event.num_blocks * self._regions.block_bytes
                 self._totals.blocks_received += event.num_blocks
                 self._totals.bytes_received += num_bytes
         self._events.append(event)

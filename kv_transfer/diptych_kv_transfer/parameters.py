@@ -68,6 +68,7 @@ def lease_of(params: KVTransferParams, default_seconds: float) -> LeaseRef:
         engine_id=params.remote_engine_id or "",
         epoch=params.epoch or "",
         seconds=params.lease_seconds or default_seconds,
+        num_ranks=params.tp_size,
     )
 
 

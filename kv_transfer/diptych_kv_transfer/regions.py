@@ -9,7 +9,7 @@ import numpy as np
 from diptych_kv_transfer.memory.layout import Layout
 from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.memory.repack import Shards, repack
-from diptych_kv_transfer.memory.shard import Shard
+from diptych_kv_transfer.memory.shard import WHOLE, Part, Shard
 from diptych_kv_transfer.memory.staging import Staging
 
 
@@ -58,11 +58,17 @@ class Regions:
         """Everything goes through copies on the host."""
         return bool(self._copies)
 
-    def outgoing(self, key: Hashable, runs: Sequence[range]) -> list[MemoryRegion]:
+    def outgoing(
+        self, key: Hashable, runs: Sequence[range], part: Part = WHOLE
+    ) -> list[MemoryRegion]:
         """The bytes of runs of our blocks: for each run, those of every rank. They are kept until
-        `sent` is called with this key."""
+        `sent` is called with this key.
+
+        part: which part of each block; the regions of a part are those of single blocks. Raises
+        `ValueError` for one that our blocks do not have.
+        """
         if not self._copies:
-            return _cut(self._shards, runs)
+            return _cut(self._shards, runs, part)
         block_ids = [block for run in runs for block in run]
         rooms = []
         for copies, shard in zip(self._copies, self._shards, strict=True):
@@ -74,16 +80,18 @@ class Regions:
         for run in runs:
             places.append(range(first, first + len(run)))
             first += len(run)
-        return _cut(rooms, places)
+        return _cut(rooms, places, part)
 
     def sent(self, key: Hashable) -> None:
         """A send has ended: nobody reads what was copied for it."""
         self._outgoing.pop(key, None)
 
-    def incoming(self, runs: Sequence[range], staged_for: str | None = None) -> list[MemoryRegion]:
-        """Where runs of blocks are to be written: in our own memory, or in a request's staging
-        area."""
-        return _cut(self._shards if staged_for is None else self._staged[staged_for][1], runs)
+    def incoming(
+        self, runs: Sequence[range], staged_for: str | None = None, part: Part = WHOLE
+    ) -> list[MemoryRegion]:
+        """Where runs of blocks, or parts of blocks, are to be written: in our own memory, or in a
+        request's staging area."""
+        return _cut(self._shards if staged_for is None else self._staged[staged_for][1], runs, part)
 
     def stage(self, request_id: str, staging: Staging) -> None:
         """Make room for what comes for a request. What has room already keeps it: less will come
@@ -118,10 +126,9 @@ class Regions:
         outgoing = [x.region.length for shards in list(self._outgoing.values()) for x in shards]
         return incoming + sum(outgoing)
 
-    def drop(self, request_id: str) -> int:
-        """Free a request's staging area, if it has one. Returns its size in bytes."""
-        staged = self._staged.pop(request_id, None)
-        return 0 if staged is None else staged[0].num_bytes
+    def drop(self, request_id: str) -> None:
+        """Free a request's staging area, if it has one."""
+        self._staged.pop(request_id, None)
 
     def _room(self, num_blocks: int, layout: Layout) -> Shard:
         num_bytes = num_blocks * layout.block_bytes
@@ -132,8 +139,10 @@ class Regions:
         return Shard(room, layout.block_bytes)
 
 
-def _cut(shards: Shards, runs: Sequence[range]) -> list[MemoryRegion]:
-    return [shard.run(run) for run in runs for shard in shards]
+def _cut(shards: Shards, runs: Sequence[range], part: Part) -> list[MemoryRegion]:
+    if part == WHOLE:
+        return [shard.run(run) for run in runs for shard in shards]
+    return [shard.cut(block, part) for run in runs for block in run for shard in shards]
 
 
 def _repack(

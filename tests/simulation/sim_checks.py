@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sized
 from sim_engine import SimEngine
 from sim_router import SimRouter
 
-from diptych_kv_transfer.tables.leases import LIVE, LeaseState
+from diptych_kv_transfer.tables.lease import LIVE, LeaseState
 
 
 def check_memory(engine: SimEngine, contents: Mapping[bytes, tuple[int, ...]]) -> None:

@@ -23,7 +23,7 @@ from sim_stranger import Liar, Stranger
 from sim_streams import Stream
 
 from diptych_engine.scheduling.request import RequestStatus
-from diptych_kv_transfer.tables.leases import LeaseState
+from diptych_kv_transfer.tables.lease import LeaseState
 from diptych_kv_transfer.tables.load import LoadState
 from diptych_protocol import DiptychError, EngineCoreOutput
 

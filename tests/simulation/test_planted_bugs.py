@@ -21,7 +21,8 @@ from diptych_engine.scheduling.waiting_queue import WaitingQueue
 from diptych_kv_transfer import connector
 from diptych_kv_transfer.tables import loads
 from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded
-from diptych_kv_transfer.tables.leases import NEVER, Lease, LeaseTable
+from diptych_kv_transfer.tables.lease import NEVER, Lease
+from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import Load, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import FromOwner, Opened

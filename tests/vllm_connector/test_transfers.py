@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diptych_kv_transfer.tables.actions import LeaseEnded, LoadEnded
-from diptych_vllm.transfers import Results, Transfers
+from diptych_vllm.transfers import Fetched, Results, Transfers
 
 ENDED = LeaseEnded("p", [1], "released", "lease")
 
@@ -42,11 +44,34 @@ def test_a_withdrawn_lease_is_not_reported() -> None:
 
 def test_a_load_is_reported_once_and_only_a_good_one_as_good() -> None:
     table = Transfers()
-    table.fetching("r/1", "r")
-    table.fetching("s/2", "s")
+    table.fetching("r/1", "r", ["r/1@0"])
+    table.fetching("s/2", "s", ["s/2@0"])
     table.refused("t")
-    assert table.load_ended(LoadEnded("r/1", True)) == "r"
-    assert table.load_ended(LoadEnded("r/1", False)) is None
-    assert table.load_ended(LoadEnded("s/2", False, "lost")) == "s"
+    assert table.load_ended(LoadEnded("r/1@0", True)) == Fetched("r", [])
+    assert table.load_ended(LoadEnded("r/1@0", False)) is None
+    assert table.load_ended(LoadEnded("s/2@0", False, "lost")) == Fetched("s", [], ok=False)
     assert table.load_ended(LoadEnded("other", False)) is None
     assert table.take_results() == Results(set(), {"r", "s", "t"}, {"s", "t"})
+
+
+@pytest.mark.parametrize("failed", [set(), {0}, {1}, {0, 1}])
+def test_a_fetch_from_several_ranks_is_reported_when_all_have_ended_and_good_if_all_were(
+    failed: set[int],
+) -> None:
+    table = Transfers()
+    table.fetching("r/1", "r", ["r/1@0", "r/1@1"])
+    assert table.cancelled("r/1") == ["r/1@0", "r/1@1"]
+    ended = table.load_ended(LoadEnded("r/1@0", 0 not in failed))
+    assert ended is not None
+    assert ended.loads == table.cancelled("r/1") == ["r/1@1"]
+    assert table.take_results() == Results()
+    table.load_ended(LoadEnded("r/1@1", 1 not in failed))
+    assert table.take_results() == Results(set(), {"r"}, {"r"} if failed else set())
+    assert table.cancelled("r/1") == []
+
+
+def test_what_is_held_is_cancelled_by_its_names_once() -> None:
+    table = Transfers()
+    table.holding("r/1", ["r/1@2", "r/1@3"])
+    assert table.cancelled("r/1") == ["r/1@2", "r/1@3"]
+    assert table.cancelled("r/1") == []

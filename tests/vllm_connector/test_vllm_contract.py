@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm_scheduler import (
     LEASE_SECONDS,
+    ONE_GROUP,
+    THERE,
+    WINDOWS,
     ScriptedDriver,
     Status,
     VllmScheduler,
@@ -17,7 +20,9 @@ from vllm_scheduler import (
     reference,
 )
 
+from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_protocol import KVTransferParams
+from diptych_vllm.ranks import sources_of
 from diptych_vllm.transfers import Results
 
 NAMES = [f"r{number}" for number in range(4)]
@@ -28,19 +33,21 @@ class AnythingHappens(RuleBasedStateMachine):
     """Few names, so that they come again: as ids of later requests, and in late reports. Other
     engines answer each rank for itself, and one may fail while the other does not."""
 
-    num_ranks = 1
+    num_ranks, ranks_there, heads = 1, 1, 2
+    groups = ONE_GROUP
 
     def __init__(self) -> None:
         super().__init__()
-        self.vllm = VllmScheduler(self.num_ranks)
+        self.vllm = VllmScheduler(self.num_ranks, self.ranks_there, self.heads, self.groups)
         self.reports: list[Results] = []
         """All that the worker has ever reported."""
         self.used: list[dict[str, Any]] = []
         self.bad: set[str] = set()
         """Requests whose references are not good."""
         self.num_leases = 0
-        self.served: set[tuple[int, str, bool]] = set()
-        """Which ranks got which lease's blocks, and whether they were held."""
+        self.served: set[tuple[int, int, str, bool]] = set()
+        """Which ranks got the blocks of which rank under which lease or share, and whether they
+        were held."""
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -64,7 +71,7 @@ class AnythingHappens(RuleBasedStateMachine):
         if self.may_add(name):
             self.bad.discard(name)
             self.num_leases += 1
-            params = reference(self.num_leases, length)
+            params = reference(self.num_leases, length, self.ranks_there, self.groups)
             self.used.append(params)
             self.vllm.add(prompt(name, length + more, params))
 
@@ -76,10 +83,10 @@ class AnythingHappens(RuleBasedStateMachine):
         if not self.may_add(name):
             return
         self.num_leases += 1
-        params: Any = reference(self.num_leases, 9, remote_num_tokens=8)
+        params: Any = reference(self.num_leases, 9, groups=self.groups, remote_num_tokens=8)
         match what:
             case "other prompt":
-                params = reference(self.num_leases, 10)
+                params = reference(self.num_leases, 10, groups=self.groups)
             case "garbage":
                 params = {"do_remote_prefill": True, "remote_port": -1}
             case "own" if self.vllm.answers:
@@ -105,9 +112,9 @@ class AnythingHappens(RuleBasedStateMachine):
         known = [*self.used, *self.vllm.answers.values()]
         self.vllm.reject(data.draw(st.sampled_from(known)))
 
-    @rule(name=names, by_length=st.booleans())
-    def end_by_itself(self, name: str, by_length: bool) -> None:
-        self.vllm.compute(name, by_length=by_length)
+    @rule(name=names, by_length=st.booleans(), num_tokens=st.integers(1, 9))
+    def end_by_itself(self, name: str, by_length: bool, num_tokens: int) -> None:
+        self.vllm.compute(name, by_length=by_length, num_tokens=num_tokens)
 
     @rule(name=names)
     def preempt(self, name: str) -> None:
@@ -156,9 +163,9 @@ class AnythingHappens(RuleBasedStateMachine):
     @rule(held=st.booleans(), data=st.data())
     def serve(self, held: bool, data: st.DataObject) -> None:
         driver = self.draw_rank(data)
-        for _, asked in driver.opens:
+        for peer, asked in driver.opens:
             rank = self.vllm.drivers.index(driver)
-            self.served.add((rank, asked.lease_id, held))
+            self.served.add((rank, driver.rank_of[peer], asked.lease_id, held))
         driver.serve(held=held)
 
     @rule(data=st.data())
@@ -171,10 +178,10 @@ class AnythingHappens(RuleBasedStateMachine):
             driver.pass_time(seconds)
 
     @precondition(lambda self: self.vllm.answers)
-    @rule(data=st.data())
-    def read(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), share=st.sampled_from(["", "/0/2/2", "/1/2/2", "/2/4/1"]))
+    def read(self, data: st.DataObject, share: str) -> None:
         params = data.draw(st.sampled_from(list(self.vllm.answers.values())))
-        self.draw_rank(data).read(KVTransferParams.parse(params))
+        self.draw_rank(data).read(KVTransferParams.parse(params), share)
 
     # --- always -------------------------------------------------------------------------------
 
@@ -184,12 +191,14 @@ class AnythingHappens(RuleBasedStateMachine):
             assert not (name in self.bad and request.loaded)
 
     @invariant()
-    def what_is_loaded_came_to_every_rank(self) -> None:
+    def what_is_loaded_came_to_every_rank_from_all_that_it_reads(self) -> None:
         for request in self.vllm.requests.values():
             if request.loaded:
-                lease_id = request.arrival.params["lease_id"]
-                for rank in range(self.num_ranks):
-                    assert (rank, lease_id, True) in self.served
+                named = LeaseRef(request.arrival.params["lease_id"], THERE, "", "")
+                for ranks in self.vllm.ranks:
+                    for source in sources_of(ranks, self.ranks_there):
+                        read = (ranks.rank, source.rank, source.lease(named).lease_id, True)
+                        assert source.part is None or read in self.served
 
     def teardown(self) -> None:
         """When clients have gone and time has passed, nothing is left."""
@@ -213,10 +222,36 @@ class AnythingHappens(RuleBasedStateMachine):
 
 
 class AnythingHappensToTwoRanks(AnythingHappens):
-    num_ranks = 2
+    num_ranks, ranks_there = 2, 2
+
+
+class AnythingHappensToReadersOfTwoRanks(AnythingHappens):
+    num_ranks, ranks_there = 1, 2
+
+
+class AnythingHappensToTwoReadersOfARank(AnythingHappens):
+    num_ranks, ranks_there = 2, 1
+
+
+class AnythingHappensToReadersOfEqualRanks(AnythingHappens):
+    num_ranks, ranks_there, heads = 2, 4, 1
+
+
+class AnythingHappensToWindows(AnythingHappens):
+    groups = WINDOWS
 
 
 TestAnythingHappens = AnythingHappens.TestCase
-TestAnythingHappens.settings = settings(max_examples=100, stateful_step_count=50)
 TestAnythingHappensToTwoRanks = AnythingHappensToTwoRanks.TestCase
-TestAnythingHappensToTwoRanks.settings = settings(max_examples=100, stateful_step_count=50)
+TestAnythingHappensToReadersOfTwoRanks = AnythingHappensToReadersOfTwoRanks.TestCase
+TestAnythingHappensToTwoReadersOfARank = AnythingHappensToTwoReadersOfARank.TestCase
+TestAnythingHappensToReadersOfEqualRanks = AnythingHappensToReadersOfEqualRanks.TestCase
+TestAnythingHappensToWindows = AnythingHappensToWindows.TestCase
+for _case in (TestAnythingHappens, TestAnythingHappensToTwoRanks, TestAnythingHappensToWindows):
+    _case.settings = settings(max_examples=100, stateful_step_count=50)
+for _case in (
+    TestAnythingHappensToReadersOfTwoRanks,
+    TestAnythingHappensToTwoReadersOfARank,
+    TestAnythingHappensToReadersOfEqualRanks,
+):
+    _case.settings = settings(max_examples=60, stateful_step_count=50)

@@ -6,12 +6,12 @@ worker. Only this module and `metrics` import vLLM.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,20 +22,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.kv_cache_interface import iter_layer_specs
 from vllm.v1.request import RequestStatus
 
-from diptych_frontend.core_client.curve import read_keys
-from diptych_kv_transfer.connector import key_of, start_hinge, with_literals
+from diptych_kv_transfer.connector import start_hinge, with_literals
 from diptych_kv_transfer.parameters import describe_engine
-from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
-from diptych_vllm.kv_memory import KVTensor, compat_of, shards_of
+from diptych_protocol.config import RANKS_OF_CONNECTOR
+from diptych_vllm.kv_groups import KVGroup, KVGroups
+from diptych_vllm.kv_memory import KVTensor, compat_of, heads_come_first, shards_of
 from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
+from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.request import Arrival, identity_of
 from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings, require_tested
@@ -65,7 +68,7 @@ class HingeOfWorker(KVConnectorHandshakeMetadata):
     engine: KVTransferParams
 
 
-class DiptychConnector(KVConnectorBase_V1):
+class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands KV over under leases. Raises `InvalidRequestError` for a vLLM or a configuration that
     was not tested."""
 
@@ -75,18 +78,19 @@ class DiptychConnector(KVConnectorBase_V1):
         _log_as_vllm_does()
         self._vllm = series_of(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
-        _require_tested(vllm_config, kv_cache_config)
+        _require_tested(vllm_config)
+        self._groups = _groups_of(kv_cache_config)
         settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         settings.require_ports(vllm_config.parallel_config.tensor_parallel_size)
         self._settings = with_literals(settings)
-        self._key = _key(self._settings)
+        self._key = self._settings.key()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._hinge: HingeOfWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 References(self._key),
-                vllm_config.cache_config.block_size,
+                self._groups,
                 self._settings.lease_seconds,
                 lends=self._kv_transfer_config.is_kv_producer,
                 fetches=self._kv_transfer_config.is_kv_consumer,
@@ -133,8 +137,7 @@ class DiptychConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        [block_ids] = blocks.get_block_ids()
-        self._half.allocated(request.request_id, block_ids, num_external_tokens)
+        self._half.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         return StepOrders(self._half.take_orders())
@@ -145,8 +148,8 @@ class DiptychConnector(KVConnectorBase_V1):
             connector_output.finished_sending or (), connector_output.finished_recving or ()
         )
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         params = self._half.finished(
             request.request_id,
@@ -167,20 +170,29 @@ class DiptychConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, KVTensor]) -> None:
         shards = shards_of(kv_caches, self._kv_cache_config.num_blocks)
-        group = get_tp_group()
-        rank, num_ranks = group.rank_in_group, group.world_size
+        group, facts = get_tp_group(), self._facts()
+        ranks = self._ranks(group.rank_in_group, group.world_size)
+        fit = heads_come_first(kv_caches, str(facts["kv_layout"]), ranks)
+        ranks = dataclasses.replace(ranks, heads_first=fit)
         epoch = f"{os.getpid():x}-{secrets.token_hex(8)}"
+        epoch = group.broadcast_object(epoch if ranks.rank == 0 else None, src=0)
         me = Hello(
             self._kv_transfer_config.engine_id,
-            group.broadcast_object(epoch if rank == 0 else None, src=0),
-            compat_of(kv_caches, {**self._facts(), "ranks": num_ranks, "rank": rank}),
+            epoch_of_rank(epoch, ranks.rank, ranks.num_ranks),
+            compat_of(kv_caches, facts, ranks),
         )
-        settings = self._settings.of_rank(rank)
+        settings = self._settings.of_rank(ranks.rank)
         driver = start_hinge(settings, me, shards, self._key)
-        self._worker = WorkerHalf(driver, rank)
+        self._worker = WorkerHalf(driver, ranks)
         host = settings.advertise_host or settings.listen_host
         engine = describe_engine(me, host, driver.port, settings.lease_seconds)
-        self._hinge = HingeOfWorker(msgspec.structs.replace(engine, tp_size=num_ranks))
+        self._hinge = HingeOfWorker(
+            msgspec.structs.replace(engine, epoch=epoch, tp_size=ranks.num_ranks)
+        )
+
+    def _ranks(self, rank: int, num_ranks: int) -> Ranks:
+        model = self._vllm_config.model_config
+        return Ranks(1 if model.use_mla else model.get_total_num_kv_heads(), num_ranks, rank)
 
     def _facts(self) -> dict[str, str | int]:
         """What engines must agree on, and their KV memory does not show."""
@@ -195,6 +207,10 @@ class DiptychConnector(KVConnectorBase_V1):
             "hf_overrides": str(model.hf_overrides or ""),
             "load_format": str(self._vllm_config.load_config.load_format),
             "kv_layout": str(getattr(self._kv_cache_config, "kv_cache_layout", "")),
+            "groups": str(self._groups),
+            "group_layers": ";".join(
+                " ".join(group.layer_names) for group in self._kv_cache_config.kv_cache_groups
+            ),
             "revision": self._settings.revision,
         }
 
@@ -263,19 +279,30 @@ def _log_as_vllm_does() -> None:
         ours.setLevel(vllm.level)
 
 
-def _key(settings: ConnectorSettings) -> HingeKey:
-    return key_of(settings, read_keys(Path(settings.keys)) if settings.keys else None)
+def _groups_of(config: KVCacheConfig) -> KVGroups:
+    return KVGroups.of(
+        [
+            KVGroup.of(type(x).__name__, x.block_size, getattr(x, "sliding_window", None))
+            for x in iter_layer_specs(group.kv_cache_spec)
+        ]
+        for group in config.kv_cache_groups
+    )
 
 
-def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def _require_tested(config: VllmConfig) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     require_tested(
         [
-            ("tensor_parallel_size of 1 or 2", parallel.tensor_parallel_size in (1, 2), True),
+            (
+                f"tensor_parallel_size of {' or '.join(map(str, RANKS_OF_CONNECTOR))}",
+                parallel.tensor_parallel_size in RANKS_OF_CONNECTOR,
+                True,
+            ),
             ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
             ("data_parallel_size", parallel.data_parallel_size, 1),
+            ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
+            ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
-            ("the number of KV cache groups", len(kv_cache_config.kv_cache_groups), 1),
             ("speculative decoding", config.speculative_config is not None, False),
             ("sleep mode", config.model_config.enable_sleep_mode, False),
         ]

@@ -1,21 +1,28 @@
 """vLLM's KV memory as the hinge sees it, and what must be equal in engines that exchange it.
 
 vLLM has one tensor for each layer. Its first axis counts the blocks, so a block of the engine is
-one part of each layer's memory: the hinge takes every layer for a shard. What is inside a block is
-nobody's affair, as long as both engines keep it in the same way. On vLLM's CPU backend it is
-[heads, block_size, 2 * head_dim], with the keys transposed; `compat` has the shape.
+one part of each tensor. Layers of different KV cache groups have the same memory: each block is one
+group's. So the hinge takes each memory for a shard, and moves a block of any group in the same way.
+What is inside a block is nobody's affair, as long as both engines keep it in the same way, but for
+the heads: vLLM's tensors are [num_blocks, heads, block_size, content], and engines with other
+numbers of ranks have other numbers of heads. On vLLM's CPU backend the content is 2 * head_dim
+numbers, with the keys transposed; `compat` has the shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.memory.shard import Shard
 from diptych_protocol import InvalidRequestError, fingerprint
+from diptych_vllm.ranks import Ranks
 
 PARAM = "kv_caches"
+HEADS_FIRST: Final = ("LBHNC", "BLHNC")
+"""vLLM's names of the layouts in which each head of a block is in one piece. The letters name the
+axes from the outermost one on: layers, blocks, heads, tokens (N) and content."""
 MAX_NAME = 256
 """Longest value in `compat`, in characters."""
 
@@ -39,13 +46,14 @@ class KVTensor(Protocol):
 
 
 def shards_of(layers: Mapping[str, KVTensor], num_blocks: int) -> list[Shard]:
-    """How the hinge reaches each layer's KV, [num_blocks, ...] on the host.
+    """How the hinge reaches the layers' KV, each [num_blocks, ...] on the host. Layers that have
+    the same memory have one shard.
 
     Raises `InvalidRequestError` for memory that it does not reach, naming the layer.
     """
     if not layers:
         raise InvalidRequestError("this model has no KV to hand over", param=PARAM)
-    shards = []
+    shards: dict[int, Shard] = {}
     for name, tensor in layers.items():
         if str(tensor.device) != "cpu":
             raise InvalidRequestError(
@@ -60,28 +68,56 @@ def shards_of(layers: Mapping[str, KVTensor], num_blocks: int) -> list[Shard]:
                 param=PARAM,
             )
         region = MemoryRegion(tensor.data_ptr(), tensor.nbytes, owner=tensor)
-        shards.append(Shard(region, tensor.nbytes // num_blocks))
-    return shards
+        known = shards.setdefault(region.address, Shard(region, tensor.nbytes // num_blocks))
+        if known.region.length != region.length:
+            raise InvalidRequestError(
+                f"the KV of layer {name} shares memory with a layer of another size", param=PARAM
+            )
+    return list(shards.values())
+
+
+def heads_come_first(layers: Mapping[str, KVTensor], layout: str, ranks: Ranks) -> bool:
+    """Whether a block's bytes are those of one head after the other, of `ranks.local_heads` equal
+    ones. `layout`: vLLM's name of the layout."""
+    fit = [len(x.shape) == 4 and x.shape[1] == ranks.local_heads for x in layers.values()]
+    return layout in HEADS_FIRST and all(fit)
 
 
 def compat_of(
-    layers: Mapping[str, KVTensor], facts: Mapping[str, str | int]
+    layers: Mapping[str, KVTensor], facts: Mapping[str, str | int], ranks: Ranks
 ) -> dict[str, str | int]:
     """Everything that must be equal in engines that exchange this KV.
 
     facts: what the model and vLLM's configuration say. A value that is too long for the wire is
-    replaced by its fingerprint.
+    replaced by its fingerprint. The number of ranks need not be equal, so that blocks are described
+    as they would be at a single rank.
     """
-    blocks = [(name, tuple(x.shape[1:]), str(x.dtype)) for name, x in layers.items()]
+    blocks = [(name, _whole_block(x, ranks), str(x.dtype)) for name, x in layers.items()]
     shape, dtype = blocks[0][1:]
+    memories = list(dict.fromkeys(x.data_ptr() for x in layers.values()))
+    shards = {name: memories.index(x.data_ptr()) for name, x in layers.items()}
     compat = {
         **facts,
         "num_layers": len(blocks),
         "block": " ".join(map(str, shape)),
         "dtype": dtype,
-        "layers": fingerprint({name: [list(shape), dtype] for name, shape, dtype in blocks}),
+        "num_tensors": len(memories),
+        "layers": fingerprint(
+            {name: [list(shape), dtype, shards[name]] for name, shape, dtype in blocks}
+        ),
     }
     return {name: _short(value) for name, value in compat.items()}
+
+
+def _whole_block(tensor: KVTensor, ranks: Ranks) -> tuple[str | int, ...]:
+    """The shape of a block if one rank had all heads. A layer whose heads are not shared out as the
+    model's are is the same only in engines with as many ranks."""
+    if len(tensor.shape) == 3 and ranks.heads == 1:  # with MLA there need not be an axis of heads
+        return ranks.heads, *tensor.shape[1:]
+    heads, *rest = tensor.shape[1:]
+    if ranks.divides_heads and heads == ranks.local_heads:
+        return ranks.heads, *rest
+    return f"{heads} of {ranks.num_ranks} ranks", *rest
 
 
 def _short(value: str | int) -> str | int:

@@ -3,6 +3,7 @@ of them. Pure.
 
 vLLM ends a request's wait, or frees its blocks, when it reads the request's id in a report, and its
 core dies of an id that it does not expect. So each grant and each fetch ends in exactly one report.
+A fetch from several ranks of another engine is several loads for the hinge.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ class Results:
 
 
 @dataclass(slots=True)
+class Fetched:
+    """What a request waits for."""
+
+    request_id: str
+    loads: list[str]
+    """The hinge's names of the loads that have not ended."""
+    ok: bool = True
+
+
+@dataclass(slots=True)
 class Transfers:
     """All leases and loads of one engine that have not been reported yet."""
 
@@ -32,8 +43,12 @@ class Transfers:
     """Lease -> the request that keeps its blocks; None while the lease is only promised."""
     _ended: set[str] = field(default_factory=set)
     """Promised leases that have ended already. Their requests do not know it yet."""
+    _held: dict[str, list[str]] = field(default_factory=dict)
+    """Load of a queueing request -> the hinge's names of its loads."""
+    _fetched: dict[str, Fetched] = field(default_factory=dict)
+    """The same of loads that have begun."""
     _loads: dict[str, str] = field(default_factory=dict)
-    """Load -> the request that waits for it."""
+    """The hinge's name of a load that has begun -> the load of which it is a part."""
     _results: Results = field(default_factory=Results)
 
     def promised(self, lease_id: str) -> None:
@@ -50,8 +65,20 @@ class Transfers:
         self._lent.pop(lease_id, None)
         self._ended.discard(lease_id)
 
-    def fetching(self, load: str, request_id: str) -> None:
-        self._loads[load] = request_id
+    def holding(self, load: str, names: list[str]) -> None:
+        """The leases of a load are kept alive, by loads that the hinge knows by these names."""
+        self._held[load] = names
+
+    def fetching(self, load: str, request_id: str, names: list[str]) -> None:
+        """A load begins, as loads that the hinge knows by these names."""
+        self._held.pop(load, None)
+        self._fetched[load] = Fetched(request_id, names)
+        self._loads.update(dict.fromkeys(names, load))
+
+    def cancelled(self, load: str) -> list[str]:
+        """A load is given up. Returns the hinge's names of what is to be cancelled."""
+        fetched = self._fetched.get(load)
+        return self._held.pop(load, []) if fetched is None else list(fetched.loads)
 
     def refused(self, request_id: str) -> None:
         """The load of a request is not even begun."""
@@ -67,14 +94,23 @@ class Transfers:
         else:
             self._results.sent.add(request_id)
 
-    def load_ended(self, event: LoadEnded) -> str | None:
-        """Returns the request whose load it was; None: it was reported before."""
-        request_id = self._loads.pop(event.request_id, None)
-        if request_id is not None:
-            self._results.received.add(request_id)
-            if not event.ok:
-                self._results.failed.add(request_id)
-        return request_id
+    def load_ended(self, event: LoadEnded) -> Fetched | None:
+        """Returns the fetch that it was a part of; None: it was reported before.
+
+        If one part has failed, the others are of no use.
+        """
+        load = self._loads.pop(event.request_id, None)
+        fetched = None if load is None else self._fetched.get(load)
+        if load is None or fetched is None:
+            return None
+        fetched.loads.remove(event.request_id)
+        fetched.ok = fetched.ok and event.ok
+        if not fetched.loads:
+            del self._fetched[load]
+            self._results.received.add(fetched.request_id)
+            if not fetched.ok:
+                self._results.failed.add(fetched.request_id)
+        return fetched
 
     def take_results(self) -> Results:
         """What has ended since the last call."""

@@ -3,13 +3,16 @@ keeps leases alive whether the model computes or not."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 from collections.abc import Iterable
+from functools import partial
 
 from diptych_kv_transfer import LeaseEnded, LoadEnded, PrefixAsked
 from diptych_kv_transfer.connector import HingeDriver
+from diptych_kv_transfer.memory.shard import WHOLE
+from diptych_kv_transfer.tables.actions import Action
+from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_vllm.figures import Growth, totals_of
 from diptych_vllm.orders import (
@@ -25,19 +28,21 @@ from diptych_vllm.orders import (
     RevokeAll,
     Withdraw,
 )
+from diptych_vllm.ranks import Ranks, Source, every_rank, sources_of
 from diptych_vllm.transfers import Results, Transfers
 
 log = logging.getLogger(__name__)
+
+ONLY_RANK = Ranks()
 
 
 class WorkerHalf:
     """Carries out the scheduler half's orders, and collects what has ended. Never waits."""
 
-    def __init__(self, driver: HingeDriver, rank: int = 0) -> None:
-        """`rank`: which rank of its engine the worker is. It exchanges KV with the same rank of
-        other engines, whose hinge listens so many ports behind the one that references name."""
+    def __init__(self, driver: HingeDriver, ranks: Ranks = ONLY_RANK) -> None:
+        """`ranks`: which rank of its engine the worker is."""
         self._driver = driver
-        self._rank = rank
+        self._ranks = ranks
         self._transfers = Transfers()
         self._growth = Growth()
 
@@ -57,8 +62,6 @@ class WorkerHalf:
                 transfers.granted(order.lease_id, order.request_id)
             case Withdraw():
                 transfers.withdrawn(order.lease_id)
-            case Fetch():
-                transfers.fetching(order.load, order.request_id)
             case Fail():
                 transfers.refused(order.request_id)
             case _:
@@ -79,27 +82,65 @@ class WorkerHalf:
                 tell(lambda hinge, _now: hinge.leases.revoke(lease_id))
             case RevokeAll():
                 tell(lambda hinge, _now: hinge.leases.revoke_all())
-            case Hold(load, lease):
-                mine = self._of_my_rank(lease)
-                tell(lambda hinge, now: hinge.loads.hold(load, mine, now))
-            case Fetch(load, _, lease, digest, wanted, num_tokens):
-                mine, tag = self._of_my_rank(lease), secrets.randbits(60)
-                tell(
-                    lambda hinge, now: hinge.loads.start(
-                        load, mine, digest, tag, wanted, num_tokens, now
-                    )
-                )
+            case Hold():
+                self._hold(order)
+            case Fetch():
+                self._fetch(order)
             case Cancel(load):
-                tell(lambda hinge, now: hinge.loads.cancel(load, now))
+                self._cancel(self._transfers.cancelled(load))
             case Release(lease):
-                mine = self._of_my_rank(lease)
-                tell(lambda hinge, _now: hinge.loads.reject(mine))
+                self._release(lease)
             case Fail():
                 pass
 
-    def _of_my_rank(self, lease: LeaseRef) -> LeaseRef:
-        host, port = lease.address
-        return dataclasses.replace(lease, address=(host, port + self._rank))
+    # --- reading other engines ----------------------------------------------------------------
+
+    def _hold(self, order: Hold) -> None:
+        """Keep alive what will be read of a lease, and end what will not."""
+        try:
+            sources = sources_of(self._ranks, order.lease.num_ranks)
+        except ValueError:
+            return  # its fetch will fail
+        for source in sources:
+            if source.part is None:
+                self._reject(source.lease(order.lease))
+        read = [source for source in sources if source.part is not None]
+        self._transfers.holding(order.load, [_name(order.load, source) for source in read])
+        for source in read:
+            name, lease = _name(order.load, source), source.lease(order.lease)
+            self._driver.tell(partial(_hold, name, lease))
+
+    def _fetch(self, order: Fetch) -> None:
+        try:
+            sources = sources_of(self._ranks, order.lease.num_ranks)
+        except ValueError as exc:
+            log.warning("request %s: its KV is not fetched: %s", order.request_id, exc)
+            self._transfers.refused(order.request_id)
+            self._release(order.lease)
+            return
+        read = [source for source in sources if source.part is not None]
+        names = [_name(order.load, source) for source in read]
+        self._transfers.fetching(order.load, order.request_id, names)
+        for source, name in zip(read, names, strict=True):
+            self._driver.tell(partial(_start, order, source, name, secrets.randbits(60)))
+
+    def _cancel(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._driver.tell(partial(_cancel, name))
+
+    def _release(self, lease: LeaseRef) -> None:
+        """Tell another engine that this rank will read nothing of a lease."""
+        try:
+            sources = sources_of(self._ranks, lease.num_ranks)
+        except ValueError:
+            sources = every_rank(lease.num_ranks)
+        for source in sources:
+            self._reject(source.lease(lease))
+
+    def _reject(self, lease: LeaseRef) -> None:
+        self._driver.tell(lambda hinge, _now: hinge.loads.reject(lease))
+
+    # --- what has ended -----------------------------------------------------------------------
 
     def collect(self) -> Results:
         """What has ended since the last call.
@@ -120,9 +161,10 @@ class WorkerHalf:
         return self._transfers.take_results()
 
     def _load_ended(self, event: LoadEnded) -> None:
-        request_id = self._transfers.load_ended(event)
-        if request_id is not None and not event.ok:
-            log.warning("request %s: the KV hand-off failed: %s", request_id, event.reason)
+        fetched = self._transfers.load_ended(event)
+        if fetched is not None and not event.ok:
+            log.warning("request %s: the KV hand-off failed: %s", fetched.request_id, event.reason)
+            self._cancel(fetched.loads)
 
     def _lend_no_prefix(self, lease_id: str) -> None:
         """vLLM's prefix cache is not ours to lend; the other engine computes what it lacks."""
@@ -135,3 +177,31 @@ class WorkerHalf:
     def close(self) -> None:
         """Cut all connections. Safe to call twice."""
         self._driver.close()
+
+
+def _name(load: str, source: Source) -> str:
+    """What the hinge calls the part of a load that comes from one rank."""
+    return f"{load}@{source.rank}"
+
+
+def _hold(name: str, lease: LeaseRef, hinge: Hinge, now: float) -> list[Action]:
+    return hinge.loads.hold(name, lease, now)
+
+
+def _start(
+    order: Fetch, source: Source, name: str, tag: int, hinge: Hinge, now: float
+) -> list[Action]:
+    return hinge.loads.start(
+        name,
+        source.lease(order.lease),
+        order.digest,
+        tag,
+        dict(order.wanted),
+        order.num_tokens,
+        now,
+        part=source.part or WHOLE,
+    )
+
+
+def _cancel(name: str, hinge: Hinge, now: float) -> list[Action]:
+    return hinge.loads.cancel(name, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -31,6 +32,18 @@ class DeviceCopies(Protocol):
         """Copy place i of the room to block block_ids[i]; no id comes twice."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the equal parts into which each block is cut, such as the KV of some of its heads."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Part()
+"""All of each block."""
+
+
 class Shard(msgspec.Struct, frozen=True):
     """One rank's KV memory: blocks of one size, one after the other."""
 
@@ -47,6 +60,13 @@ class Shard(msgspec.Struct, frozen=True):
     def run(self, blocks: range) -> MemoryRegion:
         """Blocks that follow each other. Raises `ValueError` for blocks that do not exist."""
         return self.region.part(blocks.start * self.block_bytes, len(blocks) * self.block_bytes)
+
+    def cut(self, block: int, part: Part) -> MemoryRegion:
+        """A part of one block. Raises `ValueError` for one that does not exist."""
+        size, rest = divmod(self.block_bytes, part.count)
+        if rest or not 0 <= part.index < part.count:
+            raise ValueError(f"blocks of {self.block_bytes} bytes have no {part}")
+        return self.run(range(block, block + 1)).part(part.index * size, size)
 
     def array(self) -> NDArray[np.uint8]:
         """The blocks, [num_blocks, block_bytes]. Raises `ValueError` unless they are the host's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych_kv_transfer.memory.shard import WHOLE, Part
 from diptych_kv_transfer.memory.staging import Staging
 from diptych_kv_transfer.tables.messages import AnyMessage
 
@@ -42,6 +43,8 @@ class SendBlocks:
     lease_id: str
     tag: int
     runs: list[range]
+    part: Part = WHOLE
+    """The part of each block that is sent."""
 
     @property
     def key(self) -> SendKey:
@@ -58,6 +61,8 @@ class ReceiveBlocks:
     runs: list[range]
     staged: bool = False
     """The runs are in the request's staging area."""
+    part: Part = WHOLE
+    """The part of each block that is written."""
 
     @property
     def key(self) -> ReceiveKey:

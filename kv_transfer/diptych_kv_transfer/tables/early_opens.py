@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from diptych_kv_transfer.tables.actions import Peer
 from diptych_kv_transfer.tables.messages import Open
+from diptych_kv_transfer.tables.shares import lease_of
 
 MAX_EARLY, MAX_EARLY_RUNS = 256, 1024
 """Limits on the number of early Opens and on the runs in each. They bound the memory that peers can
@@ -47,6 +48,11 @@ class EarlyOpens:
     def pop(self, lease_id: str) -> EarlyOpen | None:
         """Take the Open that waits for this lease, because the lease exists now."""
         return self._opens.pop(lease_id, None)
+
+    def pop_all(self, lease_id: str) -> list[EarlyOpen]:
+        """Take the Opens that wait for this lease or for shares of it."""
+        names = [name for name in self._opens if lease_of(name) == lease_id]
+        return [self._opens.pop(name) for name in names]
 
     def renew(self, lease_id: str, now: float) -> None:
         """Keep the Open of a lease that a reader still wants."""

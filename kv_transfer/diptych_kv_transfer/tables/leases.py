@@ -16,19 +16,21 @@ cached prefix for longer than the length of one lease.
 
 A lease ends exactly once, and its blocks are given back (`LeaseEnded`) exactly once: when it has
 ended *and* no send of them is in flight. Ending revokes the reader's claim at once: the reader is
-told, and its Close is answered `held=False` even while sends are still draining. Pure: time is
-passed in.
+told, and its Close is answered `held=False` even while sends are still draining.
+
+A lease may be divided into shares (`shares.py`). Each share is a lease of its own, with the states
+above. The lease has ended when all its shares have. Pure: time is passed in.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded, Peer, Send, SendBlocks
 from diptych_kv_transfer.tables.claims import Claim
 from diptych_kv_transfer.tables.early_opens import MAX_EARLY_RUNS, EarlyOpens
+from diptych_kv_transfer.tables.lease import AT_ONCE, LIVE, NEVER, Lease, LeaseState
 from diptych_kv_transfer.tables.messages import (
     Close,
     Closed,
@@ -41,71 +43,11 @@ from diptych_kv_transfer.tables.messages import (
     Sending,
 )
 from diptych_kv_transfer.tables.prefix_asks import PrefixAsks
+from diptych_kv_transfer.tables.shares import DividedLeases, lease_of, share_named
 
 MAX_REMEMBERED = 4096
 """Limit on the ended leases that are remembered, so that late messages about them get the right
 answer."""
-NEVER = float("inf")
-AT_ONCE = float("-inf")
-
-
-class LeaseState(enum.Enum):
-    PROMISED = "promised"
-    GRANTED = "granted"
-    READING = "reading"
-    RELEASED = "released"
-    REVOKED = "revoked"
-    EXPIRED = "expired"
-    WITHDRAWN = "withdrawn"
-
-
-LIVE = frozenset({LeaseState.PROMISED, LeaseState.GRANTED, LeaseState.READING})
-TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {
-    LeaseState.PROMISED: frozenset({LeaseState.GRANTED, LeaseState.WITHDRAWN}),
-    LeaseState.GRANTED: frozenset({LeaseState.READING, LeaseState.REVOKED, LeaseState.EXPIRED}),
-    LeaseState.READING: frozenset(
-        {LeaseState.GRANTED, LeaseState.RELEASED, LeaseState.REVOKED, LeaseState.EXPIRED}
-    ),
-    LeaseState.RELEASED: frozenset(),
-    LeaseState.REVOKED: frozenset(),
-    LeaseState.EXPIRED: frozenset(),
-    LeaseState.WITHDRAWN: frozenset(),
-}
-
-
-@dataclass(slots=True)
-class Lease:
-    """The right to read some blocks, for an engine that knows its id and its tokens."""
-
-    lease_id: str
-    request_id: str
-    digest: str
-    num_blocks: int
-    """How many blocks the lease will have in all."""
-    block_ids: list[int] = field(default_factory=list)
-    """The blocks whose KV is computed already: the first blocks of the lease."""
-    expires_at: float = NEVER
-    state: LeaseState = LeaseState.PROMISED
-    claim: Claim | None = None
-    """The claim of the reader that reads it now; a promised lease may have one, too."""
-    sending: dict[int, Peer] = field(default_factory=dict)
-    """First tag -> receiver, of the sends in flight."""
-    fence_at: float = NEVER
-    """When to cut off readers that keep the blocks of an ended lease busy; `AT_ONCE`: the next
-    `tick` sets it."""
-    is_prefix: bool = False
-    """Its blocks are cached ones, which a reader has asked for by name."""
-
-    def become(self, state: LeaseState) -> None:
-        """Change state. An illegal transition raises and changes nothing."""
-        if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(f"lease of {self.request_id}: {self.state} -> {state}")
-        self.state = state
-
-    @property
-    def deadline(self) -> float:
-        """When something has to be done about this lease; infinity: never."""
-        return self.expires_at if self.state in LIVE else self.fence_at
 
 
 @dataclass(slots=True)
@@ -114,7 +56,8 @@ class LeaseTable:
 
     lease_seconds: float
     leases: dict[str, Lease] = field(default_factory=dict)
-    """Live leases, and ended leases whose blocks are still being sent."""
+    """Live leases, and ended leases whose blocks are still being sent. A divided lease is here as
+    its shares."""
     counts: Counter[LeaseState] = field(default_factory=Counter)
     """How many leases were promised, granted, first read, and ended in each way."""
     stale_reads_refused: int = 0
@@ -125,6 +68,7 @@ class LeaseTable:
     """Prefixes that other engines asked for in vain."""
     _early: EarlyOpens = field(init=False)
     _asks: PrefixAsks = field(default_factory=PrefixAsks)
+    _divided: DividedLeases = field(default_factory=DividedLeases)
     _ended: OrderedDict[str, tuple[LeaseState, Claim | None]] = field(default_factory=OrderedDict)
     """How leases ended, and the claim by which one was released."""
 
@@ -140,34 +84,37 @@ class LeaseTable:
 
         The lease does not expire before it is granted.
         """
-        if lease_id in self.leases:
+        if self._of(lease_id):
             return []
         self._ended.pop(lease_id, None)
         self.leases[lease_id] = Lease(lease_id, request_id, digest, num_blocks)
         self.counts[LeaseState.PROMISED] += 1
-        early = self._early.pop(lease_id)
-        return [] if early is None else self._open(early.peer, early.message, now)
+        opens = self._early.pop_all(lease_id)
+        return [action for x in opens for action in self.receive(x.peer, x.message, now)]
 
     def lend(self, lease_id: str, block_ids: list[int]) -> list[Action]:
         """Record which first blocks of a promised lease are computed. The list only ever grows."""
-        lease = self.leases.get(lease_id)
-        if lease is None or lease.state is not LeaseState.PROMISED:
-            return []  # it was withdrawn meanwhile
-        lease.block_ids = block_ids
-        return self._send_ready(lease)
+        actions: list[Action] = []
+        for lease in self._of(lease_id):
+            if lease.state is LeaseState.PROMISED:  # else it was withdrawn meanwhile
+                lease.block_ids = block_ids
+                actions += self._send_ready(lease)
+        return actions
 
     def grant(self, lease_id: str, block_ids: list[int], now: float) -> list[Action]:
         """Grant a promised lease, all of whose blocks are computed. From now on it ages."""
-        lease = self.leases.get(lease_id)
-        if lease is None or lease.state is not LeaseState.PROMISED:
-            return []
-        lease.block_ids = block_ids
-        lease.expires_at = now + self.lease_seconds
-        lease.become(LeaseState.GRANTED)
-        self.counts[LeaseState.GRANTED] += 1
-        if lease.claim is not None:
-            lease.become(LeaseState.READING)
-        return self._send_ready(lease)
+        actions: list[Action] = []
+        for lease in self._of(lease_id):
+            if lease.state is not LeaseState.PROMISED:
+                continue
+            lease.block_ids = block_ids
+            lease.expires_at = now + self.lease_seconds
+            lease.become(LeaseState.GRANTED)
+            self.counts[LeaseState.GRANTED] += 1
+            if lease.claim is not None:
+                lease.become(LeaseState.READING)
+            actions += self._send_ready(lease)
+        return actions
 
     def lend_prefix(
         self, lease_id: str, block_ids: list[int], last_name: bytes, now: float
@@ -199,8 +146,10 @@ class LeaseTable:
 
     def revoke(self, lease_id: str) -> list[Action]:
         """End a lease early. Unknown or ended leases are left alone."""
-        lease = self.leases.get(lease_id)
-        if lease is None or lease.state not in LIVE:
+        return [action for lease in self._of(lease_id) for action in self._revoke(lease)]
+
+    def _revoke(self, lease: Lease) -> list[Action]:
+        if lease.state not in LIVE:
             return []
         promised = lease.state is LeaseState.PROMISED
         return self._end(lease, LeaseState.WITHDRAWN if promised else LeaseState.REVOKED)
@@ -213,28 +162,54 @@ class LeaseTable:
 
     def receive(self, peer: Peer, message: FromReader, now: float) -> list[Action]:
         """Answer a reader's message."""
+        named = message.lease_ids if isinstance(message, Renew) else [message.lease_id]
+        for lease_id in named:
+            self._divide(lease_id)
         match message:
             case Open():
                 return self._open(peer, message, now)
             case Close():
                 return self._close(peer, message)
             case Renew():
-                for lease_id in message.lease_ids:
-                    self._early.renew(lease_id, now)
-                    lease = self.leases.get(lease_id)
-                    if lease is None or lease.state not in LIVE or lease.is_prefix:
-                        continue
-                    if lease.expires_at < NEVER:
-                        lease.expires_at = now + self.lease_seconds
+                for lease_id in named:
+                    self._renew(lease_id, now)
                 return []
             case Reject():
-                self._forget_ask(peer, message.lease_id)
-                lease = self.leases.get(message.lease_id)
-                if lease is not None and lease.claim is not None and lease.claim.peer != peer:
-                    return []  # a peer with a copy of the reference must not disturb the reader
-                ends = self.revoke(message.lease_id)
-                self.rejections += bool(ends)
-                return ends
+                return self._reject(peer, message)
+
+    def _divide(self, name: str) -> None:
+        """Divide a lease because a message names a share of it, unless somebody reads it whole."""
+        share = share_named(name)
+        lease = None if share is None else self.leases.get(share.lease_id)
+        if share is None or lease is None or lease.is_prefix:
+            return
+        if lease.state not in LIVE or lease.claim is not None or lease.sending:
+            return
+        del self.leases[lease.lease_id]
+        self._divided.divide(share)
+        for each in share.all:
+            self._ended.pop(each.name, None)
+            self.leases[each.name] = replace(lease, lease_id=each.name, part=each.part, sending={})
+        self.counts[LeaseState.PROMISED] += share.readers - 1
+        if lease.state is LeaseState.GRANTED:
+            self.counts[LeaseState.GRANTED] += share.readers - 1
+
+    def _renew(self, lease_id: str, now: float) -> None:
+        self._early.renew(lease_id, now)
+        for lease in self._of(lease_id):
+            if lease.state in LIVE and not lease.is_prefix and lease.expires_at < NEVER:
+                lease.expires_at = now + self.lease_seconds
+
+    def _reject(self, peer: Peer, message: Reject) -> list[Action]:
+        self._forget_ask(peer, message.lease_id)
+        actions: list[Action] = []
+        for lease in self._of(message.lease_id):
+            if lease.claim is not None and lease.claim.peer != peer:
+                continue  # a peer with a copy of the reference must not disturb the reader
+            was_live = lease.state in LIVE
+            actions += self._revoke(lease)
+            self.rejections += was_live
+        return actions
 
     def _open(self, peer: Peer, message: Open, now: float) -> list[Action]:
         lease = self.leases.get(message.lease_id)
@@ -377,7 +352,7 @@ class LeaseTable:
         announcement = Sending(lease.lease_id, claim.tag, batch.first, batch.runs)
         return [
             Send(claim.peer, announcement),
-            SendBlocks(claim.peer, lease.lease_id, batch.first, batch.blocks),
+            SendBlocks(claim.peer, lease.lease_id, batch.first, batch.blocks, lease.part),
         ]
 
     def _end(
@@ -406,8 +381,15 @@ class LeaseTable:
             lease.fence_at = AT_ONCE if lease.fence_at == NEVER else lease.fence_at
             return []
         del self.leases[lease.lease_id]
-        ended = LeaseEnded(lease.request_id, lease.block_ids, lease.state.value, lease.lease_id)
-        return [ended]
+        ended = self._divided.ended(lease.lease_id, lease.state.value, lease.block_ids)
+        if ended is None:
+            return []
+        return [LeaseEnded(lease.request_id, ended.block_ids, ended.outcome, ended.lease_id)]
+
+    def _of(self, lease_id: str) -> list[Lease]:
+        """A lease of the table, or all of its shares that are in the table."""
+        names = self._divided.names(lease_id)
+        return [self.leases[name] for name in names if name in self.leases]
 
     # --- what is held -------------------------------------------------------------------------
 
@@ -419,7 +401,8 @@ class LeaseTable:
     @property
     def blocks_held(self) -> int:
         """Count the blocks that leases keep pinned. Safe to call from another thread."""
-        return sum(len(lease.block_ids) for lease in list(self.leases.values()))
+        blocks = {lease_of(x.lease_id): len(x.block_ids) for x in list(self.leases.values())}
+        return sum(blocks.values())
 
 
 def _opened(lease: Lease, tag: int) -> Opened:

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diptych_kv_transfer.memory.layout import Layout
+from diptych_kv_transfer.memory.shard import WHOLE, Part
 from diptych_kv_transfer.memory.staging import Staging, plan_staging
 from diptych_kv_transfer.tables.actions import Address, Fence, Peer
 from diptych_kv_transfer.tables.messages import Hello, Open, Opened, Run
+from diptych_kv_transfer.tables.shares import share_named
 from diptych_protocol.kv_transfer_params import differences
 
 NEVER, AT_ONCE = float("inf"), float("-inf")
@@ -43,6 +45,8 @@ class LeaseRef:
     epoch: str
     seconds: float = 30.0
     """How long the lease lasts without a renewal."""
+    num_ranks: int = 1
+    """How many ranks the engine has."""
 
     @property
     def renew_every_s(self) -> float:
@@ -107,6 +111,8 @@ class Load:
     """How many of our blocks were wanted at first."""
     num_tokens: int = 0
     """The number of tokens whose KV the lease is for."""
+    part: Part = WHOLE
+    """The part of each of our blocks that is filled. Other loads fill the other parts."""
     staging: Staging | None = None
     """Set if the peer has another geometry or if our blocks are on a device. `wanted` then maps to
     blocks of the staging area, not to our own blocks."""
@@ -164,7 +170,10 @@ class Load:
         self.asked = True
         if self.deadline == NEVER:
             self.deadline = AT_ONCE
-        runs = coalesce(self.wanted)
+        share = share_named(self.lease.lease_id)
+        cut = self.part != WHOLE or (share is not None and share.slices > 1)
+        # Parts of blocks do not follow each other in memory, on one of the two sides.
+        runs = [(index, 1) for index in self.wanted] if cut else coalesce(self.wanted)
         names = [] if self.prefix is None else self.prefix.names
         return Open(self.lease.lease_id, self.digest, self.tag, runs, self.early, names)
 

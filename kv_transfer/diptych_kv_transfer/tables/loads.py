@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diptych_kv_transfer.memory.shard import WHOLE, Part
 from diptych_kv_transfer.tables.actions import (
     Action,
     Address,
@@ -110,6 +111,7 @@ class LoadTable:
         *,
         early: bool = False,
         prefix: Prefix | None = None,
+        part: Part = WHOLE,
     ) -> list[Action]:
         """Fetch the wanted blocks.
 
@@ -118,13 +120,14 @@ class LoadTable:
         be held, or new. Raises `RuntimeError` if its load is under way already.
 
         `prefix`: there is no lease yet; ask for one of these blocks. It may have fewer than wanted.
+        `part`: fill only this part of each of our blocks.
         """
         if not self._is_free(request_id):
             raise RuntimeError(f"the load of request {request_id} was started before")
         load = Load(request_id, lease, now + lease.renew_every_s, LoadState.OPENING, early=early)
         load.patience_s = self._patience(ANSWER_SECONDS if prefix is not None else NEVER)
         load.deadline, load.waiting_since, load.prefix = now + load.patience_s, now, prefix
-        load.digest, load.tag, load.num_tokens = digest, tag, num_tokens
+        load.digest, load.tag, load.num_tokens, load.part = digest, tag, num_tokens, part
         load.wanted, load.num_blocks = wanted, len(wanted)
         self.loads[request_id] = load
         self.started += prefix is None
@@ -335,7 +338,10 @@ class LoadTable:
             return self._go_on(load, peer, now)
         load.batches.add(message.first)
         load.receiving.add(message.first)
-        return [ReceiveBlocks(peer, load.request_id, message.first, places, load.staged)]
+        receive = ReceiveBlocks(
+            peer, load.request_id, message.first, places, load.staged, load.part
+        )
+        return [receive]
 
     def _shorten(self, load: Load, message: Opened, now: float) -> list[Action]:
         """Do not wait for what P does not lend of a prefix."""

@@ -16,6 +16,9 @@ Any engine may ask any other for a prefix in the same way: its Open has a new id
 the prefix's blocks. The owner makes a lease of those of them that it remembers, and says in Opened
 how many these are.
 
+If several ranks of D read the blocks of one rank of P, each opens its share of the lease, by the
+share's own name (`shares.py`).
+
 A claim is identified by its lease and its tag, so that late messages about an earlier claim are
 recognised. Every message may be repeated without harm. When a claim is lost, P sends Closed without
 being asked. Fields are only ever added at the end, with a default.

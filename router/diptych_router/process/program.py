@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys
-from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.mounted import follow
 from diptych_frontend.openai.tls import Certificate
 from diptych_frontend.text.input_processor import InputProcessor
@@ -26,7 +26,11 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
+from diptych_router.features import FEATURES
 from diptych_router.leaving import Leaving
+from diptych_router.page.control import read_control
+from diptych_router.page.routes import Page
+from diptych_router.page.view import RouterView
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import HealthCollector
 from diptych_router.slo.metrics import PromiseCollector
@@ -42,6 +46,7 @@ COLLECT_AFTER = 20_000
 request has some hundred."""
 
 MakeMetrics = Callable[[PoolClient], ServerMetrics]
+MakeView = Callable[[PoolClient], RouterView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,10 @@ class Program:
 
 @asynccontextmanager
 async def started(
-    config: RouterConfig, args: argparse.Namespace, make_metrics: MakeMetrics
+    config: RouterConfig,
+    args: argparse.Namespace,
+    make_metrics: MakeMetrics,
+    make_view: MakeView,
 ) -> AsyncIterator[Program]:
     """Everything but the listening sockets; ended with the block."""
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
@@ -71,7 +79,15 @@ async def started(
     metrics.registry.register(client.predictions)
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
     metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
-    app = build_app(client, metrics=metrics, api_keys=keys)
+    page = build_page(config, client, make_view(client)) if config.ui else None
+    app = build_app(
+        client,
+        metrics=metrics,
+        api_keys=keys,
+        stores_responses=config.processes == 1,
+        extra_routes=page.routes() if page is not None else (),
+        extra_open_paths=page.open_paths if page is not None else frozenset(),
+    )
     leaving = Leaving(app, client, args.linger_seconds)
     client.start()
     _collect_rarely()
@@ -83,6 +99,18 @@ async def started(
         client.shutdown()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def build_page(config: RouterConfig, client: PoolClient, view: RouterView) -> Page:
+    """The page of a router. Raises `InvalidRequestError` if `diptych up` passed it nonsense."""
+    takes_images = client.renderer.stat_mm_cache() is not None
+    return Page(
+        view,
+        model=client.model_name,
+        images=takes_images and FEATURES[config.runtime].images,
+        leaving=lambda: client.leaving,
+        control=read_control(),
+    )
 
 
 def _collect_rarely() -> None:

@@ -14,9 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai import api_keys, build_app, mounted
+from diptych_frontend.openai import api_keys, mounted
 from diptych_frontend.openai.api_keys import MAX_KEYS, ApiKeys
 
 CHAT = "/v1/chat/completions"
@@ -59,7 +63,8 @@ def bearer(key: str, scheme: str = "Bearer") -> dict[str, str]:
     [
         {}, bearer("wrong"), bearer("sesam"), bearer("sesamee"), bearer(""), bearer("SESAME"),
         {"authorization": "sesame"}, {"authorization": "Bearer"}, bearer("sesame", "Basic"),
-        bearer("alice"), bearer("caf\u00e9"),
+        bearer("alice"), bearer("caf\u00e9"), {"x-api-key": "wrong"}, {"x-api-key": ""},
+        bearer("wrong") | {"x-api-key": "sesame"},
     ],
 )  # fmt: skip
 async def test_nobody_gets_in_without_a_key(
@@ -80,10 +85,43 @@ async def test_nobody_gets_in_without_a_key(
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
 
 
+async def test_anthropics_clients_have_their_key_in_a_header_of_its_own(
+    engine: Any, folder: Path
+) -> None:
+    path, body = "/v1/messages", BODY
+    metrics = ServerMetrics("echo")
+    app = build_app(engine, api_keys=ApiKeys(folder), metrics=metrics)
+    async with client(app) as http:
+        assert (await http.post(path, json=body, headers={"x-api-key": "open-up"})).is_success
+        assert (await http.post(path, json=body, headers=bearer("open-up"))).is_success
+        refused = await http.post(path, json=body, headers={"x-api-key": "wrong"})
+        text = (await http.get("/metrics")).text
+    assert refused.status_code == 401
+    assert refused.json()["error"]["type"] == "authentication_error"
+    assert 'model_name="echo",status="200",tenant="bob"} 2.0' in text
+
+
 @pytest.mark.parametrize("path", ["/health", "/live", "/ping", "/metrics", "/version"])
 async def test_probes_and_scrapers_need_no_key(engine: Any, folder: Path, path: str) -> None:
     async with client(build_app(engine, api_keys=ApiKeys(folder))) as http:
         assert (await http.get(path)).status_code == 200
+
+
+async def test_further_paths_may_be_open_and_no_others(engine: Any, folder: Path) -> None:
+    async def hello(request: Request) -> Response:
+        return Response("hello")
+
+    app = build_app(
+        engine,
+        api_keys=ApiKeys(folder),
+        extra_routes=[Route("/hello", hello), Route("/secret", hello)],
+        extra_open_paths=frozenset({"/hello"}),
+    )
+    async with client(app) as http:
+        assert (await http.get("/hello")).text == "hello"
+        assert (await http.get("/health")).status_code == 200
+        for closed in ("/secret", "/hello/", "/hello/x", "/v1/models"):
+            assert (await http.get(closed)).status_code == 401
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])

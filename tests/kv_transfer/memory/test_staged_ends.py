@@ -3,7 +3,7 @@ them, and faults: D's blocks change only when a lease was held, and then they ho
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,6 +98,8 @@ class End:
         self.inbox: deque[bytes] = deque()
         self.transfers: dict[int, tuple[Hashable, list[MemoryRegion]]] = {}
         """First tag -> key and regions."""
+        self.incoming: Counter[str] = Counter()
+        """Bytes that were received for each load."""
 
 
 class World:
@@ -175,6 +177,7 @@ class World:
                     self.send([action] if not end.regions.on_device else end.send_room.ask(action))
                 case ReceiveBlocks(_, name, tag, runs, staged):
                     targets = end.regions.incoming(runs, name if staged else None)
+                    end.incoming[name] += sum(target.length for target in targets)
                     end.transfers[tag] = action.key, targets
                 case Stage(name, staging):
                     end.regions.stage(name, staging)
@@ -207,7 +210,8 @@ class World:
         keys = [key for key, _ in self.d.transfers.values() if isinstance(key, ReceiveKey)]
         assert name not in [key.request_id for key in keys]
         request.ends.append(ok)
-        num_bytes = self.d.regions.drop(name)
+        self.d.regions.drop(name)
+        num_bytes = self.d.incoming.pop(name, 0)
         if ok:
             self.received += num_bytes
             start = request.cached * self.d.layout.block_size

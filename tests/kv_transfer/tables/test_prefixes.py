@@ -17,7 +17,8 @@ from diptych_kv_transfer.tables.actions import (
     SendBlocks,
     Stage,
 )
-from diptych_kv_transfer.tables.leases import LeaseState, LeaseTable
+from diptych_kv_transfer.tables.lease import LeaseState
+from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import LeaseRef, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import ANSWER_SECONDS, READ_SECONDS, STOP_SECONDS, LoadTable
 from diptych_kv_transfer.tables.messages import (

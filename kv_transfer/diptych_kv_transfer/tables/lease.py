@@ -1,0 +1,74 @@
+"""One lease of P: its blocks, its state, and who reads it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from diptych_kv_transfer.memory.shard import WHOLE, Part
+from diptych_kv_transfer.tables.actions import Peer
+from diptych_kv_transfer.tables.claims import Claim
+
+NEVER = float("inf")
+AT_ONCE = float("-inf")
+
+
+class LeaseState(enum.Enum):
+    PROMISED = "promised"
+    GRANTED = "granted"
+    READING = "reading"
+    RELEASED = "released"
+    REVOKED = "revoked"
+    EXPIRED = "expired"
+    WITHDRAWN = "withdrawn"
+
+
+LIVE = frozenset({LeaseState.PROMISED, LeaseState.GRANTED, LeaseState.READING})
+TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {
+    LeaseState.PROMISED: frozenset({LeaseState.GRANTED, LeaseState.WITHDRAWN}),
+    LeaseState.GRANTED: frozenset({LeaseState.READING, LeaseState.REVOKED, LeaseState.EXPIRED}),
+    LeaseState.READING: frozenset(
+        {LeaseState.GRANTED, LeaseState.RELEASED, LeaseState.REVOKED, LeaseState.EXPIRED}
+    ),
+    LeaseState.RELEASED: frozenset(),
+    LeaseState.REVOKED: frozenset(),
+    LeaseState.EXPIRED: frozenset(),
+    LeaseState.WITHDRAWN: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to read some blocks, for an engine that knows its id and its tokens."""
+
+    lease_id: str
+    request_id: str
+    digest: str
+    num_blocks: int
+    """How many blocks the lease will have in all."""
+    block_ids: list[int] = field(default_factory=list)
+    """The blocks whose KV is computed already: the first blocks of the lease."""
+    expires_at: float = NEVER
+    state: LeaseState = LeaseState.PROMISED
+    claim: Claim | None = None
+    """The claim of the reader that reads it now; a promised lease may have one, too."""
+    sending: dict[int, Peer] = field(default_factory=dict)
+    """First tag -> receiver, of the sends in flight."""
+    fence_at: float = NEVER
+    """When to cut off readers that keep the blocks of an ended lease busy; `AT_ONCE`: the next
+    `tick` sets it."""
+    is_prefix: bool = False
+    """Its blocks are cached ones, which a reader has asked for by name."""
+    part: Part = WHOLE
+    """The part of each block that may be read; not the whole block if this is a share."""
+
+    def become(self, state: LeaseState) -> None:
+        """Change state. An illegal transition raises and changes nothing."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"lease of {self.request_id}: {self.state} -> {state}")
+        self.state = state
+
+    @property
+    def deadline(self) -> float:
+        """When something has to be done about this lease; infinity: never."""
+        return self.expires_at if self.state in LIVE else self.fence_at
