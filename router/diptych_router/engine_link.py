@@ -198,6 +198,8 @@ class EngineLink:
         """The parameters that all leases of this engine have in common; None: it lends nothing, or
         nobody answers now."""
         about = self.description
+        if self._vllm is not None:
+            return self._vllm.lends(self.endpoint.removeprefix("tcp://"))
         if about is None or not about.kv_transfer_port:
             return None
         return common_to_leases(about, self.fingerprint)
@@ -311,7 +313,7 @@ class EngineLink:
             self.known_as = description.engine_id
             self.row["block_size"] = description.block_size
             self.row.restarted()
-            self.row["lends"] = self.lends is not None
+            self.row["lends"] = bool(description.kv_transfer_port)  # prefixes, too
             self.row.report(stats, 0, time.monotonic())
             self.times_up += 1
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)

@@ -16,6 +16,7 @@ from free_ports import free_port
 from service_kit import make_router
 from vllm_kit.environment import ROOT, START_S, needs_nixl, needs_vllm
 from vllm_kit.real_server import RealVllm, vllm_servers
+from vllm_kit.sent import request
 from vllm_kit.tiny_model import save_tiny_model
 from waits import PATIENCE_S, Deadline, wait_until
 
@@ -27,6 +28,7 @@ pytestmark = [*needs_vllm, pytest.mark.timeout(START_S + 900)]
 
 LEASE_S = 30
 OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
+EARLY = "fetches its KV before prefill has answered"
 PROMPTS = [[3 + (number * 31 + place * 7) % 900 for place in range(40 + 29 * number)]
            for number in range(12)]  # fmt: skip
 
@@ -47,10 +49,10 @@ def transfer_options(connector: Connector) -> tuple[str, ...]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lease_seconds": LEASE_S},
         }
-    routes = ("--middleware", "diptych_vllm.routes.Routes") if connector == "diptych" else ()
+    own = ("--middleware", "diptych_vllm.routes.Routes", "--max-num-batched-tokens", "128")
     return (
         "--enable-scale-out", "--block-size", "32", "--kv-transfer-config", json.dumps(config),
-        *routes,
+        *(own if connector == "diptych" else ()),
     )  # fmt: skip
 
 
@@ -124,6 +126,10 @@ async def alone(server: RealVllm, prompt: list[int], **params: Any) -> list[int]
     return tokens
 
 
+def said(server: RealVllm) -> str:
+    return Path(server.log.name).read_text(errors="replace")
+
+
 def holds_nothing(server: RealVllm) -> bool:
     """No block is in use, by a request or for another server."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
@@ -137,9 +143,11 @@ def holds_nothing(server: RealVllm) -> bool:
     ids=["greedy", "penalised", "two tokens"],
 )
 async def test_a_pair_answers_as_one_server_does(
-    router: PoolClient, servers: list[RealVllm], params: dict[str, Any]
+    router: PoolClient, connector: Connector, servers: list[RealVllm], params: dict[str, Any]
 ) -> None:
+    """With our connector, prompts of more than 128 tokens are sent ahead to the decode server."""
     p, d = servers
+    before = said(d).count(EARLY)
     got = await asyncio.gather(
         *(answer(router, prompt, f"r{n}", **params) for n, prompt in enumerate(PROMPTS))
     )
@@ -147,10 +155,11 @@ async def test_a_pair_answers_as_one_server_does(
         assert len(tokens) == params.get("max_tokens", 12)
         assert tokens == await alone(d, prompt, **params), "nothing foreign is remembered"
     wait_until(lambda: holds_nothing(p) and holds_nothing(d))
+    assert (said(d).count(EARLY) > before) == (connector == "diptych")
 
 
 async def test_a_client_that_goes_leaves_no_blocks_behind(
-    router: PoolClient, connector: Connector, servers: list[RealVllm]
+    router: PoolClient, servers: list[RealVllm]
 ) -> None:
     """At three moments: when P was asked, after the first token, and while D answers."""
     [prefill] = router.pools.of("prefill")
@@ -177,5 +186,18 @@ async def test_a_client_that_goes_leaves_no_blocks_behind(
                 await following
         await stream.aclose()
     wait_until(lambda: all(holds_nothing(server) for server in servers))
-    log = Path(servers[0].log.name).read_text(errors="replace")
-    assert ('"POST /v1/kv_transfer/reject HTTP/1.1" 200' in log) == (connector == "diptych")
+
+
+async def test_what_nobody_will_decode_is_given_back_by_the_route_if_there_is_one(
+    router: PoolClient, connector: Connector, servers: list[RealVllm]
+) -> None:
+    [prefill] = router.pools.of("prefill")
+    lends = {"kv_transfer_params": {"do_remote_decode": True}}
+    asked = request(prompt=40, max_tokens=1, extra_args=lends)
+    [output] = await prefill.complete(asked)
+    assert output.kv_transfer_params is not None
+    assert not holds_nothing(servers[0])
+    await router.pools.reject(asked.request_id, output.kv_transfer_params)
+    wait_until(lambda: holds_nothing(servers[0]))
+    by_route = '"POST /v1/kv_transfer/reject HTTP/1.1" 200' in said(servers[0])
+    assert by_route == (connector == "diptych")

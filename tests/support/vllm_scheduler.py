@@ -45,7 +45,8 @@ from diptych_kv_transfer.tables.messages import (
 )
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats
 from diptych_vllm.kv_groups import KVGroup, KVGroups
-from diptych_vllm.orders import Fetch
+from diptych_vllm.lending import Progress
+from diptych_vllm.orders import Fetch, Lend
 from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.request import Arrival
 from diptych_vllm.scheduler_half import SchedulerHalf
@@ -197,6 +198,8 @@ class Request:
     """Blocks that a load is to fill, all of them, or their content is anything."""
     loaded: bool = False
     """Its KV came from another engine."""
+    num_computed: int = 0
+    """So many tokens of its prompt are computed when the steps so far are over."""
     error: bool = False
 
 
@@ -262,6 +265,8 @@ class VllmScheduler:
         """Every request that vLLM has forgotten, as it was then."""
         self.answers: dict[str, dict[str, Any]] = {}
         """The `kv_transfer_params` of answers."""
+        self._preempted: set[str] = set()
+        """Since the last step."""
         self._next_block = 1
 
     # --- what clients do ----------------------------------------------------------------------
@@ -283,10 +288,11 @@ class VllmScheduler:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def step(self, prefix: int = 0) -> None:
+    def step(self, prefix: int = 0, chunk: int = 1 << 20) -> None:
         """Schedule all that can be, and have the worker hear of it.
 
-        prefix: so many blocks of each prompt are in the prefix cache.
+        prefix: so many blocks of each prompt are in the prefix cache. chunk: so many tokens of
+        each prompt are computed.
         """
         for request_id, request in self.requests.items():
             if request.status is Status.LOADING and request_id in self.received:
@@ -294,13 +300,41 @@ class VllmScheduler:
                 request.status, request.loaded = Status.RUNNING, True
             elif request.status is Status.WAITING:
                 self._schedule(request, prefix)
+        computed = {name: request.num_computed for name, request in self.requests.items()}
+        self.half.step(self._compute(chunk), self._preempted & self.half.promised)
+        self._preempted = set()
         orders = self.half.take_orders()
         for order in orders:
             if isinstance(order, Fetch):
                 fetched = set(order.wanted.values())
                 assert fetched == self.requests[order.request_id].unfilled
+            if isinstance(order, Lend):
+                self._check_lent(order, computed)
         for worker in self.workers:
             worker.obey(orders)
+
+    def _compute(self, chunk: int) -> dict[str, Progress]:
+        """How far a step brings the prompts that others wait for."""
+        progress = {}
+        for name in self.half.promised:
+            request = self.requests[name]
+            if request.status is Status.RUNNING:
+                left = request.arrival.num_tokens - request.num_computed
+                request.num_computed += min(chunk, left)
+                progress[name] = Progress(
+                    request.num_computed, [list(ids) for ids in request.block_ids]
+                )
+        return progress
+
+    def _check_lent(self, order: Lend, computed: dict[str, int]) -> None:
+        """A lease has blocks that its own request has computed before this step."""
+        num_blocks = len(order.block_ids)
+        [request] = (
+            request
+            for request in self.requests.values()
+            if request.block_ids and request.block_ids[0][:num_blocks] == order.block_ids
+        )
+        assert num_blocks * self.groups[0].block_size <= computed[request.arrival.request_id]
 
     def _schedule(self, request: Request, prefix: int) -> None:
         name, num_tokens = request.arrival.request_id, request.arrival.num_tokens
@@ -319,11 +353,14 @@ class VllmScheduler:
                 self._next_block += num_blocks
         self.half.allocated(name, request.block_ids, elsewhere)
         request.status = Status.LOADING if elsewhere else Status.RUNNING
+        request.num_computed = here
 
     def preempt(self, request_id: str) -> None:
         request = self.requests.get(request_id)
         if request is not None and request.status is Status.RUNNING:
             request.status, request.block_ids, request.unfilled = Status.WAITING, [], set()
+            request.num_computed = 0
+            self._preempted.add(request_id)
 
     def compute(self, request_id: str, *, by_length: bool, num_tokens: int = 1) -> None:
         """A running request ends by itself, with so many tokens."""
@@ -408,3 +445,12 @@ def reference(
     params = other.finished(f"p{num}", blocks, by_length=True)
     assert params is not None
     return params | changes
+
+
+def announcement(num: int, num_tokens: int = 9, **changes: Any) -> dict[str, Any]:
+    """What a router says of the lease with a number before its engine has answered; changed after
+    that engine has signed its name."""
+    engine = describe_engine(PREFILL, *THERE, LEASE_SECONDS)
+    proof = References(PUBLIC_KEY).proof_of_engine(engine)
+    told = {"lease_id": f"{num:032x}", "remote_num_tokens": num_tokens, "proof": proof}
+    return engine.to_dict() | told | changes

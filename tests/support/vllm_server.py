@@ -131,9 +131,12 @@ class VllmServer:
         """Compute a prompt for another engine. Returns the reference to its KV."""
         return self.begin(prompt)[1]
 
-    def begin(self, prompt: list[int], **fields: Any) -> tuple[list[int], dict[str, Any]]:
-        """The same; returns the answer's first token, too."""
-        fields["kv_transfer_params"] = {"do_remote_decode": True}
+    def begin(
+        self, prompt: list[int], lease_id: str | None = None, **fields: Any
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The same; returns the answer's first token, too. lease_id: the one that the lease is to
+        have."""
+        fields["kv_transfer_params"] = {"do_remote_decode": True, "lease_id": lease_id}
         body = self.post(prompt, 1, **fields).json()
         return body["choices"][0]["token_ids"], body["kv_transfer_params"]
 

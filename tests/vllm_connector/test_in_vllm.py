@@ -22,6 +22,9 @@ pytestmark = [*needs_vllm, pytest.mark.timeout(1200)]
 SETTINGS = {"lease_seconds": 60, "load_timeout_s": 60}
 """Long enough for a busy machine, and shorter than a wait of the tests."""
 BLOCK = 32
+CHUNK = 3 * BLOCK
+CHUNKS = ("--max-num-batched-tokens", str(CHUNK))
+"""A prompt of 600 tokens is computed in seven steps."""
 BLOCK_BYTES = 2 * 2 * BLOCK * HIDDEN * 4
 """Keys and values of two layers."""
 REMEMBERED = 2 * BLOCK
@@ -42,7 +45,7 @@ def asked(model: str) -> list[Question]:
 def servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
     folder = tmp_path_factory.mktemp("logs")
     started = [
-        VllmServer(model, folder / name, connector_config(**SETTINGS), *ROUTES)
+        VllmServer(model, folder / name, connector_config(**SETTINGS), *ROUTES, *CHUNKS)
         for name in ("p", "d")
     ]
     try:
@@ -182,6 +185,77 @@ def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(
     assert server.process.returncode != 0
     sentence = "kv_load_failure_policy is 'recompute', and only 'fail' was tested"
     assert f"the Diptych connector: {sentence}" in server.log
+
+
+def announced(p: VllmServer, question: Question, lease_id: str) -> dict[str, Any]:
+    """What a router says of the KV of a prompt that P has not computed yet."""
+    known = p.prefill([1, 2, 3])
+    assert p.reject(known).status_code == 200
+    assert known["announcing"]["min_tokens"] == CHUNK + 1
+    engine = ("remote_engine_id", "remote_host", "remote_port", "epoch", "compat", "tp_size")
+    return {name: known[name] for name in engine} | {
+        "do_remote_prefill": True,
+        "lease_id": lease_id,
+        "remote_num_tokens": len(question.prompt),
+        "proof": known["announcing"]["proof"],
+    }
+
+
+def long_ones(asked: list[Question]) -> list[Question]:
+    return [question for question in asked if len(question.prompt) > 5 * CHUNK]
+
+
+def test_d_fetches_what_p_has_not_been_asked_to_compute_yet(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    """D has the request first. Then P computes the prompt in steps."""
+    before = p.figures()
+    questions = long_ones(asked)[:20]
+    for number, question in enumerate(questions):
+        salt = {"cache_salt": "early"}
+        lease_id = f"{number:032x}"
+        params = announced(p, question, lease_id)
+        with ThreadPoolExecutor(1) as user:
+            answer = user.submit(
+                d.answer, question.prompt, ANSWER_TOKENS, kv_transfer_params=params, **salt
+            )
+            wait_until(lambda: not d.holds_nothing(), "D has blocks for it")
+            _, reference = p.begin(question.prompt, lease_id=lease_id, **salt)
+            assert reference["lease_id"] == lease_id
+            assert answer.result() == question.answer
+        assert d.answer(question.prompt, ANSWER_TOKENS, **salt) == question.answer
+    wait_until(p.holds_nothing)
+    wait_until(d.holds_nothing)
+    assert d.log.count("fetches its KV before prefill has answered") == len(questions)
+    released = len(questions) + p.figures()["leases_revoked"] - before["leases_revoked"]
+    assert p.figures()["leases_granted"] - before["leases_granted"] == released
+
+
+def test_a_lease_outlives_what_was_announced_and_failed(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    question, other = long_ones(asked)[-2:]
+    lease_id = "c" * 32
+    params = announced(p, question, lease_id)
+    with ThreadPoolExecutor(1) as user:
+        answer = user.submit(d.answer, other.prompt, ANSWER_TOKENS, kv_transfer_params=params)
+        wait_until(lambda: not d.holds_nothing(), "D has blocks for it")
+        _, reference = p.begin(question.prompt, lease_id=lease_id)
+        assert answer.result() is None, "P lends for the prompt that it has computed"
+    assert d.answer(other.prompt, ANSWER_TOKENS) == other.answer
+    tokens = d.answer(question.prompt, ANSWER_TOKENS, kv_transfer_params=reference)
+    assert tokens == question.answer
+    wait_until(p.holds_nothing)
+    wait_until(d.holds_nothing)
+
+
+@pytest.mark.parametrize("change", [{"proof": "0" * 32}, {"remote_host": "192.0.2.1"}])
+def test_what_p_has_not_signed_is_not_fetched(
+    p: VllmServer, d: VllmServer, asked: list[Question], change: dict[str, Any]
+) -> None:
+    params = announced(p, asked[0], "d" * 32) | change
+    assert d.answer(asked[0].prompt, 1, kv_transfer_params=params) is None
+    wait_until(d.holds_nothing)
 
 
 def edited(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -381,7 +455,7 @@ def test_a_reference_of_a_prefill_engine_that_was_restarted_is_an_error(
     assert d.answer(asked[8].prompt, ANSWER_TOKENS, kv_transfer_params=first) is None
     settings = SETTINGS | {"listen_port": first["remote_port"]}
     transfer = connector_config(**settings) | {"engine_id": first["remote_engine_id"]}
-    again = VllmServer(model, tmp_path / "p", transfer, *ROUTES)
+    again = VllmServer(model, tmp_path / "p", transfer, *ROUTES, *CHUNKS)
     servers[0] = again
     again.wait_until_ready()
     again.prefill(asked[10].prompt)

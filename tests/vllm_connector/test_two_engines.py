@@ -17,6 +17,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_vllm.kv_groups import BlockIds, KVGroups
 from diptych_vllm.kv_memory import compat_of, shards_of
+from diptych_vllm.lending import Progress
 from diptych_vllm.ranks import Ranks
 from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings
@@ -43,7 +44,8 @@ class Engine:
         driver = start_hinge(settings, me, shards_of(self.kv, NUM_BLOCKS), PUBLIC_KEY)
         self.worker = WorkerHalf(driver)
         self.scheduler = SchedulerHalf(References(PUBLIC_KEY), groups, settings.lease_seconds)
-        self.scheduler.meet(describe_engine(me, "127.0.0.1", driver.port, settings.lease_seconds))
+        self.described = describe_engine(me, "127.0.0.1", driver.port, settings.lease_seconds)
+        self.scheduler.meet(self.described)
 
     def step(self) -> None:
         self.worker.obey(self.scheduler.take_orders())
@@ -126,6 +128,59 @@ def test_blocks_of_every_group_arrive_in_their_places_and_null_blocks_stay_as_th
     finally:
         p.worker.close()
         d.worker.close()
+
+
+def begin_early(p: Engine, d: Engine) -> None:
+    """P computes the first 8 of 10 tokens of a prompt, and D gets their blocks meanwhile."""
+    lease_id = "a" * 32
+    for_others = {"do_remote_decode": True, "lease_id": lease_id}
+    p.scheduler.arrived(prompt("r", 10, for_others))
+    p.step()
+    announced = p.described.to_dict() | {
+        "lease_id": lease_id,
+        "remote_num_tokens": 10,
+        "proof": References(PUBLIC_KEY).proof_of_engine(p.described),
+    }
+    d.fetch("r", [[1, 2, 9]], 10, announced)
+    p.scheduler.step({"r": Progress(4, [[7]])}, set())
+    p.step()
+    p.scheduler.step({"r": Progress(8, [[7, 3]])}, set())
+    p.step()
+    wait_until(lambda: torch.equal(d.kv["layers.2"][[1]], p.kv["layers.2"][[7]]), "a block is here")
+    assert d.ended() is None
+
+
+def test_blocks_arrive_while_others_are_computed_and_count_when_all_are_confirmed(
+    p: Engine, d: Engine
+) -> None:
+    begin_early(p, d)
+    assert p.scheduler.finished("r", [[7, 3, 4]], by_length=True) is not None
+    p.step()
+    assert wait_until(d.ended) == Results(received={"r"})
+    assert wait_until(p.ended) == Results(sent={"r"})
+    for name, tensor in d.kv.items():
+        assert torch.equal(tensor[[1, 2, 9]], p.kv[name][[7, 3, 4]])
+    assert p.worker.take_figures()["leases_released"] == 1
+
+
+@pytest.mark.parametrize("loss", ["preempted", "aborted"])
+def test_blocks_that_p_has_lost_while_they_were_read_count_for_nothing(
+    p: Engine, d: Engine, loss: str
+) -> None:
+    begin_early(p, d)
+    if loss == "preempted":
+        p.scheduler.step({}, {"r"})
+    else:
+        assert p.scheduler.finished("r", [[]], by_length=False) is None
+    p.step()
+    assert wait_until(d.ended) == Results(received={"r"}, failed={"r"})
+    if loss == "preempted":
+        params = p.scheduler.finished("r", [[8, 9, 10]], by_length=True)
+        p.step()
+        d.fetch("again", [[1, 2, 9]], 10, params)
+        assert wait_until(d.ended) == Results(received={"again"})
+        assert torch.equal(d.kv["layers.0"][[1, 2, 9]], p.kv["layers.0"][[8, 9, 10]])
+        assert wait_until(p.ended) == Results(sent={"r"})
 
 
 def test_a_lease_that_is_given_up_frees_its_blocks_and_fails_who_comes_later(

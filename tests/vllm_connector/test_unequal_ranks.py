@@ -22,6 +22,7 @@ from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_vllm.kv_memory import compat_of, shards_of
+from diptych_vllm.lending import Progress
 from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings
@@ -55,7 +56,8 @@ class Engine:
         engine = describe_engine(
             Hello(name, "1", {}), "127.0.0.1", settings.listen_port, settings.lease_seconds
         )
-        self.scheduler.meet(msgspec.structs.replace(engine, tp_size=num_ranks))
+        self.described = msgspec.structs.replace(engine, tp_size=num_ranks)
+        self.scheduler.meet(self.described)
         self.ended: dict[str, Counter[str]] = {
             what: Counter() for what in ("sent", "received", "failed")
         }
@@ -146,6 +148,38 @@ def test_each_rank_gets_its_heads_of_each_block_and_every_rank_is_free_again(
     assert sent["leases_expired"] == sent["stale_reads_refused"] == received["loads_failed"] == 0
     assert sent["leases_granted"] == sent["leases_released"] + sent["leases_revoked"]
     assert received["loads_completed"] == sent["leases_released"]
+
+
+@pytest.mark.parametrize(("there", "here", "heads"), [(2, 1, 2), (1, 2, 2), (2, 1, 1), (1, 2, 1)])
+def test_ranks_that_fetch_before_the_prompt_is_computed_get_all_and_leave_nothing(
+    engines: list[Engine], there: int, here: int, heads: int
+) -> None:
+    """With one head, a rank of P has nothing that the only rank of D lacks."""
+    p, d = Engine("p", 1, there, heads), Engine("d", 2, here, heads)
+    engines += [p, d]
+    expected = [layer.clone() for layer in d.kv]
+    for mine, theirs in zip(expected, p.kv, strict=True):
+        mine[OURS] = theirs[THEIRS]
+    announced = p.described.to_dict() | {
+        "lease_id": "a" * 32,
+        "remote_num_tokens": 10,
+        "proof": References(PUBLIC_KEY).proof_of_engine(p.described),
+    }
+    d.fetch(announced)
+    p.scheduler.arrived(prompt("r", 10, {"do_remote_decode": True, "lease_id": "a" * 32}))
+    p.step()
+    for num_tokens in (4, 8):
+        p.scheduler.step({"r": Progress(num_tokens, [THEIRS])}, set())
+        p.step()
+    assert p.scheduler.finished("r", [THEIRS], by_length=True) is not None
+    p.step()
+    wait_until(lambda: d.reported("received", "r"))
+    wait_until(lambda: p.reported("sent", "r"))
+    assert d.ended["failed"] == Counter()
+    for ranks, local in zip(d.ranks, d.local, strict=True):
+        for layer, whole in zip(local, expected, strict=True):
+            assert torch.equal(layer, d.heads_of(ranks, whole))
+    assert p.figures()["leases_expired"] == 0
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)])

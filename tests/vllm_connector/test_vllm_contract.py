@@ -16,6 +16,7 @@ from vllm_scheduler import (
     ScriptedDriver,
     Status,
     VllmScheduler,
+    announcement,
     prompt,
     reference,
 )
@@ -75,6 +76,14 @@ class AnythingHappens(RuleBasedStateMachine):
             self.used.append(params)
             self.vllm.add(prompt(name, length + more, params))
 
+    @rule(name=names, length=st.integers(1, 13), more=st.integers(0, 5), again=st.booleans())
+    def add_announced(self, name: str, length: int, more: int, again: bool) -> None:
+        """Its lease is another engine's, or one that a request came for before."""
+        if self.may_add(name):
+            self.bad.discard(name)
+            self.num_leases += not (again and self.num_leases)
+            self.vllm.add(prompt(name, length + more, announcement(self.num_leases, length)))
+
     @rule(
         name=names,
         what=st.sampled_from(["edited", "other prompt", "garbage", "own"]),
@@ -120,9 +129,9 @@ class AnythingHappens(RuleBasedStateMachine):
     def preempt(self, name: str) -> None:
         self.vllm.preempt(name)
 
-    @rule(prefix=st.integers(0, 3))
-    def step(self, prefix: int) -> None:
-        self.vllm.step(prefix)
+    @rule(prefix=st.integers(0, 3), chunk=st.sampled_from([3, 4, 20]))
+    def step(self, prefix: int, chunk: int) -> None:
+        self.vllm.step(prefix, chunk)
 
     @rule()
     def reset(self) -> None:

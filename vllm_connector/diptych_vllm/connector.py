@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from diptych_protocol import KVTransferParams
 from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.kv_groups import KVGroup, KVGroups
 from diptych_vllm.kv_memory import KVTensor, compat_of, heads_come_first, shards_of
+from diptych_vllm.lending import Progress
 from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
 from diptych_vllm.ranks import Ranks, epoch_of_rank
@@ -94,6 +95,7 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
                 self._settings.lease_seconds,
                 lends=self._kv_transfer_config.is_kv_producer,
                 fetches=self._kv_transfer_config.is_kv_consumer,
+                announced_from=_announced_from(vllm_config, self._groups),
             )
 
     @property
@@ -140,7 +142,11 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
         self._half.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
-        return StepOrders(self._half.take_orders())
+        half = self._half
+        if half.promised:
+            preempted = half.promised & (scheduler_output.preempted_req_ids or set())
+            half.step(_progress(half.promised, scheduler_output), preempted)
+        return StepOrders(half.take_orders())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # vLLM looks up every id of these sets right after this call, and dies of an unknown one.
@@ -287,6 +293,29 @@ def _groups_of(config: KVCacheConfig) -> KVGroups:
         ]
         for group in config.kv_cache_groups
     )
+
+
+def _progress(wanted: Set[str], output: SchedulerOutput) -> dict[str, Progress]:
+    """How far a step brings those of these requests that it computes."""
+    cached, state = output.scheduled_cached_reqs, output.kv_connector_block_state
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    progress = {}
+    for name in wanted & output.num_scheduled_tokens.keys():
+        blocks = None if state is None else state.get_block_ids(name)
+        if blocks is not None:
+            num_tokens = before[name] + output.num_scheduled_tokens[name]
+            progress[name] = Progress(num_tokens, blocks)
+    return progress
+
+
+def _announced_from(config: VllmConfig, groups: KVGroups) -> int | None:
+    """See `Lending.announced_from`."""
+    scheduler = config.scheduler_config
+    if not scheduler.enable_chunked_prefill or not groups.one_whole:
+        return None
+    in_a_step = int(scheduler.max_num_batched_tokens)
+    return min(in_a_step, int(scheduler.long_prefill_token_threshold) or in_a_step) + 1
 
 
 def _require_tested(config: VllmConfig) -> None:

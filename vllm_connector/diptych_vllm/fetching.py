@@ -7,6 +7,11 @@
 A reference is for the first tokens of a prompt, or for all of them. vLLM computes the tokens behind
 them here.
 
+An *announcement* comes before P has answered, and names a lease that P will promise. It is proven
+less than a reference: whose lease it is, but not which. That is enough, because P lends only for
+the digest of the tokens, which is computed here, and confirms it. The lease is not D's until then:
+if the fetch fails, or the request goes, the lease stays for whoever comes with the reference.
+
 A request whose reference is not good must not be computed as if it had none: it is failed. vLLM
 fails a request only through a load, so the worker reports one that was never begun.
 """
@@ -51,6 +56,8 @@ class Fetched:
     state: State
     params: KVTransferParams | None
     """None if they could not even be read."""
+    digest: str = ""
+    """The digest of the tokens that the lease is for."""
     offered_from: int = 0
     """How many tokens of the prompt were here when vLLM was last told how many are elsewhere."""
 
@@ -76,17 +83,28 @@ class Fetching:
     def arrived(self, request: Arrival, params: KVTransferParams) -> list[Order]:
         """Check a reference, and keep its lease alive if it is good."""
         num_tokens = params.remote_num_tokens or 0
+        digest = request.digest_of_first(num_tokens)
         try:
-            self.references.check_use(params, request.digest_of_first(num_tokens))
+            self._check(request, params, digest)
         except UnprovenReferenceError as exc:
             self.refused(request, str(exc), params)
             return []
-        self.references.take(params)
-        lease = lease_of(params, self.lease_seconds)
+        announced, lease = is_announcement(params), lease_of(params, self.lease_seconds)
+        if not announced:
+            self.references.take(params)
         if num_tokens == request.num_tokens and not self.groups.serves_last(num_tokens):
             log.info("request %s: %s", request.request_id, LACKS_A_TOKEN)
-            return [Release(lease)]
-        return [Hold(self._enter(request, State.HELD, params, num_tokens).load, lease)]
+            return [] if announced else [Release(lease)]
+        fetched = self._enter(request, State.HELD, params, num_tokens, digest)
+        return [] if announced else [Hold(fetched.load, lease)]
+
+    def _check(self, request: Arrival, params: KVTransferParams, digest: str) -> None:
+        if not is_announcement(params):
+            self.references.check_use(params, digest)
+            return
+        self.references.check_engine(params)
+        if (params.remote_num_tokens or 0) > request.num_tokens:
+            raise UnprovenReferenceError("more tokens are announced than the prompt has")
 
     def refused(self, request: Arrival, reason: str, params: KVTransferParams | None) -> None:
         """A request came with a reference that it must not use."""
@@ -95,11 +113,16 @@ class Fetching:
         log.warning("request %s: its KV is not fetched: %s", request.request_id, reason)
 
     def _enter(
-        self, request: Arrival, state: State, params: KVTransferParams | None, num_tokens: int
+        self,
+        request: Arrival,
+        state: State,
+        params: KVTransferParams | None,
+        num_tokens: int,
+        digest: str = "",
     ) -> Fetched:
         self._num_loads += 1
         load = f"{request.request_id}/{self._num_loads}"
-        fetched = Fetched(load, num_tokens, state, params)
+        fetched = Fetched(load, num_tokens, state, params, digest)
         self._requests[request.request_id] = fetched
         return fetched
 
@@ -124,7 +147,7 @@ class Fetching:
         if not num_tokens:
             fetched.state = State.DONE
             log.info("request %s: its prompt is computed here after all", request_id)
-            return [Cancel(fetched.load)] if state is State.HELD else []
+            return self._not_wanted(fetched) if state is State.HELD else []
         fetched.state = State.LOADING
         self._awaited.add(request_id)
         if state is State.REFUSED or fetched.params is None:
@@ -133,16 +156,26 @@ class Fetching:
         if wanted is None or fetched.offered_from + num_tokens != fetched.num_tokens:
             log.error("request %s: vLLM asks for a part of its KV that is not whole", request_id)
             return [Cancel(fetched.load), Fail(request_id)]
+        early = is_announcement(fetched.params)
+        if early:
+            log.info("request %s: fetches its KV before prefill has answered", request_id)
         return [
             Fetch(
                 fetched.load,
                 request_id,
                 lease_of(fetched.params, self.lease_seconds),
-                fetched.params.tokens_digest or "",
+                fetched.digest,
                 wanted,
                 fetched.num_tokens,
+                early,
             )
         ]
+
+    def _not_wanted(self, fetched: Fetched) -> list[Order]:
+        """All of a prompt is here, so nobody will read the lease."""
+        if fetched.params is not None and is_announcement(fetched.params):
+            return [Release(lease_of(fetched.params, self.lease_seconds))]
+        return [Cancel(fetched.load)]
 
     def finished(self, request_id: str) -> list[Order]:
         """A request has finished, for whatever reason."""
@@ -180,3 +213,8 @@ class Fetching:
         if fetched is not None:
             fetched.state = State.DONE
         return True
+
+
+def is_announcement(params: KVTransferParams) -> bool:
+    """Whether P has not answered yet: only what it has signed then expires."""
+    return params.expires_at is None

@@ -103,6 +103,20 @@ class KVGroups:
             lent += ids[kept.start : kept.stop]
         return lent if len(lent) == self.num_blocks(num_tokens) and NULL_BLOCK not in lent else None
 
+    @property
+    def one_whole(self) -> bool:
+        """There is one group, and it keeps all blocks."""
+        return len(self.groups) == 1 and self.groups[0].window is None
+
+    def full(self, num_tokens: int, block_ids: BlockIds) -> list[int]:
+        """Return the first blocks of a lease, of a longer prompt, that have the KV of the first
+        `num_tokens` tokens. None of them unless `one_whole`: the blocks of other groups come first
+        in a lease when they are all there, or drop out of a window.
+        """
+        if not self.one_whole:
+            return []
+        return list(block_ids[0][: num_tokens // self.groups[0].block_size])
+
     def wanted(self, num_tokens: int, num_here: int, block_ids: BlockIds) -> dict[int, int] | None:
         """Say which block of a lease goes into which of our blocks.
 

@@ -19,6 +19,16 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
+class Lend:
+    """Lend the first blocks of a promised lease, which are computed: its reader need not wait for
+    the others."""
+
+    lease_id: str
+    block_ids: list[int]
+    """All that are lent by now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """Lend these blocks under a promised lease. Its request keeps them until it is reported as
     sent."""
@@ -69,6 +79,8 @@ class Fetch:
     """Block of the lease -> our block."""
     num_tokens: int
     """Number of tokens of the lease."""
+    early: bool = False
+    """The lease may be only promised, or not even that yet. It outlives a fetch that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +104,6 @@ class Fail:
     request_id: str
 
 
-Order = Promise | Grant | Withdraw | Revoke | RevokeAll | Hold | Fetch | Cancel | Release | Fail
+Order = (
+    Promise | Lend | Grant | Withdraw | Revoke | RevokeAll | Hold | Fetch | Cancel | Release | Fail
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from diptych_kv_transfer.signing.references import References
@@ -13,7 +13,7 @@ from diptych_protocol import InvalidRequestError, KVTransferParams
 from diptych_vllm.fetching import Fetching
 from diptych_vllm.figures import Growth
 from diptych_vllm.kv_groups import BlockIds, KVGroups
-from diptych_vllm.lending import Lending
+from diptych_vllm.lending import Lending, Progress
 from diptych_vllm.orders import Order, RevokeAll
 from diptych_vllm.request import Arrival
 
@@ -31,6 +31,7 @@ class SchedulerHalf:
         *,
         lends: bool = True,
         fetches: bool = True,
+        announced_from: int | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         """
@@ -38,10 +39,11 @@ class SchedulerHalf:
             groups: how vLLM keeps the KV of a request.
             lends: whether vLLM's `kv_role` lets this engine lend.
             fetches: the same of fetching.
+            announced_from: see `Lending.announced_from`.
             random_bits: `random_bits(k)` returns k unpredictable bits.
         """
         self._lends, self._fetches = lends, fetches
-        self._lending = Lending(references, groups, lease_seconds, random_bits)
+        self._lending = Lending(references, groups, lease_seconds, random_bits, announced_from)
         self._fetching = Fetching(references, groups, lease_seconds)
         self._engine: KVTransferParams | None = None
         self._orders: list[Order] = []
@@ -122,6 +124,19 @@ class SchedulerHalf:
         block_ids: all blocks of the request. It may be called again and again.
         """
         self._orders += self._fetching.allocated(request_id, block_ids, num_tokens)
+
+    @property
+    def promised(self) -> Set[str]:
+        """The requests whose progress `step` wants to know."""
+        return self._lending.promised
+
+    def step(self, progress: Mapping[str, Progress], preempted: Set[str]) -> None:
+        """vLLM has scheduled a step, which comes to the worker with the orders that are taken next.
+
+        progress: how far it will bring each promised request that it computes. preempted: the
+        promised requests that have lost their blocks.
+        """
+        self._orders += self._lending.step(progress, preempted)
 
     def finished(
         self, request_id: str, block_ids: BlockIds, *, by_length: bool

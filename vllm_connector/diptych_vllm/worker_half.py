@@ -21,6 +21,7 @@ from diptych_vllm.orders import (
     Fetch,
     Grant,
     Hold,
+    Lend,
     Order,
     Promise,
     Release,
@@ -45,6 +46,9 @@ class WorkerHalf:
         self._ranks = ranks
         self._transfers = Transfers()
         self._growth = Growth()
+        self._unread: dict[str, list[LeaseRef]] = {}
+        """By requests that fetch early, what other ranks have of their leases, and nobody reads. It
+        is given back when all else was read: until then it may be wanted yet."""
 
     def obey(self, orders: Iterable[Order]) -> None:
         """Carry out the orders of a step, in order."""
@@ -76,6 +80,8 @@ class WorkerHalf:
                         lease_id, request_id, num_blocks, digest, now
                     )
                 )
+            case Lend(lease_id, block_ids):
+                tell(lambda hinge, _now: hinge.leases.lend(lease_id, block_ids))
             case Grant(lease_id, _, block_ids):
                 tell(lambda hinge, now: hinge.leases.grant(lease_id, block_ids, now))
             case Withdraw(lease_id) | Revoke(lease_id):
@@ -121,6 +127,9 @@ class WorkerHalf:
         read = [source for source in sources if source.part is not None]
         names = [_name(order.load, source) for source in read]
         self._transfers.fetching(order.load, order.request_id, names)
+        if order.early:  # a lease that is held was told of these before
+            unread = [x.lease(order.lease) for x in sources if x.part is None]
+            self._unread[order.request_id] = unread
         for source, name in zip(read, names, strict=True):
             self._driver.tell(partial(_start, order, source, name, secrets.randbits(60)))
 
@@ -162,9 +171,18 @@ class WorkerHalf:
 
     def _load_ended(self, event: LoadEnded) -> None:
         fetched = self._transfers.load_ended(event)
-        if fetched is not None and not event.ok:
+        if event.ok:
+            # One that was early is kept until its request has come, and that is here.
+            self._driver.tell(partial(_adopt, event.request_id))
+        if fetched is None:
+            return
+        if not event.ok:
             log.warning("request %s: the KV hand-off failed: %s", fetched.request_id, event.reason)
             self._cancel(fetched.loads)
+        if not fetched.loads:
+            unread = self._unread.pop(fetched.request_id, [])
+            for lease in unread if fetched.ok else ():
+                self._reject(lease)
 
     def _lend_no_prefix(self, lease_id: str) -> None:
         """vLLM's prefix cache is not ours to lend; the other engine computes what it lacks."""
@@ -200,7 +218,12 @@ def _start(
         order.num_tokens,
         now,
         part=source.part or WHOLE,
+        early=order.early,
     )
+
+
+def _adopt(name: str, hinge: Hinge, now: float) -> list[Action]:
+    return hinge.loads.adopt(name, now)
 
 
 def _cancel(name: str, hinge: Hinge, now: float) -> list[Action]:

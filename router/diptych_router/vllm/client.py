@@ -7,6 +7,7 @@ vLLM notices, and ends it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -28,6 +29,7 @@ from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat, 
 from diptych_router.vllm.answer_stream import MalformedStreamError
 from diptych_router.vllm.busy_time import BusyTime
 from diptych_router.vllm.description import UnfitServerError
+from diptych_router.vllm.early import EarlyAnswers
 from diptych_router.vllm.event_socket import follow
 from diptych_router.vllm.exchange import Exchanger
 from diptych_router.vllm.kv_events import RememberedBlocks
@@ -39,6 +41,7 @@ from diptych_router.vllm.suspicion import Suspicion
 
 log = logging.getLogger(__name__)
 
+ANNOUNCE: Final = "announce_kv_transfer"
 BEAT_S: Final = 1.0
 WITHIN_S: Final = 3.0
 """A server is asked for its health every `BEAT_S`, and should answer within this time: it is a
@@ -88,6 +91,9 @@ class VllmClient:
         """The size of its blocks in tokens, and how many it has."""
         self._asking: asyncio.Task[bool] | None = None
         """Whether it lives."""
+        self._early = EarlyAnswers(service)
+        self._blocks_free = 0
+        """So many of its blocks were free when it was last asked."""
         self._unstarted: dict[str, int] = {}
         """Requests without a token yet -> the tokens of their prompts."""
         self._num_sent = 0
@@ -128,6 +134,7 @@ class VllmClient:
     async def _fetch_figures(self, timeout_s: float) -> ServerFigures:
         figures = await self._server.figures(timeout_s)
         stats = figures.stats
+        self._blocks_free = stats.blocks_free
         if stats.kv_transfer is not None:
             stats.kv_transfer.transport = self._service.connector
         stats.seconds_stepping = self._busy.reported(time.monotonic(), runs=stats.num_running > 0)
@@ -149,6 +156,7 @@ class VllmClient:
     def abort(self, request_ids: list[str]) -> None:
         """End these requests."""
         for core_id in request_ids:
+            self._early.drop(core_id)
             task = self._forget(core_id)
             if task is None:
                 continue
@@ -166,6 +174,9 @@ class VllmClient:
         if method == FOLLOW_HEARTBEAT:
             _end(self._beating)
             self._beating = self._spawn(self._beat())
+        elif method == ANNOUNCE and self._exchanger is not None:
+            [request] = args
+            self._early.announced(request, self._exchanger, self._blocks[0], self._blocks_free)
         elif method == FOLLOW_PREFIXES:
             _end(self._following)
             self._following = self._spawn(self._follow_blocks())
@@ -199,6 +210,7 @@ class VllmClient:
         _end(self._beating)
         _end(self._following)
         self.abort(list(self._open))
+        self._early.drop_all()
         self._on_lost(cause)
 
     def close(self) -> None:
@@ -207,6 +219,7 @@ class VllmClient:
             return
         self._closed, self._connected = True, False
         self._service.leave(self._address)
+        self._early.drop_all()
         for task in self._tasks:
             task.cancel()
         self._spawn(self._session.close())
@@ -227,8 +240,11 @@ class VllmClient:
     async def _serve(self, request: EngineCoreRequest, exchanger: Exchanger) -> None:
         """Send a request and hand on what comes. Whatever happens, it ends."""
         core_id = request.request_id
+        hand_on = functools.partial(self._hand_on, core_id)
+        early = self._early.take(core_id)
         try:
-            await exchanger.run(request, lambda outputs: self._hand_on(core_id, outputs))
+            if early is None or not await early.take_over(request, hand_on):
+                await exchanger.run(request, hand_on)
             return
         except (MalformedStreamError, TooLongError) as exc:
             end = broken(core_id, str(exc))

@@ -23,7 +23,9 @@ from diptych_router.vllm.hand_off import (
     LENDS,
     WHOLE,
     Leg,
+    early_leg,
     lending_leg,
+    passes_token_on,
     prefill_answer,
     prefill_output,
     ticket_of,
@@ -37,7 +39,7 @@ from diptych_router.vllm.messages import (
     max_tokens_of,
     too_late,
 )
-from diptych_router.vllm.references import UnusableReferenceError
+from diptych_router.vllm.references import TICKET, UnusableReferenceError
 from diptych_router.vllm.server import CONNECT_S, read_body
 from diptych_router.vllm.service import VllmService
 
@@ -107,7 +109,8 @@ class Exchanger:
                     body = await read_body(response, MAX_ERROR_BYTES)
                     hand_on([refusal(core_id, response.status, body)])
                 elif leg.lends:
-                    hand_on([self._lent(request, await read_body(response, MAX_PREFILL_BYTES))])
+                    body = await read_body(response, MAX_PREFILL_BYTES)
+                    hand_on([self._lent(request, leg, body)])
                 else:
                     limit.reschedule(None)
                     await self._follow(request, leg, response, limit, hand_on)
@@ -120,6 +123,8 @@ class Exchanger:
             return WHOLE
         if asked.get(LENDS):
             return lending_leg(asked)
+        if TICKET not in asked:
+            return early_leg(asked)
         taken = self._service.references.take(asked, self._address, time.monotonic())
         return Leg(taken, ticket=asked)
 
@@ -136,15 +141,18 @@ class Exchanger:
             request, self._max_model_len, kv_transfer_params=leg.params, stream=not leg.lends
         )
 
-    def _lent(self, request: EngineCoreRequest, body: bytes) -> EngineCoreOutput:
+    def _lent(self, request: EngineCoreRequest, leg: Leg, body: bytes) -> EngineCoreOutput:
         """The output of a prefill engine, with what stands for its KV."""
         try:
             answer = prefill_answer(body)
         except UNREADABLE as exc:
             raise MalformedStreamError(f"the answer of prefill cannot be read: {exc}") from exc
         service = self._service
-        output = prefill_output(request, answer, service.model.vocab_size, service.connector)
+        is_early = (leg.params or {}).get("lease_id") in service.early
+        passes_on = passes_token_on(service.connector, request) and not is_early
+        output = prefill_output(request, answer, service.model.vocab_size, passes_on=passes_on)
         if answer.kv_transfer_params is not None:
+            service.learn(self._address, answer.kv_transfer_params)
             output.kv_transfer_params = service.references.keep(
                 self._address, self._compat, answer.kv_transfer_params, time.monotonic()
             )

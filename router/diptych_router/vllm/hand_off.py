@@ -4,11 +4,17 @@ answer means. Pure."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
-from diptych_protocol import EngineCoreOutput, EngineCoreRequest, FinishReason
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    InvalidRequestError,
+    KVTransferParams,
+)
 from diptych_protocol.config import Connector
 from diptych_router.vllm.messages import Answer, broken, output_of
 
@@ -29,6 +35,48 @@ class Leg:
 
 WHOLE: Final = Leg()
 """Prompt and answer."""
+
+
+class _Told(msgspec.Struct):
+    proof: Annotated[str, msgspec.Meta(max_length=256)]
+    min_tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Announcing:
+    """How requests for the KV of an engine are announced to other engines."""
+
+    engine: KVTransferParams
+    """What all its references say of it, with the proof that announcements have."""
+    min_tokens: int
+    """Shorter prompts are computed in one step, so it would bring nothing."""
+
+
+def announcing_of(reference: dict[str, Any]) -> Announcing | None:
+    """What a prefill engine has said with a reference; None: nothing, or nothing that can be
+    read."""
+    try:
+        told = msgspec.convert(reference.get("announcing"), _Told)
+        params = KVTransferParams.parse(reference)
+    except (msgspec.ValidationError, InvalidRequestError):
+        return None
+    engine = msgspec.structs.replace(
+        params,
+        proof=told.proof,
+        lease_id=None,
+        expires_at=None,
+        tokens_digest=None,
+        first_token_ids=None,
+        remote_request_id=None,
+        remote_block_ids=None,
+        remote_num_tokens=None,
+    )
+    return Announcing(engine, told.min_tokens)
+
+
+def early_leg(asked: dict[str, Any]) -> Leg:
+    """A decode engine's part before prefill has answered. asked: see `ticket_of`."""
+    return Leg({name: value for name, value in asked.items() if value not in (None, False)})
 
 
 def ticket_of(request: EngineCoreRequest) -> dict[str, Any] | None:
@@ -78,9 +126,10 @@ def prefill_answer(body: bytes) -> PrefillAnswer:
 
 
 def prefill_output(
-    request: EngineCoreRequest, answer: PrefillAnswer, vocab_size: int, connector: Connector
+    request: EngineCoreRequest, answer: PrefillAnswer, vocab_size: int, *, passes_on: bool
 ) -> EngineCoreOutput:
-    """What the answer of a prefill engine means, apart from what it lends."""
+    """What the answer of a prefill engine means, apart from what it lends. passes_on: the decode
+    engine goes on after its token."""
     core_id = request.request_id
     output = output_of(core_id, answer, request.sampling.logprobs)
     if output is None or output.finish_reason is None:
@@ -93,6 +142,6 @@ def prefill_output(
     if output.finish_reason is FinishReason.LENGTH:
         if answer.kv_transfer_params is None:
             return broken(core_id, "prefill keeps no KV: has it a KV connector?")
-        if not passes_token_on(connector, request):
+        if not passes_on:
             output.new_token_ids, output.new_logprobs = [], None
     return output
