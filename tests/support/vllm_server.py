@@ -23,7 +23,7 @@ from waits import FOR_EVER_S, wait_until
 from diptych_vllm.figures import FIGURES
 
 MODEL = "sensitive"
-OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
+OURS = ("protocol", "frontend", "kernels", "kv_transfer", "vllm_connector")
 
 
 def save_model_for_vllm(folder: Path) -> str:

@@ -38,7 +38,7 @@ class Bus:
         """From now on, copies wait for all that the calling thread has launched so far, on the
         stream that it uses now. Any thread may call it."""
         if self._stream is not None:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
             self._launched = event
 
