@@ -16,17 +16,26 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks"),
+    ("options", "ranks", "staging"),
     [
-        (("--no-enable-prefix-caching",), (1, 1)),
-        ((), (2, 2)),
-        ((), (2, 1)),
-        ((), (1, 2)),
+        (("--no-enable-prefix-caching",), (1, 1), "auto"),
+        ((), (2, 2), "auto"),
+        ((), (2, 1), "auto"),
+        ((), (1, 2), "auto"),
+        ((), (1, 1), "always"),
+        ((), (2, 1), "always"),
     ],
-    ids=["no prefix cache", "two ranks", "two ranks to one", "one rank to two"],
+    ids=[
+        "no prefix cache",
+        "two ranks",
+        "two ranks to one",
+        "one rank to two",
+        "copies",
+        "copies of two ranks to one",
+    ],
 )
 def test_they_answer_as_one_engine_does_and_free_what_nobody_wants(
-    tmp_path: Path, options: tuple[str, ...], ranks: tuple[int, int]
+    tmp_path: Path, options: tuple[str, ...], ranks: tuple[int, int], staging: str
 ) -> None:
     model = save_model_for_vllm(tmp_path / "model")
     asked = questions(model, 200, shortest=24, longest=600)
@@ -34,7 +43,9 @@ def test_they_answer_as_one_engine_does_and_free_what_nobody_wants(
         VllmServer(
             model,
             tmp_path / name,
-            connector_config(listen_port=first_of_free_ports(num_ranks), lease_seconds=60),
+            connector_config(
+                listen_port=first_of_free_ports(num_ranks), lease_seconds=60, staging=staging
+            ),
             *options,
             "--tensor-parallel-size",
             str(num_ranks),
