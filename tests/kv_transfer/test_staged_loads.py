@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused_field_by_field(theirs: Hello, reason: str) ->
 
 
 def test_copies_of_blocks_like_ours_need_no_layout_and_no_order() -> None:
-    """Of a load that fills a part of each block, there is room for these parts only."""
+    """If a load fills only a part of each block, there is room for these parts only."""
     mine, theirs = (
         Hello("decode", "d", {"model": "m"}),
         Hello("prefill", "prefill's", {"model": "m"}),
