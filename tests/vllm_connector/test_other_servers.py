@@ -12,6 +12,8 @@ from vllm_kit.environment import needs_vllm
 from vllm_server import VllmServer, connector_config, save_model_for_vllm
 from waits import wait_until
 
+PATIENT = {"lease_seconds": 900, "load_timeout_s": 900}
+"""With two ranks, a step takes minutes on a machine that has no processor for each of them."""
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -44,7 +46,7 @@ def test_they_answer_as_one_engine_does_and_free_what_nobody_wants(
             model,
             tmp_path / name,
             connector_config(
-                listen_port=first_of_free_ports(num_ranks), lease_seconds=60, staging=staging
+                listen_port=first_of_free_ports(num_ranks), staging=staging, **PATIENT
             ),
             *options,
             "--tensor-parallel-size",
