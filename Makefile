@@ -4,11 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 3
 RUNS   ?= 200
+VLLM   ?= .vllm
+WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 # Schedules that `simulate` runs.
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all chaos simulate lint docs audit format bench lock crds images cluster e2e clean vllm
+.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs audit format bench lock crds images cluster e2e clean vllm
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,13 +34,18 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minutes
 	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not vllm"
 
 test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
 	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not vllm"
 
 test-all: test test-slow ## both, one after the other
+
+test-vllm: $(VENV)/.test ## what needs a real vLLM, of `make vllm` or DIPTYCH_VLLM=DIR; QUICK=1 for CI's choice
+	@[ -x "$(WITH_VLLM)/bin/vllm" ] || \
+	{ echo "vLLM is not in $(WITH_VLLM): \`make vllm\` installs it, or DIPTYCH_VLLM names where it is"; exit 1; }
+	DIPTYCH_VLLM="$(WITH_VLLM)" $(BIN)/pytest -n 0 -m "vllm$(if $(QUICK), and not slow)"
 
 chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to play them again; docs/chaos.md
 	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
@@ -79,7 +86,6 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 	$(BIN)/python -m benchmarks.handoff
 	$(BIN)/python -m benchmarks.kernels
 
-VLLM ?= .vllm
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
 	$(PYTHON) install_vllm.py --venv $(VLLM)
 

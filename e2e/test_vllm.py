@@ -98,6 +98,10 @@ def test_an_engine_of_vllm_is_killed(bench: Bench, role: str) -> None:
 
 
 def test_a_new_revision_of_vllm_rolls_out(bench: Bench) -> None:
+    # One engine in each pool: the engines of both revisions run at the same time.
+    one = {"replicas": 1}
+    bench.service.patch_spec({"prefill": one, "decode": one})
+    bench.service.settled(START_S)
     first = bench.service.revision()
 
     def disruption() -> None:

@@ -153,6 +153,18 @@ PACKAGES = (
 MOST_MODULES = 25
 
 
+STARTS_VLLM = re.compile(r"^from (vllm_server|vllm_nixl|vllm_kit.real_server) ", re.MULTILINE)
+
+
+def test_a_test_that_starts_vllm_is_marked() -> None:
+    """Else `make test` would start it, where it is installed."""
+    sources = {path: path.read_text() for path in TESTS.rglob("test_*.py")}
+    starts = {path for path, source in sources.items() if STARTS_VLLM.search(source)}
+    marked = {path for path, source in sources.items() if "pytestmark = [*needs_" in source}
+    assert starts
+    assert starts <= marked
+
+
 def test_no_folder_of_the_product_is_crowded() -> None:
     folders = {path.parent for room in PACKAGES for path in (TESTS.parent / room).rglob("*.py")}
     for folder in folders:

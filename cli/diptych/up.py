@@ -19,9 +19,9 @@ from diptych.laptop.pods import (
     PACKAGES_FOLDER,
     LocalPod,
     UnsupportedPodError,
-    count_ports,
     files,
     local_pods,
+    port_runs,
 )
 from diptych.laptop.ports import free_ports, is_free
 from diptych.laptop.rundir import PodState, RunDirectory, RunState
@@ -98,7 +98,7 @@ def _local_pods(
     api: ApiAccess,
     programs: Mapping[str, str],
 ) -> list[LocalPod]:
-    spare = [free for free in free_ports(count_ports(objects) + 1) if free != api.port]
+    spare = free_ports(port_runs(objects), besides={api.port})
     return local_pods(objects, run_dir.path, spare, api.port, api.host, programs)
 
 

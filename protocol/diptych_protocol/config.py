@@ -344,6 +344,10 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 Runtime = Literal["diptych", "vllm"]
 Connector = Literal["diptych", "nixl", "none"]
+RANKS_OF_CONNECTOR: Final = (1, 2, 4, 8)
+"""Numbers of tensor-parallel ranks that our connector in vLLM takes; of any two, one divides the
+other. 1 and 2 were run in vLLM, and 4 and 8 without it. It refuses others when it starts, and the
+operator refuses a service that would start it so."""
 SERVED_REVISION: Final = "revision/"
 """How the further name begins under which vLLM serves the model: routers read the revision off it,
 because vLLM has no other place for one."""

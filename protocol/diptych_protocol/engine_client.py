@@ -89,6 +89,16 @@ class Renderer(Protocol):
         Raises `InvalidRequestError` if the template refuses.
         """
 
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text that is no prompt; with `add_special_tokens`, as of one that is.
+
+        Raises `InvalidRequestError` for a text that is empty, or surely longer than the model's
+        context, and for a model without a tokenizer.
+        """
+
+    def token_names(self, token_ids: list[int]) -> list[str]:
+        """Each token as the vocabulary writes it; empty where it has none. Raises as `tokenize`."""
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a sequence of tokens."""
 

@@ -15,7 +15,6 @@ import msgspec
 import zmq
 
 from diptych_frontend.core_client.client import CoreClient, HandshakeFailedError, NotConnectedError
-from diptych_frontend.core_client.pulse import Pulse
 from diptych_protocol import (
     ClientClosedError,
     CurveKeys,
@@ -35,7 +34,7 @@ from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engine_table import EngineRow
 from diptych_router.features import FEATURES
 from diptych_router.fleet import common_to_leases
-from diptych_router.health.heartbeats import Heartbeats
+from diptych_router.health.liveness import Liveness
 from diptych_router.own_requests import OwnRequests
 from diptych_router.pair_rates import NOWHERE, Place
 from diptych_router.policy import Role
@@ -52,14 +51,6 @@ asked at this interval."""
 RETRY_S = 0.2
 PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
-
-SILENT_S = 10.0
-"""An engine whose loop turns, and has work, but that makes no step for this long gets no further
-work while there are other engines. How soon a loop that hangs is found out is in
-`health.heartbeats`."""
-HANGS_S = PATIENCE_S
-"""An engine that has been silent for so long after a missed heartbeat keeps no request that another
-engine can take."""
 
 CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
 """How a utility call fails."""
@@ -93,8 +84,8 @@ class EngineLink:
 
         `vllm`: what the router's lines to vLLM servers share; None: the engine is a core.
         `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
-        computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: its
-        loop has been silent for `HANGS_S`; called again and again until it speaks.
+        computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: it
+        hangs; called again and again until it speaks.
         """
         self.role: Role = role
         self.endpoint = endpoint
@@ -114,9 +105,6 @@ class EngineLink:
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.row = row
         """Its numbers in the table of its pool."""
-        self.silent = False
-        """It may hang: a heartbeat is overdue, or it makes no steps. It gets no requests while
-        others can take them."""
         self.kept_out = False
         """Its breaker is open; see `keep_out`."""
         self._on_news = on_news
@@ -130,8 +118,7 @@ class EngineLink:
         self._refusals = 0
         """Connections that failed for their key, one after the other."""
         self._own = OwnRequests()
-        self._pulse = Pulse()
-        self._heartbeats = Heartbeats()
+        self._liveness = Liveness()
         self._gone = asyncio.Event()
         self.client = self._connect()
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
@@ -171,15 +158,15 @@ class EngineLink:
         """It says that it leaves, or that somebody has paused it: new requests would wait there."""
         return self.stats.draining or self.stats.paused
 
+    @property
+    def silent(self) -> bool:
+        """It may hang. It gets no requests while others can take them."""
+        return self._liveness.silent
+
     def _judge(self, now: float) -> None:
-        stuck = self._pulse.doubtful_s(now) > SILENT_S
-        was_silent, self.silent = self.silent, self._heartbeats.silent or stuck
+        if change := self._liveness.judge(now):
+            log.warning("%s engine %s %s", self.role, self.name, change)
         self._refresh_row()
-        if self.silent != was_silent:
-            what = "works again"
-            if self.silent:
-                what = f"has made no step for {SILENT_S:g} s" if stuck else "missed a heartbeat"
-            log.warning("%s engine %s %s", self.role, self.name, what)
 
     @property
     def is_bad(self) -> bool:
@@ -193,7 +180,7 @@ class EngineLink:
             self._refresh_row()
 
     def _refresh_row(self) -> None:
-        self.row["silent"] = self.silent or self.kept_out or self._heartbeats.in_call
+        self.row["silent"] = self.is_bad or self._liveness.in_call
 
     @property
     def place(self) -> Place:
@@ -330,23 +317,23 @@ class EngineLink:
     async def _follow_health(self) -> None:
         """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask, and
         judge whether it hangs."""
-        self._pulse, self._heartbeats, self.silent = Pulse(), Heartbeats(), False
+        self._liveness = Liveness()
         self._refresh_row()
         with contextlib.suppress(NotConnectedError, ClientClosedError):
             self.client.tell(FOLLOW_HEARTBEAT)
         wait_s = STATS_INTERVAL_S
         while not await self._lost_within(wait_s):
             now = time.monotonic()
-            if self._heartbeats.heard:
-                wait_s = self._heartbeats.look(now)
+            if self._liveness.sends_heartbeats:
+                wait_s = self._liveness.look(now)
             else:
                 await self._ask_for_stats()
             self._judge(now)
-            if self._heartbeats.silent and self._heartbeats.missed_s(now) >= HANGS_S:
+            if self._liveness.hangs(now):
                 self._on_hang(self)
 
     async def _ask_for_stats(self) -> None:
-        self._pulse.asked(time.monotonic())
+        self._liveness.asked(time.monotonic())
         try:
             await self.refresh_stats()
         except (*CALL_ERRORS, msgspec.ValidationError) as exc:
@@ -377,17 +364,14 @@ class EngineLink:
 
     def _take_heartbeat(self, heartbeat: Heartbeat) -> None:
         now = time.monotonic()
-        was_in_call = self._heartbeats.in_call
-        self._heartbeats.beat(heartbeat, now)
-        self._pulse.asked(now)
         if heartbeat.adapters is not None:
             self.row.adapters.tell(heartbeat.adapters, now)
-        if self.silent or was_in_call or heartbeat.in_call:
+        if self._liveness.beat(heartbeat, now):
             self._judge(now)
 
     def _take_stats(self, stats: SchedulerStats, num_received: int) -> None:
         # An answer may be older than what the engine said unasked. None ceases to drain.
-        self._pulse.heard(stats)
+        self._liveness.told(stats)
         if self.silent:
             self._judge(time.monotonic())
         former, self.stats = self.stats, stats

@@ -12,7 +12,7 @@ import yaml
 from diptych.errors import BadInputError
 from diptych.laptop import client
 from diptych.laptop.api_access import ApiAccess
-from diptych.laptop.pods import LOOPBACK, count_ports, local_pods
+from diptych.laptop.pods import LOOPBACK, local_pods, port_runs
 from diptych.laptop.rundir import RunDirectory, RunState
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService
@@ -149,6 +149,6 @@ def test_what_cannot_be_is_refused_in_a_line(api: ApiAccess, words: str) -> None
 
 def pods_of(fitted: InferenceService, run_dir: RunDirectory, api: ApiAccess) -> dict[str, Any]:
     objects = render(fitted, ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token"))
-    ports = range(20000, 20000 + count_ports(objects))
+    ports = range(20000, 20000 + sum(port_runs(objects)))
     pods = local_pods(objects, run_dir.path, ports, api.port, api.host)
     return {pod.name: pod for pod in pods}

@@ -12,10 +12,10 @@ import yaml
 from diptych.laptop.pods import (
     LocalPod,
     UnsupportedPodError,
-    count_ports,
     expand,
     files,
     local_pods,
+    port_runs,
 )
 from diptych_operator.api.parse import parse
 from diptych_operator.render import ServiceSecrets, render
@@ -48,7 +48,7 @@ def rendered(**spec: Any) -> list[dict[str, Any]]:
 
 def pods(**spec: Any) -> dict[str, LocalPod]:
     objects = rendered(**spec)
-    ports = range(20000, 20000 + count_ports(objects))
+    ports = range(20000, 20000 + sum(port_runs(objects)))
     return {pod.name: pod for pod in local_pods(objects, RUN_DIR, ports, 8080)}
 
 
@@ -104,7 +104,7 @@ VLLM: dict[str, Any] = {
 
 def test_vllm_is_the_one_that_is_installed_here_with_the_users_own_home() -> None:
     objects = rendered(**VLLM)
-    ports = range(20000, 20000 + count_ports(objects))
+    ports = range(20000, 20000 + sum(port_runs(objects)))
     programs = {"vllm": "/home/me/vllm/bin/vllm"}
     made = local_pods(objects, RUN_DIR, ports, 8080, programs=programs)
     local = {pod.name: pod for pod in made}
@@ -125,11 +125,12 @@ def test_vllm_is_the_one_that_is_installed_here_with_the_users_own_home() -> Non
     assert "--prefill" not in local["svc-router-0"].command
 
 
-def vllm_pods(**transfer: Any) -> dict[str, LocalPod]:
+def vllm_pods(ranks: int = 1, **transfer: Any) -> dict[str, LocalPod]:
     """Two pools of vLLM, two pods each."""
     pools: dict[str, Any] = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
-    objects = rendered(**VLLM | {"transfer": transfer} | pools)
-    ports = range(20000, 20000 + count_ports(objects))
+    engine = VLLM["engine"] | {"tensorParallelSize": ranks}
+    objects = rendered(**VLLM | {"transfer": transfer, "engine": engine} | pools)
+    ports = range(20000, 20000 + sum(port_runs(objects)))
     return {pod.name: pod for pod in local_pods(objects, RUN_DIR, ports, 8080)}
 
 
@@ -174,6 +175,28 @@ def test_our_connector_listens_on_loopback_with_the_keys_of_the_run() -> None:
             assert extra["listen_port"] == pod.ports["kv"]
             assert extra["lease_seconds"] == 20
             assert pod.env["PYTHONPATH"] == str(RUN_DIR / "packages")
+
+
+def test_ranks_of_our_connector_have_neighbouring_ports_which_are_nobody_elses() -> None:
+    local = vllm_pods(ranks=2)
+    for name, pod in local.items():
+        if "router" not in name:
+            extra = transfer_config(pod)["kv_connector_extra_config"]
+            assert (extra["listen_port"], extra["listen_port"] + 1) == (
+                pod.ports["kv"], pod.ports["kv-1"],
+            )  # fmt: skip
+    taken = [port for pod in local.values() for port in pod.ports.values()]
+    assert len(set(taken)) == len(taken) == 4 * 5 + 2
+
+
+def test_ports_that_are_neighbours_in_a_pod_are_reserved_as_neighbours() -> None:
+    ports = {"kv": 5558, "a": 7, "kv-1": 5559, "b": 9, "kv-2": 5560}
+    container = {"ports": [{"name": n, "containerPort": port} for n, port in ports.items()]}
+    deployment = {
+        "kind": "Deployment",
+        "spec": {"replicas": 2, "template": {"spec": {"containers": [container]}}},
+    }
+    assert port_runs([deployment, {"kind": "Service"}]) == [1, 1, 3, 1, 1, 3]
 
 
 def test_an_image_that_has_the_connector_is_a_vllm_that_has_it() -> None:

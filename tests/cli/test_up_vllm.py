@@ -16,12 +16,12 @@ import msgspec
 import psutil
 import pytest
 from free_ports import free_port
-from vllm_kit.environment import START_S, VENV, needs_vllm
+from vllm_kit.environment import START_S, VENV, needs_nixl, needs_vllm
 from vllm_kit.tiny_model import save_tiny_model
 from waits import PATIENCE_S, wait_until
 
 Service = dict[str, Any]
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 4 * PATIENCE_S)]
+pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 4 * PATIENCE_S)]
 VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -43,16 +43,18 @@ class Run:
         return next(pod for pod in pods if pod["name"] == name)
 
 
-HAS_NIXL = any(VENV.glob("lib/python*/site-packages/nixl*"))
-
-
 @pytest.fixture
 def connector(request: pytest.FixtureRequest) -> str:
     return str(getattr(request, "param", "none"))
 
 
 @pytest.fixture
-def service(tmp_path: Path, connector: str) -> Service:
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(getattr(request, "param", 1))
+
+
+@pytest.fixture
+def service(tmp_path: Path, connector: str, ranks: int) -> Service:
     env = [{"name": name, "value": value} for name, value in VARIABLES.items()]
     template = {"spec": {"containers": [{"name": "engine", "env": env}]}}
     pool = {"replicas": 1, "podTemplate": template}
@@ -64,6 +66,7 @@ def service(tmp_path: Path, connector: str) -> Service:
             "model": {"uri": Path(save_tiny_model(tmp_path / "model")).as_uri()},
             "engine": {
                 "runtime": "vllm",
+                "tensorParallelSize": ranks,
                 "image": "vllm/vllm-openai:v0.32.0",
                 "args": [
                     "--dtype=float32", "--enforce-eager", "--num-gpu-blocks-override=32",
@@ -124,11 +127,8 @@ def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -
 
 
 @pytest.mark.parametrize(
-    "connector",
-    [
-        "diptych",
-        pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="no NIXL beside vLLM")),
-    ],
+    ("connector", "ranks"),
+    [("diptych", 1), ("diptych", 2), pytest.param("nixl", 1, marks=needs_nixl)],
     indirect=True,
 )
 def test_a_vllm_that_computes_prompts_hands_them_over_to_one_that_answers(run: Run) -> None:

@@ -1,10 +1,23 @@
-"""The real model's tokenizer, loaded once for all front-end tests."""
+"""The real model's tokenizer, loaded once for all front-end tests; servers around an engine that
+echoes."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import httpx
+import pytest
+from engine_kit.echo_engine import EchoEngine
+from waits import PATIENCE_S
+
+from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.openai import serve_http
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.tokenizer import Tokenizer
 
@@ -23,3 +36,95 @@ def text_renderer(model_source: ModelSource) -> TextRenderer:
 def tokenizer(text_renderer: TextRenderer) -> Tokenizer:
     assert text_renderer.tokenizer is not None
     return text_renderer.tokenizer
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
+    """Serve the app on a free port of this test's loop; yields the base URL."""
+    address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        serve_http(app, "127.0.0.1", 0, on_ready=lambda *a: address.set_result(a), **options)
+    )
+    await asyncio.wait((task, address), return_when=asyncio.FIRST_COMPLETED)
+    try:
+        host, port = address.result()
+        yield f"http://{host}:{port}"
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+@pytest.fixture
+async def engine() -> EchoEngine:
+    return EchoEngine()
+
+
+@pytest.fixture(scope="module")
+def echo_app() -> Any:
+    return build_app(EchoEngine())
+
+
+@pytest.fixture
+def serve() -> Any:
+    """`serve(app, **options)`: an async context that yields the base URL."""
+    return serving
+
+
+@pytest.fixture
+def app(engine: EchoEngine) -> Any:
+    metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
+    return build_app(engine, metrics=metrics, max_body_bytes=64 << 10)
+
+
+@pytest.fixture
+async def http(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client straight into the app: quick, for all that needs no socket."""
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@pytest.fixture
+async def http_socket(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a real server."""
+    async with (
+        serving(app, drain_timeout_s=2.0) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def base_url() -> Iterator[str]:
+    """A server in a thread of its own, so that blocking clients can talk to it."""
+    loop = asyncio.new_event_loop()
+    started: list[str] = []
+    ready = threading.Event()
+    stop = asyncio.Event()
+
+    async def main() -> None:
+        async with serving(build_app(EchoEngine())) as url:
+            started.append(url)
+            ready.set()
+            await stop.wait()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(main())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        if not ready.wait(PATIENCE_S):
+            raise TimeoutError("the server did not start")
+        yield started[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    """The name of the model behind `base_url`."""
+    return "echo"

@@ -22,8 +22,8 @@ from benchmarks.scenarios.router import engines
 from free_ports import free_port
 from waits import PATIENCE_S
 
+from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.openai import build_app
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer

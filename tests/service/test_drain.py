@@ -22,10 +22,10 @@ from free_ports import free_port
 from service_kit import engine_config, generate, start_engine
 from waits import FOR_EVER_S, PATIENCE_S
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.core_client.curve import read_keys
-from diptych_frontend.openai.app import build_app
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,

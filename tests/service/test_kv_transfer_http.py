@@ -16,8 +16,9 @@ import pytest_asyncio
 from service_kit import engine_config, generate, start_engine
 from waits import PATIENCE_S
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.openai import build_app, serve_http
+from diptych_frontend.openai import serve_http
 from diptych_protocol import KVTransferConfig, RequestOutput
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -330,7 +331,7 @@ REFUSALS: dict[str, tuple[Refuse, int | None]] = {
     "too large, length untold": (undeclared, 413),
     "as text": (raw(encoded, kind="text/plain"), 415),
     "embeddings": (raw(encoded, to="/v1/embeddings"), 400),
-    "no such path": (raw(encoded, to="/v1/rerank"), 404),
+    "no such path": (raw(encoded, to="/v1/nowhere"), 404),
     "no such method": (raw(encoded, to="/v1/models"), 405),
     "the client leaves": (leaves_early, None),
     "full": (full, 503),

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 from service_kit import Pair
 
+from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.openai import build_app
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     InvalidRequestError,

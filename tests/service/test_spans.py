@@ -27,7 +27,7 @@ from service_kit import (
 from span_collector import Received, span_collector
 from waits import PATIENCE_S
 
-from diptych_frontend.openai.app import build_app
+from diptych_frontend.app import build_app
 from diptych_protocol import RouterConfig
 from diptych_router.pool_client import PoolClient
 

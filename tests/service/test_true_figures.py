@@ -15,8 +15,8 @@ import pytest
 from service_kit import Core, all_usable, cores, engine_config, link_of, routing
 from waits import PATIENCE_S
 
+from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.server import serve_http
 from diptych_router.pool_client import PoolClient
 

@@ -29,7 +29,7 @@ from diptych_router.discovery import parse_targets
 from diptych_router.pool_client import PoolClient
 from diptych_router.routed_request import RoutedRequest
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 600)]
+pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 600)]
 
 HELLO: dict[str, Any] = {
     "model": "tiny",

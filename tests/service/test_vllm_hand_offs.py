@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 import pytest_asyncio
 from free_ports import free_port
 from service_kit import make_router
-from vllm_kit.environment import ROOT, START_S, needs_vllm
+from vllm_kit.environment import ROOT, START_S, needs_nixl, needs_vllm
 from vllm_kit.real_server import RealVllm, vllm_servers
 from vllm_kit.tiny_model import save_tiny_model
 from waits import PATIENCE_S, Deadline, wait_until
@@ -22,7 +23,7 @@ from diptych_protocol import SamplingParams
 from diptych_protocol.config import Connector
 from diptych_router.pool_client import PoolClient
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 900)]
+pytestmark = [*needs_vllm, pytest.mark.timeout(START_S + 900)]
 
 LEASE_S = 30
 OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
@@ -46,8 +47,10 @@ def transfer_options(connector: Connector) -> tuple[str, ...]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lease_seconds": LEASE_S},
         }
+    routes = ("--middleware", "diptych_vllm.routes.Routes") if connector == "diptych" else ()
     return (
         "--enable-scale-out", "--block-size", "32", "--kv-transfer-config", json.dumps(config),
+        *routes,
     )  # fmt: skip
 
 
@@ -56,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=["diptych", "nixl"])
+@pytest.fixture(scope="module", params=["diptych", pytest.param("nixl", marks=needs_nixl)])
 def connector(request: pytest.FixtureRequest) -> Connector:
     wanted: Connector = request.param
     return wanted
@@ -147,7 +150,7 @@ async def test_a_pair_answers_as_one_server_does(
 
 
 async def test_a_client_that_goes_leaves_no_blocks_behind(
-    router: PoolClient, servers: list[RealVllm]
+    router: PoolClient, connector: Connector, servers: list[RealVllm]
 ) -> None:
     """At three moments: when P was asked, after the first token, and while D answers."""
     [prefill] = router.pools.of("prefill")
@@ -174,3 +177,5 @@ async def test_a_client_that_goes_leaves_no_blocks_behind(
                 await following
         await stream.aclose()
     wait_until(lambda: all(holds_nothing(server) for server in servers))
+    log = Path(servers[0].log.name).read_text(errors="replace")
+    assert ('"POST /v1/kv_transfer/reject HTTP/1.1" 200' in log) == (connector == "diptych")

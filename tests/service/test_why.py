@@ -20,9 +20,9 @@ from service_kit import all_usable, engine_config, healthy, make_router, start_e
 
 from diptych.laptop.rundir import PodState, RunDirectory, RunState
 from diptych.main import main
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_protocol.admin import Explanation, RequestList, RequestReport, RouterReport
 from diptych_router.explaining.explanations import MOST_REQUESTS

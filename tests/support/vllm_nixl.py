@@ -13,17 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from free_ports import free_port
-from vllm_kit.environment import VENV
 from vllm_server import VllmServer
 from waits import wait_until
 
-needs_nixl = pytest.mark.skipif(
-    not any(VENV.glob("lib/python*/site-packages/nixl")),
-    reason="vLLM with NIXL is not installed: `make vllm` installs both, or DIPTYCH_VLLM names the "
-    "virtual environment that has them",
-)
 NOBODY = [5, 7]
 """A prompt of no test."""
 

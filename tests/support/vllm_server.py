@@ -23,6 +23,8 @@ from waits import FOR_EVER_S, wait_until
 from diptych_vllm.figures import FIGURES
 
 MODEL = "sensitive"
+ROUTES = ("--middleware", "diptych_vllm.routes.Routes")
+"""vLLM's option for our connector's route."""
 OURS = ("protocol", "frontend", "kernels", "kv_transfer", "vllm_connector")
 
 
@@ -154,6 +156,13 @@ class VllmServer:
         fields["kv_transfer_params"] = {"do_remote_decode": True}
         body = self.post(prompt, 1, **fields).json()
         return body["choices"][0]["token_ids"], body["kv_transfer_params"]
+
+    def reject(self, content: Any) -> httpx.Response:
+        """Call the route for rejections. content: `kv_transfer_params`, or a body as it is."""
+        body = {"content": content} if isinstance(content, bytes) else {
+            "json": {"kv_transfer_params": content}
+        }  # fmt: skip
+        return self.client.post("/v1/kv_transfer/reject", **body)
 
     # --- what it holds ------------------------------------------------------------------------
 

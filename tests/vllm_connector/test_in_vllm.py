@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from model_kit.sensitive_model import ANSWER_TOKENS, HIDDEN, Question, questions
 from vllm_kit.environment import START_S, needs_vllm
-from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
+from vllm_server import MODEL, ROUTES, VllmServer, connector_config, save_model_for_vllm
 from waits import Deadline, wait_until
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [*needs_vllm, pytest.mark.timeout(1200)]
 SETTINGS = {"lease_seconds": 60, "load_timeout_s": 60}
 """Long enough for a busy machine, and shorter than a wait of the tests."""
 BLOCK = 32
@@ -42,7 +42,8 @@ def asked(model: str) -> list[Question]:
 def servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
     folder = tmp_path_factory.mktemp("logs")
     started = [
-        VllmServer(model, folder / name, connector_config(**SETTINGS)) for name in ("p", "d")
+        VllmServer(model, folder / name, connector_config(**SETTINGS), *ROUTES)
+        for name in ("p", "d")
     ]
     try:
         for server in started:
@@ -168,6 +169,7 @@ def test_a_reference_of_a_longer_prompt_or_another_beginning_is_an_error(
         assert d.answer(prompt, 1, kv_transfer_params=p.prefill(question.prompt)) is None
 
 
+@pytest.mark.slow
 def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(
     model: str, tmp_path: Path
 ) -> None:
@@ -230,6 +232,7 @@ def test_a_reference_serves_once_and_only_its_own_prompt(
     wait_until(p.holds_nothing)
 
 
+@pytest.mark.slow
 def test_a_stale_reference_is_an_error_and_its_blocks_were_freed(
     p: VllmServer, d: VllmServer, asked: list[Question]
 ) -> None:
@@ -255,23 +258,68 @@ def test_a_refused_request_frees_its_prefill(
     assert p.log.count("its lease was revoked") == before + 1, "not because it expired"
 
 
-def test_rejections_free_p_at_once(p: VllmServer, asked: list[Question]) -> None:
-    """As a router sends them: to P itself, with nothing but the lease. Prints how long it took from
-    the rejection to when `/metrics` said that P holds nothing."""
-    expired = p.figures()["leases_expired"]
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+def test_rejections_free_p_at_once(
+    p: VllmServer, d: VllmServer, asked: list[Question], at: str
+) -> None:
+    """Prints how long it took from the rejection to when `/metrics` said that P holds nothing."""
+    server = p if at == "prefill" else d
+    before = p.figures()
     seconds = []
-    for number in range(200):
-        params = p.prefill(asked[number].prompt)
+    for question in asked:
+        params = p.prefill(question.prompt)
         assert not p.holds_nothing()
         began = time.perf_counter()
-        assert p.post([1], 1, model="none", kv_transfer_params=params).status_code == 404
+        assert server.reject(params).status_code == 200
         deadline = Deadline("P frees the blocks")
         while not p.holds_nothing():
             deadline.check()
         seconds.append(time.perf_counter() - began)
-    assert p.figures()["leases_expired"] == expired
-    median, *_, p99 = (statistics.quantiles(seconds, n=100)[at] for at in (49, 98))
-    print(f"free after {1e3 * median:.1f} ms, p99 {1e3 * p99:.1f}, max {1e3 * max(seconds):.1f}")
+    wait_until(lambda: p.figures()["leases_revoked"] - before["leases_revoked"] == len(asked))
+    assert p.figures()["leases_expired"] == before["leases_expired"]
+    median, p99 = (statistics.quantiles(seconds, n=100)[number] for number in (49, 98))
+    print(
+        f"rejected at {at}: free after {1e3 * median:.1f} ms, p99 {1e3 * p99:.1f}, "
+        f"max {1e3 * max(seconds):.1f}"
+    )
+
+
+def test_what_cannot_be_rejected_harms_nobody(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    """No call ends the core, frees what it does not name, or is answered by anything else."""
+    kept = p.prefill(asked[11].prompt)
+    used = p.prefill(asked[12].prompt)
+    assert d.answer(asked[12].prompt, 4, kv_transfer_params=used) is not None
+    given_back = p.prefill(asked[13].prompt)
+    assert p.reject(given_back).status_code == 200
+    refused = [
+        *(kept | change for change in (
+            {"lease_id": "0" * 32}, {"proof": "0" * 128}, {"remote_host": "192.0.2.1"},
+            {"epoch": "another"}, {"proof": None}, {"remote_port": 1 << 70}, {"lease_id": [1]},
+        )),
+        {}, None, "lease", b"", b"{", b"\xff", b"[" * 100_000, b'{"kv_transfer_params": {}}',
+    ]  # fmt: skip
+    for server in (p, d):
+        assert [server.reject(params).status_code for params in refused] == [400] * len(refused)
+        assert server.reject(b" " * (2 << 20)).status_code == 413
+        for over in (used, given_back):
+            assert server.reject(over).status_code == 200
+        assert server.client.get("/v1/kv_transfer/reject").status_code == 405
+    assert not p.holds_nothing(), "a lease that nobody has named is kept"
+    question = asked[11]
+    assert d.answer(question.prompt, ANSWER_TOKENS, kv_transfer_params=kept) == question.answer
+    wait_until(p.holds_nothing)
+
+
+def test_a_lease_that_has_expired_is_nothing_to_reject(
+    p: VllmServer, d: VllmServer, asked: list[Question]
+) -> None:
+    params = p.prefill(asked[14].prompt)
+    wait_until(p.holds_nothing, "the lease expires")
+    for server in (p, d):
+        assert server.reject(params).status_code == 200
+    assert handed_over(p, d, asked[14]) == asked[14].answer
 
 
 @pytest.mark.parametrize("after", [b"", b"data:"], ids=["at once", "after its first token"])
@@ -303,6 +351,7 @@ def test_a_client_that_goes_leaves_nothing_behind(
     assert handed_over(p, d, asked[6]) == asked[6].answer
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_that_stands_still_costs_a_request_and_its_time(
     p: VllmServer, d: VllmServer, asked: list[Question]
 ) -> None:
@@ -318,6 +367,7 @@ def test_a_prefill_engine_that_stands_still_costs_a_request_and_its_time(
     assert handed_over(p, d, asked[7]) == asked[7].answer
 
 
+@pytest.mark.slow
 def test_a_reference_of_a_prefill_engine_that_was_restarted_is_an_error(
     p: VllmServer, d: VllmServer, servers: list[VllmServer], asked: list[Question], model: str,
     tmp_path: Path,
@@ -328,7 +378,7 @@ def test_a_reference_of_a_prefill_engine_that_was_restarted_is_an_error(
     assert d.answer(asked[8].prompt, ANSWER_TOKENS, kv_transfer_params=first) is None
     settings = SETTINGS | {"listen_port": first["remote_port"]}
     transfer = connector_config(**settings) | {"engine_id": first["remote_engine_id"]}
-    again = VllmServer(model, tmp_path / "p", transfer)
+    again = VllmServer(model, tmp_path / "p", transfer, *ROUTES)
     servers[0] = again
     again.wait_until_ready()
     again.prefill(asked[10].prompt)

@@ -14,7 +14,7 @@ from waits import wait_until
 
 PATIENT = {"lease_seconds": 900, "load_timeout_s": 900}
 """With two ranks, a step takes minutes on a machine that has no processor for each of them."""
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(

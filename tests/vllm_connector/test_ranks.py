@@ -9,8 +9,8 @@ import pytest
 from diptych_kv_transfer.memory.shard import WHOLE, Part
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_kv_transfer.tables.shares import Share, share_named
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.ranks import Ranks, Source, epoch_of_rank, every_rank, sources_of
-from diptych_vllm.settings import RANKS
 
 LEASE = LeaseRef("lease", ("10.0.0.1", 7000), "p", "epoch", num_ranks=2)
 
@@ -27,8 +27,8 @@ def cut(kv: list[int], part: Part) -> slice:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 16])
-@pytest.mark.parametrize("there", RANKS)
-@pytest.mark.parametrize("here", RANKS)
+@pytest.mark.parametrize("there", RANKS_OF_CONNECTOR)
+@pytest.mark.parametrize("here", RANKS_OF_CONNECTOR)
 def test_each_rank_gets_its_heads_and_every_lease_has_all_its_readers(
     here: int, there: int, heads: int
 ) -> None:

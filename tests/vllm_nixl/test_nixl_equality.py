@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
-from vllm_kit.environment import START_S
-from vllm_nixl import NixlEngine, Pair, needs_nixl
+from vllm_kit.environment import START_S, needs_nixl
+from vllm_nixl import NixlEngine, Pair
 from vllm_server import save_model_for_vllm
 from waits import wait_until
 
-pytestmark = [needs_nixl, pytest.mark.slow, pytest.mark.timeout(2 * START_S)]
+pytestmark = [*needs_nixl, pytest.mark.slow, pytest.mark.timeout(2 * START_S)]
 LEASE_S = 120
 PROMPTS = 200
 

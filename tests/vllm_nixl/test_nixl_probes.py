@@ -18,12 +18,12 @@ import httpx
 import pytest
 from free_ports import free_port
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
-from vllm_kit.environment import START_S
-from vllm_nixl import NOBODY, Counters, NixlEngine, Pair, needs_nixl
+from vllm_kit.environment import START_S, needs_nixl
+from vllm_nixl import NOBODY, Counters, NixlEngine, Pair
 from vllm_server import MODEL, VllmServer, save_model_for_vllm
 from waits import wait_until
 
-pytestmark = [needs_nixl, pytest.mark.slow, pytest.mark.timeout(2 * START_S + 600)]
+pytestmark = [*needs_nixl, pytest.mark.slow, pytest.mark.timeout(2 * START_S + 600)]
 LEASE_S = 15
 """On a busy machine, the first hand-over between two engines may take longer than 12 s."""
 SMALL = ("--num-gpu-blocks-override", "64")

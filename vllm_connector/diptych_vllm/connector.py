@@ -12,7 +12,6 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,20 +26,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.request import RequestStatus
 
-from diptych_frontend.core_client.curve import read_keys
-from diptych_kv_transfer.connector import key_of, start_hinge, with_literals
+from diptych_kv_transfer.connector import start_hinge, with_literals
 from diptych_kv_transfer.parameters import describe_engine
-from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.kv_memory import compat_of, heads_come_first, needs_copies, shards_of
 from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
 from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.request import Arrival, identity_of
 from diptych_vllm.scheduler_half import SchedulerHalf
-from diptych_vllm.settings import RANKS, ConnectorSettings, require_tested
+from diptych_vllm.settings import ConnectorSettings, require_tested
 from diptych_vllm.versions import series_of
 from diptych_vllm.worker_half import WorkerHalf
 
@@ -82,7 +80,7 @@ class DiptychConnector(KVConnectorBase_V1):
         settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         settings.require_ports(vllm_config.parallel_config.tensor_parallel_size)
         self._settings = with_literals(settings)
-        self._key = _key(self._settings)
+        self._key = self._settings.key()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._hinge: HingeOfWorker | None = None
@@ -285,15 +283,15 @@ def _log_as_vllm_does() -> None:
         ours.setLevel(vllm.level)
 
 
-def _key(settings: ConnectorSettings) -> HingeKey:
-    return key_of(settings, read_keys(Path(settings.keys)) if settings.keys else None)
-
-
 def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     require_tested(
         [
-            ("tensor_parallel_size of 1, 2, 4 or 8", parallel.tensor_parallel_size in RANKS, True),
+            (
+                f"tensor_parallel_size of {' or '.join(map(str, RANKS_OF_CONNECTOR))}",
+                parallel.tensor_parallel_size in RANKS_OF_CONNECTOR,
+                True,
+            ),
             ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
             ("data_parallel_size", parallel.data_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),

@@ -1,20 +1,22 @@
 """The connector's settings, as vLLM's `kv_connector_extra_config` has them, and what it demands of
-the rest of vLLM's configuration. Pure."""
+the rest of vLLM's configuration. Pure, except that it reads the keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from diptych_frontend.core_client.curve import read_keys
+from diptych_kv_transfer.connector import key_of
+from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_protocol import InvalidRequestError, KVTransferConfig
 
 PARAM = "kv_connector_extra_config"
 MAX_PORT = 65535
-RANKS = (1, 2, 4, 8)
-"""Numbers of ranks that are not refused. Only 1 and 2 were run with real servers."""
 
 
 class ConnectorSettings(
@@ -55,6 +57,14 @@ class ConnectorSettings(
                 f"a port: set one from which on {num_ranks} are free",
                 param=PARAM,
             )
+
+    def key(self) -> HingeKey:
+        """Read the key that the engine and all its peers have.
+
+        `listen_host` is an address. Raises `InvalidRequestError` for keys that cannot be read, and
+        without keys unless that is on loopback.
+        """
+        return key_of(self, read_keys(Path(self.keys)) if self.keys else None)
 
     def of_rank(self, rank: int) -> ConnectorSettings:
         """The settings of one rank's hinge."""

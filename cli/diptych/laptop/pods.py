@@ -2,8 +2,8 @@
 
 What differs from a cluster, and nothing else does:
 
-- every container port becomes a free port of 127.0.0.1, in the environment and in probes; only the
-  API of routers may listen elsewhere;
+- every container port becomes a free port of 127.0.0.1, in the environment and in probes, and
+  neighbours stay neighbours; only the API of routers may listen elsewhere;
 - a Service's `name.namespace.svc:port` becomes the list of loopback addresses of its pods;
 - mounted ConfigMaps and Secrets are folders of the run directory, and so is the volume that has
   our connector for vLLM; other volumes are left out, and with them the variables that name places
@@ -124,12 +124,13 @@ class _Placed:
         return self.labels.get(ROLE_LABEL, "")
 
 
-def count_ports(objects: Iterable[Object]) -> int:
-    """Ports that `local_pods` will take."""
-    return sum(
-        deployment["spec"]["replicas"] * len(_port_names(_first_container(deployment)))
+def port_runs(objects: Iterable[Object]) -> list[int]:
+    """The ports that `local_pods` will take: lengths of runs, each of neighbours."""
+    return [
+        len(run)
         for deployment in _of_kind(objects, "Deployment")
-    )
+        for run in _runs(_first_container(deployment)) * deployment["spec"]["replicas"]
+    ]
 
 
 def local_pods(
@@ -142,9 +143,9 @@ def local_pods(
 ) -> list[LocalPod]:
     """Every pod of every Deployment.
 
-    `free_ports` holds at least `count_ports(objects)` ports; the first router takes `router_port`,
-    and all routers' APIs listen at `router_host`. `programs`: where programs are that an image has
-    on its path. Raises `UnsupportedPodError` naming pod and field.
+    `free_ports` holds the runs of `port_runs(objects)`, one behind the other; the first router
+    takes `router_port`, and all routers' APIs listen at `router_host`. `programs`: where programs
+    are that an image has on its path. Raises `UnsupportedPodError` naming pod and field.
     """
     placed = _place(objects, free_ports, router_port, router_host)
     targets = _targets(objects, placed)
@@ -199,7 +200,8 @@ def _place(
         template = deployment["spec"]["template"]
         labels = template["metadata"]["labels"]
         for index in range(deployment["spec"]["replicas"]):
-            own = {name: next(ports) for name in _port_names(_first_container(deployment))}
+            runs = _runs(_first_container(deployment))
+            own = {name: next(ports) for run in runs for name in run}
             if labels.get(ROLE_LABEL) == "router" and not front_door_taken:
                 own["http"] = router_port
                 front_door_taken = True
@@ -337,6 +339,18 @@ def _first_container(deployment: Object) -> Object:
 def _port_names(container: Object) -> dict[str, int]:
     ports = container.get("ports", [])
     return {port.get("name", str(port["containerPort"])): port["containerPort"] for port in ports}
+
+
+def _runs(container: Object) -> list[list[str]]:
+    """Names of ports, those with neighbouring numbers together: a program may be told the first."""
+    runs: list[list[str]] = []
+    before = -1
+    for number, name in sorted((number, name) for name, number in _port_names(container).items()):
+        if number != before + 1:
+            runs.append([])
+        runs[-1].append(name)
+        before = number
+    return runs
 
 
 def _of_kind(objects: Iterable[Object], kind: str) -> list[Object]:

@@ -22,8 +22,10 @@ from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
-"""Served without a key: probes and scrapers have none."""
+OPEN_PATHS = frozenset(
+    {"/health", "/live", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
+)
+"""Served without a key: probes, scrapers and browsers have none."""
 MAX_KEYS = 256
 MAX_KEY_BYTES = 4096
 _NAME = re.compile(r"[-._A-Za-z0-9]{1,253}")
@@ -137,7 +139,8 @@ class KeyGate:
             name = self._keys.name_of(_offered(scope))
             if name is None:
                 raise InvalidRequestError(
-                    "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                    "wrong or missing API key; send it as 'Authorization: Bearer KEY' or "
+                    "'X-Api-Key: KEY'",
                     status=401,
                     code="invalid_api_key",
                 )
@@ -146,6 +149,9 @@ class KeyGate:
 
 
 def _offered(scope: Scope) -> bytes:
-    """The key in the request's Authorization header; empty without one."""
+    """The key in the request's Authorization header, else that in X-Api-Key, where Anthropic's
+    clients have it; empty without one."""
     scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    if scheme.lower() != "bearer":
+        key = header(scope, b"x-api-key") or ""
+    return key.strip().encode("latin-1")

@@ -108,12 +108,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
         Raises `InvalidRequestError` naming the field.
         """
-        for name, neutral in self.NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                raise InvalidRequestError(
-                    f"{name} is not supported by this server; leave it out", param=name
-                )
+        check_neutral(self, self.NEUTRAL)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
@@ -189,6 +184,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 def _or(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def check_neutral(request: msgspec.Struct, neutral: Neutral) -> None:
+    """Raise `InvalidRequestError` for a field that is known but not offered, unless its value asks
+    for nothing."""
+    for name, values in neutral.items():
+        value = getattr(request, name)
+        if value is not None and value not in values:
+            raise InvalidRequestError(
+                f"{name} is not supported by this server; leave it out", param=name
+            )
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych_frontend.openai.body_room import BodyRoom
 from diptych_frontend.openai.deadline import Deadline
-from diptych_frontend.openai.errors import error_answer
+from diptych_frontend.openai.errors import OPENAI, Dialect, error_answer
 from diptych_frontend.openai.promised_prefill import PromiseFinder
 from diptych_protocol import ClientClosedError, InvalidRequestError
 
@@ -50,6 +50,8 @@ class Exchange:
     """One request and what became of it; every layer and the route see the same object."""
 
     request_id: str
+    dialect: Dialect = OPENAI
+    """How its client is told of a failure."""
     deadline: Deadline = field(default_factory=Deadline)
     """Limits the time that each read from the client, and each write to it, may take."""
     started_at: float = field(default_factory=time.perf_counter)
@@ -98,9 +100,14 @@ class Boundary:
         *,
         on_answer: Callable[[str, int, str], None],
         access_log: AccessLogStyle,
+        dialects: Mapping[str, Dialect] | None = None,
     ) -> None:
-        """`on_answer(route path, status, tenant)` is called once for each answered request."""
+        """`on_answer(route path, status, tenant)` is called once for each answered request.
+
+        dialects: by how paths begin; OpenAI's where there is none.
+        """
         self._app = app
+        self._dialects = tuple((dialects or {}).items())
         self._on_answer = on_answer
         self._access_log = access_log
 
@@ -112,6 +119,9 @@ class Boundary:
         usable = offered_id is not None and _REQUEST_ID.fullmatch(offered_id)
         exchange = Exchange(offered_id if offered_id and usable else secrets.token_hex(16))
         exchange.deadline.task.set_name(f"request {exchange.request_id}")
+        for beginning, dialect in self._dialects:
+            if scope["path"].startswith(beginning):
+                exchange.dialect = dialect
         scope[EXCHANGE_KEY] = exchange
         # Starlette's routes raise on a wrong method, instead of answering, if they have an app.
         scope["app"] = self
@@ -160,12 +170,13 @@ class Boundary:
 
 def _recording(send: Send, exchange: Exchange) -> Send:
     """`send` with a deadline, that stamps the request id on the answer and notes how far it is."""
-    id_header = (b"x-request-id", exchange.request_id.encode())
+    request_id = exchange.request_id.encode()
     deadline = exchange.deadline
 
     async def recording_send(message: Message) -> None:
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
+            id_header = (exchange.dialect.id_header, request_id)
             message["headers"] = [*message.get("headers", ()), id_header]
         elif not message.get("more_body", False):
             exchange.completed = True
@@ -191,9 +202,10 @@ async def _answer_error(send: Send, exchange: Exchange, exc: Exception) -> None:
         logger.log(level, "%s: %s", exchange.request_id, exc or type(exc), exc_info=trace)
     try:
         if exchange.status is None:
-            await send_bytes(send, answer.status, answer.body, [*answer.headers])
+            body = exchange.dialect.body(answer, exchange.request_id)
+            await send_bytes(send, answer.status, body, [*answer.headers])
         elif exchange.is_event_stream and not exchange.completed:
-            event = b"data: " + answer.body + b"\n\n"
+            event = exchange.dialect.event(answer, exchange.request_id)
             await send({"type": "http.response.body", "body": event, "more_body": False})
     except ClientStalledError:
         logger.warning("%s: the client stopped reading its answer", exchange.request_id)

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET
+from starlette.types import Scope
 
+from diptych_frontend.openai.answer_parts import AnswerParts
 from diptych_frontend.openai.api_types import (
     CalledTool,
     ChatCompletionRequest,
@@ -44,8 +46,7 @@ from diptych_frontend.openai.responses import (
     token_text,
     transfer_params,
 )
-from diptych_frontend.openai.tool_calls import ToolCallParser
-from diptych_frontend.reasoning.parser import AnswerReaders, ReasoningParser
+from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_protocol import (
     CompletionOutput,
     InvalidRequestError,
@@ -113,13 +114,17 @@ def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
 class ChatApi:
     """The `Api` of /v1/chat/completions."""
 
-    request_type = ChatCompletionRequest
+    body_type = ChatCompletionRequest
+    image_word = b"image_url"
     prompt_field = "messages"
     reasoning_ended: bool | None = None
 
     def __init__(self, reasoning: ReasoningParser | None = None) -> None:
         """reasoning: tells the model's reasoning from its answers; None if nobody is to."""
-        self._reasoning = reasoning
+        self.reasoning = reasoning
+
+    def request(self, body: ChatCompletionRequest, scope: Scope) -> ChatCompletionRequest:
+        return body
 
     def params(self, request: ChatCompletionRequest) -> SamplingParams:
         request.check(num_prompts=1)
@@ -142,46 +147,40 @@ class ChatApi:
         return [prompt]
 
     def reasoning_parser_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any] | None:
-        if self._reasoning is None:
+        if self.reasoning is None:
             return None
         return {"chat_template_kwargs": request.chat_template_kwargs or {}}
 
+    def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:
+        """What reads the answers to a request."""
+        readers = None
+        kwargs = self.reasoning_parser_kwargs(request)
+        if self.reasoning is not None and kwargs is not None:
+            shown = request.include_reasoning is not False
+            readers = self.reasoning.readers(prompt["prompt_token_ids"], kwargs, shown=shown)
+        return AnswerParts(request.parallel_calls if request.callable_tools else None, readers)
+
     def writer(
-        self, sound: Sound[ChatCompletionRequest], request_id: str, created: int
+        self,
+        sound: Sound[ChatCompletionRequest, ChatCompletionRequest],
+        request_id: str,
+        created: int,
     ) -> ResponseWriter:
         request = sound.request
         envelope = Envelope(
             f"chatcmpl-{request_id}", created, request.model, request.n or 1, request.stream_options
         )
-        parallel = request.parallel_calls if request.callable_tools else None
-        readers = None
-        kwargs = self.reasoning_parser_kwargs(request)
-        if self._reasoning is not None and kwargs is not None:
-            [prompt] = sound.prompts
-            shown = request.include_reasoning is not False
-            readers = self._reasoning.readers(prompt["prompt_token_ids"], kwargs, shown=shown)
-        return ChatWriter(envelope, request.top_logprobs or 0, parallel, readers)
+        [prompt] = sound.prompts
+        return ChatWriter(envelope, request.top_logprobs or 0, self.parts(request, prompt))
 
 
 class ChatWriter(ResponseWriter):
-    def __init__(
-        self,
-        envelope: Envelope,
-        top_logprobs: int,
-        parallel_calls: bool | None = None,
-        reasoning: AnswerReaders | None = None,
-    ) -> None:
-        """parallel_calls: whether one answer may call several tools; None if it may call none.
-
-        reasoning: read the model's reasoning; None if the answers are all of the text.
-        """
+    def __init__(self, envelope: Envelope, top_logprobs: int, parts: AnswerParts) -> None:
         super().__init__(envelope)
         self._top_logprobs = top_logprobs
-        self._parallel_calls = parallel_calls
-        self._parsers: dict[int, ToolCallParser] = {}
-        self._reasoning = reasoning
+        self._parts = parts
         self._begun: set[int] = set()
-        self._is_quick = reasoning is None and parallel_calls is None and not self._continuous_usage
+        self._is_quick = parts.are_whole and not self._continuous_usage
         """The text of an answer goes into events as it is."""
         self._plain: dict[int, PlainEvents] = {}
         """By the choice's index."""
@@ -199,7 +198,7 @@ class ChatWriter(ResponseWriter):
 
     def _event(self, output: RequestOutput, tally: Tally) -> bytes:
         choices = [self._chunk_choice(choice) for choice in output.outputs]
-        self._tell_reasoning_tokens(tally)
+        tally.reasoning_tokens = self._parts.num_reasoning_tokens
         chunk = self._chunk(choices, self._chunk_usage(tally))
         chunk.kv_transfer_params = transfer_params(output)
         return sse(chunk)
@@ -209,7 +208,7 @@ class ChatWriter(ResponseWriter):
 
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
         choices = [self._choice(choice) for output in outputs[0] for choice in output.outputs]
-        self._tell_reasoning_tokens(tally)
+        tally.reasoning_tokens = self._parts.num_reasoning_tokens
         message = ChatCompletion(
             id=self._envelope.response_id,
             object="chat.completion",
@@ -236,30 +235,13 @@ class ChatWriter(ResponseWriter):
             stop_reason=output.stop_reason,
         )
 
-    def _tell_reasoning_tokens(self, tally: Tally) -> None:
-        if self._reasoning is not None:
-            tally.reasoning_tokens = self._reasoning.num_tokens
-
     def _parse(self, output: CompletionOutput) -> tuple[str, str, list[ToolCall], str | None]:
-        """The reasoning and the answer's text in an output, the calls that it completes, and why it
-        ended, if it did."""
-        finish_reason = output.finish_reason
-        reasoning, text = "", output.text
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.read(output)
-        if self._parallel_calls is None:
-            return reasoning, text, [], finish_reason
-        parser = self._parsers.get(output.index)
-        if parser is None:
-            parser = ToolCallParser(parallel=self._parallel_calls)
-            self._parsers[output.index] = parser
-        text, parsed = parser.push(text, last=output.finished)
+        """As `AnswerParts.read`, with calls as the API tells them."""
+        reasoning, text, parsed, finish_reason = self._parts.read(output)
         calls = [
             ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(call.name, call.arguments))
             for call in parsed
         ]
-        if finish_reason == "stop" and parser.num_calls:
-            finish_reason = "tool_calls"
         return reasoning, text, calls, finish_reason
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> ChatChunk:
@@ -272,7 +254,7 @@ class ChatWriter(ResponseWriter):
         reasoning, text, calls, finish_reason = self._parse(output)
         delta = Delta(text, reasoning_content=reasoning or UNSET)
         if calls:
-            first = self._parsers[output.index].num_calls - len(calls)
+            first = self._parts.num_calls(output.index) - len(calls)
             for index, call in enumerate(calls, first):
                 call.index = index
             delta.tool_calls = calls

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from starlette.types import Scope
+
 from diptych_frontend.openai.api_types import CompletionRequest
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.request_body import split_prompts
@@ -48,10 +50,14 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 class CompletionApi:
     """The `Api` of /v1/completions."""
 
-    request_type = CompletionRequest
+    body_type = CompletionRequest
+    image_word = b"image_url"
     prompt_field = "prompt"
     reasoning_ended: bool | None = True
     """The text is one whole here, so a form is that of the whole."""
+
+    def request(self, body: CompletionRequest, scope: Scope) -> CompletionRequest:
+        return body
 
     def params(self, request: CompletionRequest) -> SamplingParams:
         request.check(len(prompts_of(request)))
@@ -65,7 +71,7 @@ class CompletionApi:
         return None
 
     def writer(
-        self, sound: Sound[CompletionRequest], request_id: str, created: int
+        self, sound: Sound[CompletionRequest, CompletionRequest], request_id: str, created: int
     ) -> ResponseWriter:
         request = sound.request
         envelope = Envelope(

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
-from diptych_frontend.openai.errors import error_answer
+from diptych_frontend.openai.errors import OPENAI, error_answer
 from diptych_frontend.openai.one_write import HeadKept
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
@@ -173,19 +173,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(self._fault or InvalidRequestError(f"this is not HTTP: {msg}"))
 
     def _refuse(self, exc: InvalidRequestError | EngineOverloadedError) -> None:
-        """Answer in the API's form if that is possible still, and close."""
+        """Answer in OpenAI's form if that is possible still, and close."""
         if not self.is_idle:
             self.transport.abort()
             return
         answer = error_answer(exc, "")
+        body = OPENAI.body(answer, "")
         headers = (
             (b"content-type", b"application/json"),
-            (b"content-length", str(len(answer.body)).encode()),
+            (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
             *answer.headers,
         )
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
-        self.transport.write(b"".join((STATUS_LINE[answer.status], *lines, b"\r\n", answer.body)))
+        self.transport.write(b"".join((STATUS_LINE[answer.status], *lines, b"\r\n", body)))
         self.transport.close()
 
     def sweep(self, now: float) -> None:

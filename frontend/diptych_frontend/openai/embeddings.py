@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from functools import partial
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -33,6 +34,7 @@ from diptych_protocol import (
 )
 
 logger = logging.getLogger("diptych.openai")
+T = TypeVar("T")
 
 MAX_INPUTS: Final = 2048
 """Prompts of one request, as in the OpenAI API."""
@@ -93,13 +95,81 @@ class EmbeddingList(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request on its way."""
+    """Prompts of one request on their way."""
 
-    request: EmbeddingRequest
     prompts: list[TokensPrompt]
+    params: PoolingParams
+    priority: int
     adapter: LoRARequest | None
     trace_headers: dict[str, str] | None
     exchange: Exchange
+    field: str
+    """What the request calls its prompts."""
+
+
+class Embedder:
+    """Has an engine embed the prompts of a request."""
+
+    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    async def embed(self, job: Job, take: Callable[[Array], T]) -> list[T]:
+        """What `take` makes of each vector, in the order of the prompts; the first failure ends all
+        of them."""
+        todo = iter(enumerate(job.prompts))
+        made: dict[int, T] = {}
+        workers = [
+            asyncio.create_task(self._work(job, take, todo, made))
+            for _ in range(min(MAX_AT_ONCE, len(job.prompts)))
+        ]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.wait(workers, timeout=ABORT_TIMEOUT_S)
+        return [made[index] for index in range(len(job.prompts))]
+
+    async def _work(
+        self,
+        job: Job,
+        take: Callable[[Array], T],
+        todo: Iterator[tuple[int, TokensPrompt]],
+        made: dict[int, T],
+    ) -> None:
+        """Take prompts until there are none left."""
+        for index, prompt in todo:
+            output = await self._encode(job, index, prompt)
+            made[index] = take(output.outputs.data)
+
+    async def _encode(self, job: Job, index: int, prompt: TokensPrompt) -> PoolingRequestOutput:
+        outputs = self._engine.encode(
+            prompt,
+            job.params,
+            f"{job.exchange.request_id}-{index}",
+            lora_request=job.adapter,
+            trace_headers=job.trace_headers,
+            priority=job.priority,
+            tenant=job.exchange.tenant,
+        )
+        with self._metrics.track(len(prompt["prompt_token_ids"]), job.exchange.tenant) as progress:
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        job.exchange.admitted = True
+                        progress.saw_vectors(output)
+                        return output
+            except InvalidRequestError as exc:
+                raise called(exc, job.field) from exc
+            raise EngineGenerateError("the engine ended this request without an answer")
+
+
+def called(exc: InvalidRequestError, field: str) -> InvalidRequestError:
+    """What engines call a prompt is called otherwise here."""
+    if exc.param in (None, "prompt"):
+        exc.param = field
+    return exc
 
 
 class EmbeddingRoute:
@@ -114,7 +184,7 @@ class EmbeddingRoute:
     ) -> None:
         self._engine = engine
         self._served_names = served_names
-        self._metrics = metrics
+        self._embedder = Embedder(engine, metrics)
         self._workers = workers
         self._decoder = msgspec.json.Decoder(EmbeddingRequest)
 
@@ -126,8 +196,14 @@ class EmbeddingRoute:
             trace_headers = trace_context(
                 header(scope, b"traceparent"), header(scope, b"tracestate")
             )
-            job = Job(request, prompts, adapter, trace_headers, exchange)
-            embeddings = await self._embed(job)
+            params = PoolingParams(dimensions=request.dimensions)
+            priority = request.priority or 0
+            job = Job(prompts, params, priority, adapter, trace_headers, exchange, "input")
+            # Each is written as soon as it is there, so that no answer blocks the others for long,
+            # and numbers do not lie around as Python objects.
+            write = partial(_written, encoding_format=request.encoding_format or "float")
+            vectors = await self._embedder.embed(job, write)
+            embeddings = [Embedding(index, vector) for index, vector in enumerate(vectors)]
             num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
             usage = EmbeddingUsage(num_tokens, num_tokens)
             await send_bytes(send, 200, encode(EmbeddingList(request.model, embeddings, usage)), [])
@@ -152,69 +228,15 @@ class EmbeddingRoute:
             renderer = self._engine.renderer
             prompts = [renderer.render_prompt(prompt) for prompt in request.prompts()]
         except InvalidRequestError as exc:
-            raise _of_input(exc) from exc
+            raise called(exc, "input") from exc
         if request.cache_salt is not None:
             for prompt in prompts:
                 prompt["cache_salt"] = request.cache_salt
         return prompts
 
-    async def _embed(self, job: Job) -> list[Embedding]:
-        """The embeddings in the order of the prompts; the first failure ends all of them."""
-        todo = iter(enumerate(job.prompts))
-        made: dict[int, Embedding] = {}
-        workers = [
-            asyncio.create_task(self._work(job, todo, made))
-            for _ in range(min(MAX_AT_ONCE, len(job.prompts)))
-        ]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.wait(workers, timeout=ABORT_TIMEOUT_S)
-        return [made[index] for index in range(len(job.prompts))]
-
-    async def _work(
-        self, job: Job, todo: Iterator[tuple[int, TokensPrompt]], made: dict[int, Embedding]
-    ) -> None:
-        """Take prompts until there are none left."""
-        for index, prompt in todo:
-            output = await self._encode(job, index, prompt)
-            vector = _written(output.outputs.data, job.request.encoding_format or "float")
-            made[index] = Embedding(index, vector)
-
-    async def _encode(self, job: Job, index: int, prompt: TokensPrompt) -> PoolingRequestOutput:
-        outputs = self._engine.encode(
-            prompt,
-            PoolingParams(dimensions=job.request.dimensions),
-            f"{job.exchange.request_id}-{index}",
-            lora_request=job.adapter,
-            trace_headers=job.trace_headers,
-            priority=job.request.priority or 0,
-            tenant=job.exchange.tenant,
-        )
-        with self._metrics.track(len(prompt["prompt_token_ids"]), job.exchange.tenant) as progress:
-            try:
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        job.exchange.admitted = True
-                        progress.saw_vectors(output)
-                        return output
-            except InvalidRequestError as exc:
-                raise _of_input(exc) from exc
-            raise EngineGenerateError("the engine ended this request without an answer")
-
-
-def _of_input(exc: InvalidRequestError) -> InvalidRequestError:
-    """What engines call a prompt is called an input here."""
-    if exc.param in (None, "prompt"):
-        exc.param = "input"
-    return exc
-
 
 def _written(vector: Array, encoding_format: str) -> msgspec.Raw:
-    """A vector as JSON. Written as soon as it is there, so that no answer blocks the others for
-    long, and numbers do not lie around as Python objects."""
+    """A vector as JSON."""
     if encoding_format == "base64":
         return msgspec.Raw(b'"' + base64.b64encode(vector.data) + b'"')
     return msgspec.Raw(encode(vector.tolist()))

@@ -1,9 +1,12 @@
-"""Every failure as one OpenAI error body: `{"error": {message, type, param, code}}`."""
+"""Every failure as an answer, in OpenAI's form (`{"error": {message, type, param, code}}`) unless a
+route has a form of its own."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -45,9 +48,27 @@ class ErrorAnswer:
     detail: ErrorDetail
     headers: Headers = ()
 
-    @property
-    def body(self) -> bytes:
-        return msgspec.json.encode(ErrorBody(self.detail))
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API tells of failures, and what it calls the id of a request."""
+
+    id_header: bytes
+    body: Callable[[ErrorAnswer, str], bytes]
+    """The body of an answer; also takes the request's id."""
+    event: Callable[[ErrorAnswer, str], bytes]
+    """The last event of a stream that has begun."""
+
+
+def _openai_body(answer: ErrorAnswer, request_id: str) -> bytes:
+    return msgspec.json.encode(ErrorBody(answer.detail))
+
+
+def _openai_event(answer: ErrorAnswer, request_id: str) -> bytes:
+    return b"data: " + _openai_body(answer, request_id) + b"\n\n"
+
+
+OPENAI: Final = Dialect(b"x-request-id", _openai_body, _openai_event)
 
 
 def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:

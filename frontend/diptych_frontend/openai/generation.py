@@ -1,6 +1,6 @@
 """From a sound request to its answer: render, run on the engine, stream or collect.
 
-Both routes share this; what differs between them is an `Api`.
+All routes that generate share this; what differs between them is an `Api`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diptych_frontend.openai.api_types import GenerationRequest
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
-from diptych_frontend.openai.responses import ResponseWriter, Tally
+from diptych_frontend.openai.responses import AnswerWriter, Tally
 from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineClient,
@@ -44,16 +44,22 @@ RANK_HEADER = "X-data-parallel-rank"
 ABORT_TIMEOUT_S = 10.0
 """How long the other prompts of a failed request may take to end."""
 
+B = TypeVar("B", bound=msgspec.Struct)
 R = TypeVar("R", bound=GenerationRequest)
 
 
-class Api(Protocol[R]):
-    """What distinguishes one generation route from the other."""
+class Api(Protocol[B, R]):
+    """What distinguishes one generation route from the others."""
 
-    request_type: type[R]
+    body_type: type[B]
+    image_word: bytes
+    """A body with images has this word."""
     prompt_field: str
     reasoning_ended: bool | None
     """See `EngineClient.generate`."""
+
+    def request(self, body: B, scope: Scope) -> R:
+        """What a body asks for. Raises `InvalidRequestError` naming the field."""
 
     def params(self, request: R) -> SamplingParams:
         """Checked parameters. Raises `InvalidRequestError` naming the field."""
@@ -64,13 +70,14 @@ class Api(Protocol[R]):
     def reasoning_parser_kwargs(self, request: R) -> dict[str, Any] | None:
         """See `EngineClient.generate`."""
 
-    def writer(self, sound: Sound[R], request_id: str, created: int) -> ResponseWriter: ...
+    def writer(self, sound: Sound[B, R], request_id: str, created: int) -> AnswerWriter: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Sound(Generic[R]):
+class Sound(Generic[B, R]):
     """What a body asks for, checked as far as that needs no engine."""
 
+    body: B
     request: R
     adapter: LoRARequest | None
     params: SamplingParams
@@ -110,12 +117,12 @@ class Job:
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
 
 
-class GenerationRoute(Generic[R]):
+class GenerationRoute(Generic[B, R]):
     """The ASGI endpoint of one `Api`."""
 
     def __init__(
         self,
-        api: Api[R],
+        api: Api[B, R],
         engine: EngineClient,
         served_names: frozenset[str],
         metrics: ServerMetrics,
@@ -126,7 +133,7 @@ class GenerationRoute(Generic[R]):
         self._served_names = served_names
         self._metrics = metrics
         self._workers = workers
-        self._decoder = msgspec.json.Decoder(api.request_type)
+        self._decoder = msgspec.json.Decoder(api.body_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
@@ -153,34 +160,42 @@ class GenerationRoute(Generic[R]):
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 
-    async def _read(self, scope: Scope, body: bytes) -> Sound[R]:
+    async def _read(self, scope: Scope, body: bytes) -> Sound[B, R]:
         """Read the body where that holds nobody up: here, or by turns in a thread.
 
         What takes long is not begun for an engine that has no room.
         """
         if len(body) <= INLINE_BYTES:
-            request, adapter, params = self._decode(scope, body)
+            sound = self._decode(scope, body)
             # An escaped letter might hide the word.
-            may_see = b"image_url" in body or b"\\u" in body
-            if params.structured_outputs is None and not (may_see and request.has_images):
-                return Sound(request, adapter, params, self._render(request))
+            may_see = self._api.image_word in body or b"\\u" in body
+            if sound.params.structured_outputs is None and not (
+                may_see and sound.request.has_images
+            ):
+                return self._rendered(sound)
         await self._engine.check_admission()
 
-        def read() -> Sound[R]:
-            request, adapter, params = self._decode(scope, body)
-            form = request.form()
+        def read() -> Sound[B, R]:
+            sound = self._decode(scope, body)
+            form = sound.request.form()
             if form is not None:
                 # A form that no answer can have is refused by the field that asks for it.
                 field, wanted = form
                 check_structured_outputs(wanted, field)
-            return Sound(request, adapter, params, self._render(request))
+            return self._rendered(sound)
 
         return await self._workers.run(scope, len(body), read)
 
-    def _decode(self, scope: Scope, body: bytes) -> tuple[R, LoRARequest | None, SamplingParams]:
-        request = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
+    def _decode(self, scope: Scope, body: bytes) -> Sound[B, R]:
+        """All but the prompts."""
+        read = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
+        request = self._api.request(read, scope)
         adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
-        return request, adapter, self._api.params(request)
+        return Sound(read, request, adapter, self._api.params(request), [])
+
+    def _rendered(self, sound: Sound[B, R]) -> Sound[B, R]:
+        sound.prompts.extend(self._render(sound.request))
+        return sound
 
     def _render(self, request: R) -> list[TokensPrompt]:
         """Tokenise, and refuse a prompt that leaves no room for an answer."""
@@ -204,14 +219,13 @@ class GenerationRoute(Generic[R]):
                 prompt["cache_salt"] = request.cache_salt
         return prompts
 
-    async def _stream(
-        self, job: Job, writer: ResponseWriter, exchange: Exchange, send: Send
-    ) -> None:
+    async def _stream(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:
         tally = Tally(job.num_prompt_tokens)
         async with aclosing(run(self._engine, job, exchange, self._metrics)) as outputs:
             async for prompt_index, output in outputs:
                 if exchange.status is None:
                     exchange.is_event_stream = True
+                    exchange.dialect = writer.dialect or exchange.dialect
                     headers = [
                         (b"content-type", b"text/event-stream; charset=utf-8"),
                         (b"cache-control", b"no-cache"),
@@ -226,9 +240,7 @@ class GenerationRoute(Generic[R]):
         ending = writer.ending(tally)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
-    async def _answer(
-        self, job: Job, writer: ResponseWriter, exchange: Exchange, send: Send
-    ) -> None:
+    async def _answer(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:
         tally = Tally(job.num_prompt_tokens)
         collected: list[list[RequestOutput]] = [[] for _ in job.prompts]
         async with aclosing(run(self._engine, job, exchange, self._metrics)) as outputs:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange, exchange_of, send_bytes
 from diptych_frontend.openai.promised_prefill import promised_prefill
 from diptych_frontend.openai.request_body import decode_body
-from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
+from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_protocol import EngineClient, EngineOverloadedError
 
 logger = logging.getLogger("diptych.openai")
@@ -84,8 +84,7 @@ class RejectRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         read = partial(decode_body, scope, exchange.body, self._decoder)
-        size = len(exchange.body)
-        lost = read() if size <= INLINE_BYTES else await self._workers.run(scope, size, read)
+        lost = await self._workers.read(scope, exchange.body, read)
         request_id = lost.request_id or exchange.request_id
         try:
             async with asyncio.timeout(NOTIFY_TIMEOUT_S):

@@ -64,6 +64,19 @@ class RequestWorkers:
         except TimeoutError as exc:
             raise EngineOverloadedError("too many large requests are here; retry later") from exc
 
+    async def read(
+        self, scope: Scope, body: bytes, work: Callable[[], T], image_word: bytes | None = None
+    ) -> T:
+        """What `work` makes of a body: at once if the body is small, else by `run`.
+
+        image_word: bodies with images have this word, and images make much work of a small body.
+        """
+        # An escaped letter might hide the word.
+        may_see = image_word is not None and (image_word in body or b"\\u" in body)
+        if len(body) <= INLINE_BYTES and not may_see:
+            return work()
+        return await self.run(scope, len(body), work)
+
     def _start_next(self) -> None:
         while len(self._working) < THREADS:
             turn = self._turns.take(without=self._working)

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from diptych_frontend.openai.api_types import StreamOptions
+from diptych_frontend.openai.errors import Dialect
 from diptych_protocol import Logprob, RequestOutput
 
 encode = msgspec.json.Encoder().encode
@@ -205,8 +206,27 @@ class Envelope:
     stream_options: StreamOptions | None
 
 
-class ResponseWriter(ABC):
+class AnswerWriter(ABC):
     """Turns engine outputs into the bytes of one answer. Stateful: one per request."""
+
+    dialect: Dialect | None = None
+    """How a failure of a stream is told; None: as the others of its path."""
+
+    @abstractmethod
+    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        """The server-sent events for one delta output."""
+
+    @abstractmethod
+    def ending(self, tally: Tally) -> bytes:
+        """The last events of a stream that went well."""
+
+    @abstractmethod
+    def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
+        """The body of a whole answer; `outputs` holds each prompt's outputs, in order."""
+
+
+class ResponseWriter(AnswerWriter):
+    """What the writers of the two OpenAI routes share."""
 
     def __init__(self, envelope: Envelope) -> None:
         self._envelope = envelope
@@ -215,19 +235,11 @@ class ResponseWriter(ABC):
         self._continuous_usage = bool(options and options.continuous_usage_stats)
 
     @abstractmethod
-    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        """The server-sent events for one delta output."""
-
-    @abstractmethod
     def usage_event(self, usage: Usage) -> bytes:
         """The event without choices that closes a stream whose client wants its usage."""
 
-    @abstractmethod
-    def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
-        """The body of a whole answer; `outputs` holds each prompt's outputs, in order."""
-
     def ending(self, tally: Tally) -> bytes:
-        """The last events of a stream that went well."""
+        """See `AnswerWriter.ending`."""
         return (self.usage_event(tally.usage()) if self._include_usage else b"") + SSE_DONE
 
     def _chunk_usage(self, tally: Tally) -> ChunkUsage:

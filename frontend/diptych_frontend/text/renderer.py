@@ -116,6 +116,15 @@ class TextRenderer:
         if self._images is not None:
             self._images.clear()
 
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `Renderer.tokenize`."""
+        wanted = AS_USUAL if add_special_tokens else WITHOUT_SPECIAL_TOKENS
+        return self._tokenize(text, wanted)["prompt_token_ids"]
+
+    def token_names(self, token_ids: list[int]) -> list[str]:
+        """See `Renderer.token_names`."""
+        return self._require_tokenizer("prompt").token_names(token_ids)
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a sequence of tokens; the empty text if the model has no tokenizer."""
         if self.tokenizer is None:

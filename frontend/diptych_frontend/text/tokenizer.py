@@ -14,6 +14,8 @@ PLAUSIBLE_TOKEN_BYTES: Final = 8
 """Texts have fewer bytes a token than this, unless they are written to have more."""
 PIECE_CHARS: Final = 16 << 10
 """A text that may be too long is counted in pieces of this size."""
+MANY_TOKENS: Final = 4096
+"""More tokens than a step yields: to decode them takes milliseconds."""
 SEAM_TOKENS: Final = 16
 """Tokens that cutting a text in two may add, generously."""
 
@@ -79,8 +81,18 @@ class Tokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        For many tokens the GIL is given up, as in `encode`.
+        """
+        if len(token_ids) > MANY_TOKENS:
+            batch = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            return batch[0]
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it; empty for an id that it does not have."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_text(self, token_id: int) -> str:
         """Text of one token as it stands inside a sentence: with its leading space."""

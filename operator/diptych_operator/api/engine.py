@@ -1,90 +1,23 @@
 """`spec.engine`: which program the engines run, and what it computes with.
 
 There are two programs. The fields of `EngineSettings` are the settings of our own engine. vLLM is
-given its arguments under its own names, in `args`. What only one of the programs has is refused by
-name where the other one runs; `VLLM_INSTEAD` and `OWNED_ARGUMENTS` are the tables of that.
+given its arguments under its own names, in `args` (`vllm_arguments.py`). What only one of the
+programs has is refused by name where the other one runs; `VLLM_INSTEAD` is the table of that.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
-from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.base import Rule, SpecPart, spec_part
+from diptych_operator.api.vllm_arguments import Arguments
 from diptych_protocol import EngineSettings
 from diptych_protocol.config import Runtime
-
-OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
-    "the operator says where engines listen": (
-        "host", "port", "uds", "ssl-*", "grpc", "grpc-port", "root-path", "headless",
-    ),
-    "write the model into spec.model": (
-        "model", "served-model-name", "tokenizer", "revision", "tokenizer-revision", "hf-token",
-        "download-dir",
-    ),
-    "engines are open to the service's own pods only; keys of clients are spec.router.apiKeys": (
-        "api-key",
-    ),
-    "the operator says how routers and engines speak": (
-        "kv-transfer-config", "kv-t*", "kv-events-config", "kv-e*", "enable-scale-out",
-        "tokens-only", "skip-tokenizer-init", "disable-log-stats",
-    ),
-    "set spec.engine.tensorParallelSize": ("tensor-parallel-size",),
-    "a pod has one engine; set replicas, or spec.engine.tensorParallelSize": (
-        "data-parallel-*", "nnodes", "node-rank", "master-*",
-    ),
-    "set spec.availability.drainSeconds": ("shutdown-timeout",),
-    "write each argument by itself": ("config",),
-}  # fmt: skip
-"""vLLM's arguments that a service may not give itself, by what is to be done instead. A star stands
-for any ending. vLLM takes abbreviations, and adds dotted ones to the JSON of the whole argument."""
-
-_NAME_AND_VALUE: Final = r"^--[a-z][a-z0-9-]*(\.[A-Za-z0-9_.+-]+)?(=.*)?$"
-
-
-def none_matches(pattern: str, arguments: Sequence[str]) -> bool:
-    """Whether no argument begins with what the pattern names."""
-    return not any(re.search(pattern, argument) for argument in arguments)
-
-
-def _owned(remedy: str, names: Sequence[str]) -> Rule:
-    pattern = f"^--({'|'.join(names).replace('*', '[a-z-]+')})([=.]|$)"
-    listed = ", ".join(f"--{name}" for name in names)
-    return Rule(
-        f"!self.exists(a, a.matches('{pattern}'))",
-        partial(none_matches, pattern),
-        f"must not hold {listed}: {remedy}",
-    )
-
-
-ARGUMENT_RULES: Final = tuple(_owned(*group) for group in OWNED_ARGUMENTS.items())
-
-Argument = Annotated[
-    str,
-    Meta(
-        pattern=_NAME_AND_VALUE,
-        max_length=1024,
-        title="--name or --name=value",
-        description="One argument with its value, such as --max-model-len=16384.",
-        examples=["--enforce-eager", "--max-model-len=16384"],
-    ),
-]
-Arguments = Annotated[
-    list[Argument],
-    Meta(
-        max_length=64,
-        title="a list of arguments",
-        description="Arguments of `vllm serve`, under vLLM's names; only with the runtime vllm. "
-        "Those that the operator sets itself are refused.",
-        **ruled(*ARGUMENT_RULES),
-    ),
-]
 
 if TYPE_CHECKING:
 

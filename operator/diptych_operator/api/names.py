@@ -37,15 +37,13 @@ ENGINE_API_PORTS = {"api": API_PORT}
 """The further ports, by name, of engines that have an OpenAI API of their own."""
 VLLM_PORTS = {"http": HTTP_PORT}
 """Port numbers of an engine pod that runs vLLM, by their names."""
-VLLM_KV_PORT = 5570
-"""Where the first rank of a vLLM engine has its hinge. Further ranks are at the ports behind it."""
-EVENT_PORTS = {"events": 5560, "replay": 5561}
+EVENT_PORTS = {"events": 5555, "replay": 5556}
 """Where vLLM tells routers what it remembers, and tells it again, in services of two pools. With
-one pool vLLM chooses the ports itself."""
+one pool vLLM chooses the ports itself. The ports behind that of the hinge are for further ranks."""
 HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
     "none": {},
     "nixl": {**EVENT_PORTS, "nixl": 5600},
-    "diptych": {**EVENT_PORTS, "kv": VLLM_KV_PORT},
+    "diptych": {**EVENT_PORTS, "kv": KV_PORT},
 }
 """The further ports of vLLM's pods, by how they hand KV over."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
@@ -60,7 +58,7 @@ PORT_VARIABLES = {
     "replay": "DIPTYCH_REPLAY_PORT",
     "nixl": "VLLM_NIXL_SIDE_CHANNEL_PORT",
 }
-"""The environment variable that carries each named container port to the program."""
+"""The environment variable that carries a named container port to the program."""
 BIND_HOST_VARIABLE = "DIPTYCH_BIND_HOST"
 LINGER_VARIABLE = "DIPTYCH_LINGER_SECONDS"
 """How long a router that is told to end still takes new requests."""
@@ -90,7 +88,13 @@ SECRET_KEY_FILE = "curve-secret"
 def engine_ports(service: InferenceService) -> dict[str, int]:
     """Port numbers of an engine pod by their names."""
     if service.spec.engine.runtime == "vllm":
-        return VLLM_PORTS | HANDOFF_PORTS[service.connector]
+        ranks = 1
+        if service.connector == "diptych":
+            # Each rank has a hinge that listens behind that of the rank before. What a pool has
+            # more than the other does no harm there.
+            ranks = max(service.engine_of(pool).tensor_parallel_size for pool in service.pools)
+        further = {f"kv-{rank}": KV_PORT + rank for rank in range(1, ranks)}
+        return VLLM_PORTS | HANDOFF_PORTS[service.connector] | further
     asked = service.spec.network.engine_api == "OwnPods"
     return ENGINE_PORTS | ENGINE_API_PORTS if asked else ENGINE_PORTS
 

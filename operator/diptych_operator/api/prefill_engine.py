@@ -6,34 +6,18 @@ after `spec.engine.args`, and vLLM takes the last of an argument that is there t
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Final
+from typing import Annotated
 
 from msgspec import Meta
 
-from diptych_operator.api.base import Rule, SpecPart, ruled
-from diptych_operator.api.engine import ARGUMENT_RULES, Argument, none_matches
-from diptych_protocol.engine_settings import MAX_RANKS
-
-EQUAL_ARGUMENTS: Final = (
-    "block-size", "kv-cache-dtype", "kv-cache-dtype-skip-layers", "dtype", "max-model-len",
-    "quantization", "quantization-config", "hf-overrides", "hf-config-path", "config-format",
-    "model-impl", "model-class-overrides", "code-revision", "attention-backend",
-    "attention-config", "disable-sliding-window", "disable-hybrid-kv-cache-manager", "mamba-*",
-    "speculative-config", "spec-*", "enable-lora", "lora-*", "load-format",
-    "model-loader-extra-config", "ignore-patterns", "pipeline-parallel-size",
-    "decode-context-parallel-size", "prefill-context-parallel-size", "dcp-*", "pcp-*", "cp-*",
-    "kv-sharing-*", "mm-processor-kwargs",
-)  # fmt: skip
-"""Arguments of vLLM on which KV depends: what it is computed from, and how it lies in memory. A
-star stands for any ending."""
-_EQUAL_PATTERN: Final = f"^--(no-)?({'|'.join(EQUAL_ARGUMENTS).replace('*', '[a-z-]+')})([=.]|$)"
-EQUAL_IN_BOTH: Final = Rule(
-    f"!self.exists(a, a.matches('{_EQUAL_PATTERN}'))",
-    partial(none_matches, _EQUAL_PATTERN),
-    f"must not hold {', '.join(f'--{name}' for name in EQUAL_ARGUMENTS)}: KV depends on them, so "
-    "both pools have the same; give them in spec.engine.args",
+from diptych_operator.api.base import SpecPart, ruled
+from diptych_operator.api.vllm_arguments import (
+    ARGUMENT_RULES,
+    EQUAL_IN_BOTH,
+    OFFLOADING,
+    Argument,
 )
+from diptych_protocol.engine_settings import MAX_RANKS
 
 
 class PrefillEngine(SpecPart, frozen=True):
@@ -56,7 +40,7 @@ class PrefillEngine(SpecPart, frozen=True):
             description="Arguments of `vllm serve` for prefill pods; they come after "
             "spec.engine.args, and the last of the same name counts. Those on which KV depends "
             "are refused.",
-            **ruled(*ARGUMENT_RULES, EQUAL_IN_BOTH),
+            **ruled(*ARGUMENT_RULES, *EQUAL_IN_BOTH, OFFLOADING),
         ),
     ] = []
     tensor_parallel_size: (
@@ -67,7 +51,7 @@ class PrefillEngine(SpecPart, frozen=True):
                 le=MAX_RANKS,
                 description="Ranks of each prefill engine; left out, as many as decode engines "
                 "have (spec.engine.tensorParallelSize). With the connector nixl those are a "
-                "multiple of it; with diptych one of the two numbers divides the other.",
+                "multiple of it.",
             ),
         ]
         | None

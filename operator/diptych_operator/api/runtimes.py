@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from diptych_operator.api.base import Rule
 from diptych_operator.api.pools import PoolName
+from diptych_operator.api.vllm_arguments import OFFLOADING
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu")
 """The resources of which each rank of an engine takes one, where a pod has any."""
@@ -34,6 +36,12 @@ CONNECTOR_OF_TWO_POOLS = Rule(
     "must be diptych or nixl where there is spec.prefill, whose engines hand KV over; leave "
     "spec.prefill out for one pool whose engines compute prompts and answers",
     ".transfer.connector",
+)
+CONNECTOR_STAYS = Rule(
+    f"!has(self.prefill) || {OFFLOADING.cel.replace('self', 'self.engine.args')}",
+    lambda spec: spec.prefill is None or OFFLOADING.kept(spec.engine.args),
+    f"{OFFLOADING.message}, which there is where there is spec.prefill",
+    ".engine.args",
 )
 CONNECTOR_IMAGE = Rule(
     "!has(self.transfer.connectorImage) || self.transfer.connectorImage == '' || "
@@ -122,15 +130,27 @@ RANKS_BY_NIXL = Rule(
 )
 RANKS_BY_DIPTYCH = Rule(
     f"self.transfer.connector != 'diptych' || !({_PREFILL_SAYS_RANKS}) || "
-    f"{_RANKS_OF_DECODE} % {_RANKS_OF_PREFILL} == 0 || "
-    f"{_RANKS_OF_PREFILL} % {_RANKS_OF_DECODE} == 0",
+    f"{_RANKS_OF_PREFILL} in {list(RANKS_OF_CONNECTOR)}",
     lambda spec: (
-        spec.transfer.connector != "diptych"
-        or spec.engine.tensor_parallel_size % _ranks(spec, "prefill") == 0
-        or _ranks(spec, "prefill") % spec.engine.tensor_parallel_size == 0
+        spec.transfer.connector != "diptych" or (_prefill_ranks(spec) or 1) in RANKS_OF_CONNECTOR
     ),
-    "must divide spec.engine.tensorParallelSize, which decode engines have, or be a multiple of it",
+    f"must be {' or '.join(map(str, RANKS_OF_CONNECTOR))} where transfer.connector is diptych, "
+    "which takes no other number of ranks",
     ".prefill.engine.tensorParallelSize",
+)
+RANKS_OF_DIPTYCH = Rule(
+    "self.engine.runtime != 'vllm' || !has(self.prefill) || "
+    f"self.transfer.connector != 'diptych' || {_RANKS_OF_DECODE} in {list(RANKS_OF_CONNECTOR)}",
+    lambda spec: (
+        spec.engine.runtime != "vllm"
+        or spec.prefill is None
+        or spec.transfer.connector != "diptych"
+        or spec.engine.tensor_parallel_size in RANKS_OF_CONNECTOR
+    ),
+    f"must be {' or '.join(map(str, RANKS_OF_CONNECTOR))} where engine.runtime is vllm and "
+    "transfer.connector is diptych, which takes no other number of ranks; transfer.connector nixl "
+    "takes more",
+    ".engine.tensorParallelSize",
 )
 
 
@@ -165,10 +185,12 @@ RUNTIME_RULES = (
     PREFILL_NEEDED,
     CONNECTOR_OF_DIPTYCH,
     CONNECTOR_OF_TWO_POOLS,
+    CONNECTOR_STAYS,
     CONNECTOR_IMAGE,
     PREFILL_ENGINE_OF_VLLM,
     RANKS_BY_NIXL,
     RANKS_BY_DIPTYCH,
+    RANKS_OF_DIPTYCH,
     MODEL_OF_VLLM,
     TRANSPORT_OF_VLLM,
     LEASE_OF_NIXL,

@@ -191,7 +191,11 @@ def environment(ports: dict[str, int], folders: Mapping[str, str]) -> list[dict[
         field_of_pod("POD_IP", "status.podIP"),
         *(variable(name, path) for name, path in folders.items()),
         variable(BIND_HOST_VARIABLE, "0.0.0.0"),
-        *(variable(PORT_VARIABLES[name], str(port)) for name, port in ports.items()),
+        *(
+            variable(PORT_VARIABLES[name], str(port))
+            for name, port in ports.items()
+            if name in PORT_VARIABLES  # else a program knows it by another one
+        ),
     ]
 
 

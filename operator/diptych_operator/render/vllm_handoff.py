@@ -24,6 +24,9 @@ from diptych_operator.render.keys import KeySets, hinge_keys_volume
 from diptych_operator.render.model import CONFINED, without_devices
 
 KEYS_VARIABLE: Final = "DIPTYCH_KEYS_DIR"
+_ROUTES: Final = "--middleware=diptych_vllm.routes.Routes"
+"""The route by which leases are given back. vLLM adds it to the middleware of the service's own
+arguments."""
 _COPY_DIR: Final = "/var/lib/diptych/connector"
 """Where the init container has the volume that is to be filled."""
 _NIXL_ROLES: Final[Mapping[PoolName, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -56,7 +59,7 @@ def handoff(service: InferenceService, pool: PoolName, revision: str, keys: KeyS
             )
         case "diptych":
             told = Handoff(
-                [_transfer_config(_diptych(service, revision))],
+                [_transfer_config(_diptych(service, revision)), _ROUTES],
                 {KEYS_VARIABLE: KEYS_DIR},
                 [hinge_keys_volume(service, keys.current)],
             )

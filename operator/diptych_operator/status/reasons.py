@@ -182,8 +182,8 @@ class Reason(StrEnum):
     )  # fmt: skip
     TRANSFER_FAILED = (
         "TransferFailed", Group.SERVICE, "A canary did not cross the hinge; the message says why.",
-        "Check that pods reach each other on their port `kv` (NetworkPolicy, RDMA devices), and "
-        "spec.transfer.transport. Routers try again by themselves.",
+        "Check that pods reach each other on port 5558, or on 5600 with transfer.connector nixl "
+        "(NetworkPolicy, RDMA devices), and spec.transfer. Routers try again by themselves.",
     )  # fmt: skip
     ROLLOUT_FAILED = (
         "RolloutFailed", Group.SERVICE,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys
-from diptych_frontend.openai.app import build_app
 from diptych_frontend.openai.mounted import follow
 from diptych_frontend.openai.tls import Certificate
 from diptych_frontend.text.input_processor import InputProcessor
@@ -71,7 +71,8 @@ async def started(
     metrics.registry.register(client.predictions)
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
     metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
-    app = build_app(client, metrics=metrics, api_keys=keys)
+    alone = config.processes == 1
+    app = build_app(client, metrics=metrics, api_keys=keys, stores_responses=alone)
     leaving = Leaving(app, client, args.linger_seconds)
     client.start()
     _collect_rarely()

@@ -72,7 +72,9 @@ class VllmClient:
         self._service = service
         self._on_outputs, self._on_lost, self._on_doubt = on_outputs, on_lost, on_doubt
         self._session = open_session(self._address)
-        self._server = VllmServer(self._session, self._address)
+        self._server = VllmServer(
+            self._session, self._address, may_have_route=service.connector == "diptych"
+        )
         self._exchanger: Exchanger | None = None
         """None until it has described itself."""
         self._connected = self._closed = False

@@ -9,6 +9,7 @@ import aiohttp
 
 from diptych_frontend.core_client.client import NotConnectedError
 from diptych_protocol import EngineDescription, UtilityError
+from diptych_protocol.kv_transfer_params import LEASE_FIELDS
 from diptych_router.vllm.description import ServedModel, check_generate, description_of
 from diptych_router.vllm.event_socket import EventSource, source_of
 from diptych_router.vllm.messages import GENERATE
@@ -17,9 +18,11 @@ from diptych_router.vllm.metrics import ServerFigures, read_metrics
 CONNECT_S: Final = 3.0
 PAGE_S: Final = 10.0
 MAX_PAGE_BYTES: Final = 8 << 20
+REJECT: Final = "/v1/kv_transfer/reject"
+"""The route that our connector adds to vLLM's server."""
 COMPLETIONS: Final = "/v1/completions"
 NO_MODEL: Final = "no model: this request only gives blocks back"
-_UNKNOWN_MODEL: Final = 404
+_NOT_THERE: Final = 404
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError)
 """What HTTP calls raise, besides `TimeoutError`, which is among these."""
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
@@ -52,11 +55,16 @@ async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
 class VllmServer:
     """The pages of one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, address: str, *, may_have_route: bool
+    ) -> None:
+        """may_have_route: it has our connector, and so may serve `REJECT`."""
         self._session, self._address = session, address
+        self._may_have_route = self._has_route = may_have_route
 
     async def describe(self, served: ServedModel, timeout_s: float) -> EngineDescription:
         """Who it is. Raises as `figures`, and `UnfitServerError`."""
+        self._has_route = self._may_have_route  # until it says otherwise
         async with asyncio.timeout(timeout_s):
             await self._page("/health")
             status, _ = await self._get(GENERATE)
@@ -90,25 +98,36 @@ class VllmServer:
         return True
 
     async def give_back(self, params: dict[str, Any], timeout_s: float) -> None:
-        """Say that nobody wants the KV that these parameters describe. Raises as `figures`.
+        """Say that nobody wants the KV that these parameters describe. Raises as `figures`."""
+        async with asyncio.timeout(timeout_s):
+            if self._has_route:
+                self._has_route = await self._reject(params)
+            if not self._has_route:
+                await self._have_refused(params)
 
-        vLLM tells its KV connector of a request that it refuses after it has read it.
-        """
+    async def _reject(self, params: dict[str, Any]) -> bool:
+        """Give a lease back by the route for that. Returns whether the server has it."""
+        lease = {name: params.get(name) for name in LEASE_FIELDS}
+        status, answer = await self._post(REJECT, {"kv_transfer_params": lease})
+        if status not in (200, _NOT_THERE):
+            raise UtilityError(f"{REJECT}: status {status}: {answer[:200]!r}")
+        return status == 200
+
+    async def _have_refused(self, params: dict[str, Any]) -> None:
+        """vLLM tells its KV connector of a request that it refuses after it has read it."""
         body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        status, answer = await self._post(COMPLETIONS, body)
+        if status != _NOT_THERE or NO_MODEL.encode() not in answer:
+            raise UtilityError(f"{COMPLETIONS}: status {status}, and not the refusal of a model")
+
+    async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.post(
-                    COMPLETIONS, json=body, timeout=_TIMEOUT, allow_redirects=False
-                ) as response,
-            ):
-                answer = await read_body(response, MAX_PAGE_BYTES)
+            async with self._session.post(
+                path, json=body, timeout=_TIMEOUT, allow_redirects=False
+            ) as response:
+                return response.status, await read_body(response, MAX_PAGE_BYTES)
         except CONNECTION_ERRORS as exc:
-            raise NotConnectedError(f"{COMPLETIONS} of {self._address}: {exc!r}") from exc
-        if response.status != _UNKNOWN_MODEL or NO_MODEL.encode() not in answer:
-            raise UtilityError(
-                f"{COMPLETIONS}: status {response.status}, and not the refusal of a model"
-            )
+            raise NotConnectedError(f"{path} of {self._address}: {exc!r}") from exc
 
     async def _page(self, path: str) -> bytes:
         status, body = await self._get(path)

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 from engine_kit.core import CLIENT, DUMMY, core_request, make_core
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.openai.app import build_app
 from diptych_frontend.text.output_processor import Collector, OutputProcessor
 from diptych_protocol import (
     EngineConfig,

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 from openai.types.shared_params import ResponseFormatJSONSchema
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.openai import build_app
 from diptych_protocol import (
     EngineConfig,
     EngineOverloadedError,

@@ -15,8 +15,8 @@ from waits import PATIENCE_S
 
 from diptych_frontend.admin.calls import build_admin_app
 from diptych_frontend.admin.lora import LoraRoutes
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.openai.app import build_app
 from diptych_protocol import EngineConfig, LoRARequest, SamplingParams, UtilityError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

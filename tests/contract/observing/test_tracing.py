@@ -17,11 +17,11 @@ from opentelemetry.trace import StatusCode
 from span_collector import span_collector
 
 from diptych_engine import LLMEngine
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.observability.request_tracer import RequestTracer
 from diptych_frontend.observability.span_sender import SpanSender
 from diptych_frontend.observability.tracing import start_tracer, trace_context
-from diptych_frontend.openai.app import build_app
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutput,
@@ -98,7 +98,7 @@ async def test_contract_C09_tracing_is_enabled_exactly_with_an_endpoint() -> Non
         engine.shutdown()
     code = (
         "import sys; from diptych_frontend.core_client.async_llm import AsyncLLM; "
-        "from diptych_frontend.openai.app import build_app; "
+        "from diptych_frontend.app import build_app; "
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

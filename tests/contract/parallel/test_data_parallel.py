@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from waits import PATIENCE_S
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.openai import build_app
 from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,

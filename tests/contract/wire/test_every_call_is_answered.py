@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from waits import PATIENCE_S, Deadline
 
 from diptych_engine import AsyncLLM, LLMEngine
-from diptych_frontend.openai import build_app
+from diptych_frontend.app import build_app
 from diptych_protocol import (
     EngineConfig,
     EngineGenerateError,

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from waits import PATIENCE_S
 
-from diptych_frontend.openai import asgi, build_app
+from diptych_frontend.app import build_app
+from diptych_frontend.openai import asgi
 from diptych_protocol import (
     ClientClosedError,
     EngineDeadError,

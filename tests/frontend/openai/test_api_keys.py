@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai import api_keys, build_app, mounted
+from diptych_frontend.openai import api_keys, mounted
 from diptych_frontend.openai.api_keys import MAX_KEYS, ApiKeys
 
 CHAT = "/v1/chat/completions"
@@ -59,7 +60,8 @@ def bearer(key: str, scheme: str = "Bearer") -> dict[str, str]:
     [
         {}, bearer("wrong"), bearer("sesam"), bearer("sesamee"), bearer(""), bearer("SESAME"),
         {"authorization": "sesame"}, {"authorization": "Bearer"}, bearer("sesame", "Basic"),
-        bearer("alice"), bearer("caf\u00e9"),
+        bearer("alice"), bearer("caf\u00e9"), {"x-api-key": "wrong"}, {"x-api-key": ""},
+        bearer("wrong") | {"x-api-key": "sesame"},
     ],
 )  # fmt: skip
 async def test_nobody_gets_in_without_a_key(
@@ -78,6 +80,22 @@ async def test_nobody_gets_in_without_a_key(
         assert answer.headers["www-authenticate"] == "Bearer"
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+
+
+async def test_anthropics_clients_have_their_key_in_a_header_of_its_own(
+    engine: Any, folder: Path
+) -> None:
+    path, body = "/v1/messages", BODY
+    metrics = ServerMetrics("echo")
+    app = build_app(engine, api_keys=ApiKeys(folder), metrics=metrics)
+    async with client(app) as http:
+        assert (await http.post(path, json=body, headers={"x-api-key": "open-up"})).is_success
+        assert (await http.post(path, json=body, headers=bearer("open-up"))).is_success
+        refused = await http.post(path, json=body, headers={"x-api-key": "wrong"})
+        text = (await http.get("/metrics")).text
+    assert refused.status_code == 401
+    assert refused.json()["error"]["type"] == "authentication_error"
+    assert 'model_name="echo",status="200",tenant="bob"} 2.0' in text
 
 
 @pytest.mark.parametrize("path", ["/health", "/live", "/ping", "/metrics", "/version"])

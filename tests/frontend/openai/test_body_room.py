@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.openai import body_room, build_app
+from diptych_frontend.app import build_app
+from diptych_frontend.openai import body_room
 from diptych_frontend.openai.body_room import SMALL_BYTES, BodyRoom
 from diptych_protocol import EngineOverloadedError
 

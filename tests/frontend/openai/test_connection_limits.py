@@ -13,8 +13,9 @@ import psutil
 import pytest
 from waits import FOR_EVER_S, PATIENCE_S
 
+from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai import build_app, connection_limits, server
+from diptych_frontend.openai import connection_limits, server
 from diptych_frontend.openai.connection_limits import Connections, raise_descriptor_limit
 
 REQUEST = b"GET /version HTTP/1.1\r\nHost: x\r\n"

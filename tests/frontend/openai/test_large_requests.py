@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from chaos_kit.large_requests import english, large_requests
 
-from diptych_frontend.openai import build_app
+from diptych_frontend.app import build_app
 from diptych_frontend.openai.request_workers import INLINE_BYTES, MAX_WAITING_BYTES
 from diptych_protocol import EngineOverloadedError
 

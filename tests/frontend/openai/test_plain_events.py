@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych_frontend.openai.answer_parts import AnswerParts
 from diptych_frontend.openai.api_types import StreamOptions
 from diptych_frontend.openai.chat import ChatWriter
 from diptych_frontend.openai.completions import CompletionWriter
 from diptych_frontend.openai.responses import Envelope, Tally
 from diptych_protocol import CompletionOutput, Logprob, RequestOutput
+
+NOTHING_ELSE = AnswerParts(None, None)
 
 TEXTS = st.text(max_size=8) | st.sampled_from(['"text":""', '"content":""', "\\", "\n\n", "\x00"])
 NAMES = st.sampled_from(["m", "text", '"text":""', '","content":"'])
@@ -62,7 +65,10 @@ def test_completions(
 
 @given(st.lists(st.tuples(st.integers(0, 1), TEXTS), max_size=6), NAMES, st.sampled_from(USAGE))
 def test_chats(pieces: list[tuple[int, str]], model: str, usage: StreamOptions | None) -> None:
-    writer, tally = ChatWriter(Envelope("chatcmpl-1", 5, model, 2, usage), 0), Tally(3)
+    writer, tally = (
+        ChatWriter(Envelope("chatcmpl-1", 5, model, 2, usage), 0, NOTHING_ELSE),
+        Tally(3),
+    )
     begun: set[int] = set()
     for index, text in pieces:
         output = outputs(text, index)
@@ -92,7 +98,7 @@ def test_chats(pieces: list[tuple[int, str]], model: str, usage: StreamOptions |
 )
 def test_what_has_more_to_tell_tells_it(changes: dict[str, str], field: str, value: str) -> None:
     completions = CompletionWriter(Envelope("1", 5, "m", 1, None))
-    chats = ChatWriter(Envelope("1", 5, "m", 1, None), 0)
+    chats = ChatWriter(Envelope("1", 5, "m", 1, None), 0, NOTHING_ELSE)
     for writer in (completions, chats):
         for _ in range(2):
             writer.events(0, outputs("a"), Tally(3))

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from diptych_frontend.openai import build_app
+from diptych_frontend.app import build_app
 
 PATH = "/v1/chat/completions"
 REASONING, ANSWER = "hm, < so ", "Hello </think> there"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waits import PATIENCE_S
 
-from diptych_frontend.openai import build_app
+from diptych_frontend.app import build_app
 from diptych_frontend.openai.promised_prefill import MAX_VALUES, PromiseFinder, promised_prefill
 from diptych_protocol import EngineGenerateError, EngineOverloadedError
 

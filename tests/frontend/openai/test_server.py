@@ -14,7 +14,8 @@ import httpx
 import pytest
 from waits import PATIENCE_S
 
-from diptych_frontend.openai import Site, build_app, listen, serve_http, serve_sites
+from diptych_frontend.app import build_app
+from diptych_frontend.openai import Site, listen, serve_http, serve_sites
 from diptych_frontend.openai.server import reserve_port
 from diptych_protocol import InvalidRequestError
 

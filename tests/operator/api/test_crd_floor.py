@@ -6,6 +6,7 @@ as that is at hand: so each construct stands here with the release that brought 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,42 @@ def test_what_takes_longer_the_longer_a_text_is_has_a_longest_text(version: dict
         rules = node.get("x-kubernetes-validations", ())
         if any("self.matches(" in rule["rule"] for rule in rules):
             assert node["maxLength"] <= 1024
+
+
+MOST_OF_A_RULE, MOST_OF_A_CRD = 10_000_000, 100_000_000
+"""Estimated costs beyond which API servers refuse a CRD (apiextensions-apiserver)."""
+
+
+def cost_of_patterns(schema: dict[str, Any], rule: str) -> float:
+    """As API servers estimate it: a tenth of the bytes of the longest text, by a quarter of the
+    pattern's length, for each item that there may be; a character may have four bytes."""
+    cost = 0.0
+    for path, pattern in re.findall(r"self([.\w]*)\.exists\(a, a\.matches\('(.*?)'\)\)", rule):
+        node = schema
+        for name in path.split(".")[1:]:
+            node = node["properties"][name]
+        longest = 4 * node["items"]["maxLength"] + 1
+        cost += node["maxItems"] * math.ceil(0.1 * longest) * math.ceil(0.25 * len(pattern))
+    return cost
+
+
+def test_no_rule_over_the_items_of_a_list_costs_more_than_api_servers_admit(
+    version: dict[str, Any],
+) -> None:
+    costs = [
+        cost_of_patterns(node, rule["rule"])
+        for node in nodes(version["schema"]["openAPIV3Schema"])
+        for rule in node.get("x-kubernetes-validations", ())
+    ]
+    assert max(costs, default=0) < 0.7 * MOST_OF_A_RULE, "what else a rule does costs little"
+    assert sum(costs) < 0.7 * MOST_OF_A_CRD
+
+
+def test_the_cost_of_a_pattern_is_counted() -> None:
+    texts = {"maxItems": 64, "items": {"maxLength": 1024}}
+    schema = {"properties": {"a": {"properties": {"b": texts}}}}
+    assert cost_of_patterns(schema, "!self.a.b.exists(a, a.matches('^x{1,9}$'))") == 64 * 410 * 2
+    assert cost_of_patterns(texts, "!self.exists(a, a.matches('^x$'))") == 64 * 410
 
 
 def test_the_chart_asks_for_the_oldest_kubernetes_and_drops_the_rules_below_theirs() -> None:

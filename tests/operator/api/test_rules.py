@@ -72,7 +72,7 @@ scaling = st.fixed_dictionaries(
 pools = st.fixed_dictionaries({}, optional={"replicas": st.integers(1, 3), "autoscaling": scaling})
 checksums = st.sampled_from(["", "0" * 64])
 arguments = st.sampled_from(
-    ["--dtype=a", "--seed=1", "--port=1", "--model", "--modelled=1", "--config.a=1"]
+    ["--dtype=a", "--seed=1", "--port=1", "--mode", "--modelled=1", "--conf.a=1", "--kv-s=1"]
 )
 engines = st.fixed_dictionaries(
     {},

@@ -14,6 +14,7 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.render import ServiceSecrets, render
 from diptych_operator.revision import key_set, revision
 from diptych_protocol import CurveKeys, RouterConfig
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.settings import ConnectorSettings
 
 SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
@@ -89,7 +90,7 @@ def test_our_connector_knows_where_it_is_reached_its_keys_and_its_revision(pool:
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {
             "listen_host": "0.0.0.0",
-            "listen_port": 5570,
+            "listen_port": 5558,
             "advertise_host": "10.0.0.7",
             "lease_seconds": 45.5,
             "keys": "/etc/diptych/keys",
@@ -101,7 +102,44 @@ def test_our_connector_knows_where_it_is_reached_its_keys_and_its_revision(pool:
 def test_our_connector_takes_the_settings_that_it_is_given() -> None:
     extra = transfer_config(service(), "decode")["kv_connector_extra_config"]
     settings = ConnectorSettings.parse(extra)
-    assert (settings.listen_port, settings.keys) == (5570, "/etc/diptych/keys")
+    assert (settings.listen_port, settings.keys) == (5558, "/etc/diptych/keys")
+
+
+@pytest.mark.parametrize("ranks", RANKS_OF_CONNECTOR)
+def test_each_rank_of_our_connector_has_the_port_behind_that_of_the_rank_before(ranks: int) -> None:
+    """The connector is told the first."""
+    wanted = service(engine={"tensorParallelSize": ranks})
+    ports = {p["name"]: p["containerPort"] for p in container_of(wanted, "decode")["ports"]}
+    of_ranks = ["kv", *(f"kv-{rank}" for rank in range(1, ranks))]
+    assert [ports[name] for name in of_ranks] == [*range(5558, 5558 + ranks)]
+    assert ports.keys() == {"http", "events", "replay", *of_ranks}
+    assert len(set(ports.values())) == len(ports), "no rank listens where another listens"
+
+
+def test_the_pool_with_more_ranks_says_how_many_ports_there_are() -> None:
+    wanted = service(prefill={"engine": {"tensorParallelSize": 4}})
+    for pool in ("prefill", "decode"):
+        ports = {port["name"] for port in container_of(wanted, pool)["ports"]}
+        assert {"kv", "kv-1", "kv-2", "kv-3"} < ports
+
+
+def test_nixl_has_one_port_for_all_ranks() -> None:
+    wanted = service(engine={"tensorParallelSize": 4}, **NIXL)
+    ports = {port["name"] for port in container_of(wanted, "decode")["ports"]}
+    assert ports == {"http", "events", "replay", "nixl"}
+
+
+def test_our_route_is_added_to_what_a_service_has_of_that_kind() -> None:
+    own = service(engine={"runtime": "vllm", "image": IMAGE, "args": ["--middleware=their.own"]})
+    for wanted, expected in (
+        (own, ["their.own", "diptych_vllm.routes.Routes"]),
+        (service(**NIXL), []),
+    ):
+        for pool in ("prefill", "decode"):
+            container = container_of(wanted, pool)
+            found = [x.partition("=")[2] for x in container["args"] if "--middleware" in x]
+            assert found == expected
+            assert "VLLM_PLUGINS" not in variables(wanted, pool), "others' plugins stay on"
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])

@@ -21,9 +21,7 @@ from diptych_operator.api.base import Rule
 from diptych_operator.api.crd import custom_resource_definition
 from diptych_operator.api.engine import (
     ARGS_FOR_VLLM,
-    ARGUMENT_RULES,
     NOT_FOR_VLLM,
-    OWNED_ARGUMENTS,
     STEP_BUDGET,
     VLLM_IMAGE,
 )
@@ -35,11 +33,11 @@ from diptych_operator.api.model import (
     URI_RULES,
 )
 from diptych_operator.api.pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
-from diptych_operator.api.prefill_engine import EQUAL_ARGUMENTS, EQUAL_IN_BOTH
 from diptych_operator.api.runtimes import (
     CONNECTOR_IMAGE,
     CONNECTOR_OF_DIPTYCH,
     CONNECTOR_OF_TWO_POOLS,
+    CONNECTOR_STAYS,
     GPUS_OF_DECODE,
     GPUS_OF_PREFILL,
     LEASE_OF_NIXL,
@@ -49,6 +47,7 @@ from diptych_operator.api.runtimes import (
     PREFILL_NEEDED,
     RANKS_BY_DIPTYCH,
     RANKS_BY_NIXL,
+    RANKS_OF_DIPTYCH,
     TRANSPORT_OF_VLLM,
 )
 from diptych_operator.api.service import (
@@ -59,6 +58,14 @@ from diptych_operator.api.service import (
     SLEEP_TOGETHER,
     SLEEPERS_WAKE,
 )
+from diptych_operator.api.vllm_arguments import (
+    ARGUMENT_RULES,
+    EQUAL_ARGUMENTS,
+    EQUAL_IN_BOTH,
+    OFFLOADING,
+    OWNED_ARGUMENTS,
+)
+from diptych_protocol.config import RANKS_OF_CONNECTOR
 
 SCHEMA: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][
     "openAPIV3Schema"
@@ -113,6 +120,11 @@ def _template(**container: str) -> dict[str, Any]:
 
 def _uri(uri: str, **more: Any) -> dict[str, Any]:
     return {"model": {"uri": uri, **more}}
+
+
+def _cut_short(name: str) -> str:
+    """An abbreviation of an argument's name, which vLLM takes for it if no other begins so."""
+    return name.removesuffix("*")[:-1]
 
 
 _PVC = {"pvc": {"claimName": "models"}}
@@ -191,6 +203,13 @@ GOOD: dict[str, dict[str, Any]] = {
     ),
     "two pools of vLLM": vllm_spec(prefill={"replicas": 2}),
     "two pools of vLLM that sleep": vllm_spec(prefill=_ASLEEP, decode=_ASLEEP),
+    **{
+        f"two pools of vLLM with {ranks} ranks": vllm_spec(
+            engine={"tensorParallelSize": ranks}, prefill={}
+        )
+        for ranks in RANKS_OF_CONNECTOR
+    },
+    "one pool of vLLM with eight ranks": vllm_spec(engine={"tensorParallelSize": 8}),
     "two pools of vLLM by NIXL": vllm_spec(prefill={}, transfer={"connector": "nixl"}),
     "two pools of vLLM with an image for the connector": vllm_spec(
         prefill={}, transfer={"connectorImage": "example.org/connector:1", "verify": "Warn"}
@@ -210,6 +229,9 @@ GOOD: dict[str, dict[str, Any]] = {
             "resources": {"limits": {"nvidia.com/gpu": 2}},
         },
         decode={"resources": {"limits": {"nvidia.com/gpu": 4}}},
+    ),
+    "one pool of vLLM that offloads KV": vllm_spec(
+        engine={"args": ["--kv-offloading-size=4", "--kv-offloading-backend=native"]}
     ),
     "more ranks of prefill by our connector": vllm_spec(
         engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 4}}
@@ -359,19 +381,34 @@ BROKEN: dict[str, Broken] = {
         )
         for prefill, decode in ((2, 1), (2, 3))
     },
-    "ranks that do not divide each other by our connector": Broken(
+    "more ranks of prefill than our connector takes": Broken(
         vllm_spec(engine={"tensorParallelSize": 2}, prefill={"engine": {"tensorParallelSize": 3}}),
         "spec.prefill.engine.tensorParallelSize",
         RANKS_BY_DIPTYCH,
+    ),
+    "more ranks than our connector takes": Broken(
+        vllm_spec(engine={"tensorParallelSize": 1 + max(RANKS_OF_CONNECTOR)}, prefill={}),
+        "spec.engine.tensorParallelSize",
+        RANKS_OF_DIPTYCH,
     ),
     **{
         f"prefill of vLLM with --{prefix}{name}": Broken(
             vllm_spec(prefill={"engine": {"args": [f"--{prefix}{name.replace('*', 'a')}=1"]}}),
             "spec.prefill.engine.args",
-            EQUAL_IN_BOTH,
+            rule,
         )
-        for name in EQUAL_ARGUMENTS
+        for rule, names in zip(EQUAL_IN_BOTH, EQUAL_ARGUMENTS.values(), strict=True)
+        for name in names
         for prefix in ("", "no-")
+    },
+    **{
+        f"prefill of vLLM with --{name} cut short": Broken(
+            vllm_spec(prefill={"engine": {"args": [f"--{_cut_short(name)}=1"]}}),
+            "spec.prefill.engine.args",
+            rule,
+        )
+        for rule, names in zip(EQUAL_IN_BOTH, EQUAL_ARGUMENTS.values(), strict=True)
+        for name in names
     },
     **{
         f"prefill of vLLM with --{names[0]}": Broken(
@@ -380,6 +417,17 @@ BROKEN: dict[str, Broken] = {
             rule,
         )
         for rule, names in zip(ARGUMENT_RULES, OWNED_ARGUMENTS.values(), strict=True)
+    },
+    "prefill of vLLM that offloads KV": Broken(
+        vllm_spec(prefill={"engine": {"args": ["--kv-offloading-size=4"]}}),
+        "spec.prefill.engine.args",
+        OFFLOADING,
+    ),
+    **{
+        f"two pools of vLLM with {argument}": Broken(
+            vllm_spec(engine={"args": [argument]}, prefill={}), "spec.engine.args", CONNECTOR_STAYS
+        )
+        for argument in ("--kv-offloading-size=4", "--kv-off=4")
     },
     "vLLM of no image": Broken(vllm_spec(engine={"image": ""}), "spec.engine.image", VLLM_IMAGE),
     "arguments of vLLM for our own engine": Broken(
@@ -432,6 +480,16 @@ BROKEN: dict[str, Broken] = {
         for rule, names in zip(ARGUMENT_RULES, OWNED_ARGUMENTS.values(), strict=True)
         for name in names
         for value in ("", "=1", ".a=1")
+    },
+    **{
+        f"vLLM with --{name} cut short{value}": Broken(
+            vllm_spec(engine={"args": [f"--{_cut_short(name)}{value}"]}),
+            "spec.engine.args",
+            rule,
+        )
+        for rule, names in zip(ARGUMENT_RULES, OWNED_ARGUMENTS.values(), strict=True)
+        for name in names
+        for value in ("=1", ".a=1")
     },
     **{
         f"vLLM with {rule.at[1:]}": Broken(

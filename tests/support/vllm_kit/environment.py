@@ -15,10 +15,22 @@ ROOT = Path(__file__).parents[3]
 VENV = Path(os.environ.get("DIPTYCH_VLLM") or ROOT / ".vllm").absolute()
 START_S = 900.0
 """A busy machine may need minutes to import vLLM."""
-needs_vllm = pytest.mark.skipif(
-    not (VENV / "bin" / "vllm").exists(),
-    reason="vLLM is not installed: `make vllm` installs it, or DIPTYCH_VLLM names the virtual "
-    "environment that has it",
+needs_vllm = (
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        not (VENV / "bin" / "vllm").exists(),
+        reason="vLLM is not installed: `make vllm` installs it, or DIPTYCH_VLLM names the virtual "
+        "environment that has it",
+    ),
+)
+"""Marks of a test that starts vLLM: `make test-vllm` runs it, and nothing where vLLM is not."""
+needs_nixl = (
+    *needs_vllm,
+    pytest.mark.skipif(
+        not any(VENV.glob("lib/python*/site-packages/nixl")),
+        reason="NIXL is not installed beside vLLM: `make vllm` installs both, or DIPTYCH_VLLM "
+        "names the virtual environment that has them",
+    ),
 )
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

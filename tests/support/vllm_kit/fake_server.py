@@ -97,15 +97,17 @@ class FakeVllm:
         self.script: Script = three_tokens
         """How the next requests are answered."""
         self.exchanges: list[Exchange] = []
-        self.given_back: list[dict[str, Any]] = []
-        """The references that came with requests which it has refused."""
+        self.given_back: list[str] = []
+        """The leases that nobody wants any more, in whichever way it was told."""
+        self.has_route = True
+        """It serves the route of our connector, by which leases are given back."""
         self.metrics = METRICS
         self.models: Any = {"data": [{"id": "tiny", "root": "/m", "max_model_len": 512}]}
         self.health = 200
         self.generate_status = 405
         """The answer to GET."""
         self.times_asked = Counter[str]()
-        """Path -> GETs."""
+        """Path -> GETs, and calls that give a lease back."""
         self._port = port
         self._runner: web.AppRunner | None = None
 
@@ -113,6 +115,7 @@ class FakeVllm:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/completions", self._refuse)
+        app.router.add_post("/v1/kv_transfer/reject", self._reject)
         for path, answer in {
             "/inference/v1/generate": lambda: web.Response(status=self.generate_status),
             "/health": lambda: web.Response(status=self.health),
@@ -143,9 +146,17 @@ class FakeVllm:
     async def _refuse(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert body["model"] not in [model["id"] for model in self.models["data"]]
-        self.given_back.append(body["kv_transfer_params"])
+        self.times_asked[request.path] += 1
+        self.given_back.append(body["kv_transfer_params"]["lease_id"])
         message = f"The model `{body['model']}` does not exist."
         return web.json_response({"error": {"message": message}}, status=404)
+
+    async def _reject(self, request: web.Request) -> web.Response:
+        self.times_asked[request.path] += 1
+        if not self.has_route:
+            raise web.HTTPNotFound
+        self.given_back.append((await request.json())["kv_transfer_params"]["lease_id"])
+        return web.json_response({"done": True})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         exchange = Exchange(request, await request.json())

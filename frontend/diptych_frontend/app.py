@@ -1,4 +1,4 @@
-"""The ASGI application: routes and layers put together around one `EngineClient`."""
+"""The ASGI application: all routes and layers, put together around one `EngineClient`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from diptych_frontend.anthropic.errors import ANTHROPIC
+from diptych_frontend.anthropic.routes import CountTokensRoute, MessagesApi
+from diptych_frontend.api_docs.routes import docs_routes
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
@@ -23,9 +26,21 @@ from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
 from diptych_frontend.reasoning.parser import ReasoningParser
+from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
+from diptych_frontend.responses_api.store import ResponseStore
+from diptych_frontend.vllm_api.scoring import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    RerankRequest,
+    ScoreRequest,
+    ScoringRoute,
+)
+from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
 from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
+DIALECTS = {"/v1/messages": ANTHROPIC}
+"""How failures are told on paths that begin so."""
 METRICS_AGE_S = 1.0
 """Metrics are written at most so often, however often somebody asks for them."""
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
@@ -41,9 +56,10 @@ def build_app(
     metrics: ServerMetrics | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     access_log: AccessLogStyle = "off",
+    stores_responses: bool = True,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
-    """The OpenAI-compatible server of one engine client.
+    """The HTTP server of one engine client.
 
     Args:
         engine: started and stopped by the caller.
@@ -53,6 +69,8 @@ def build_app(
         metrics: one that knows `stats_by_engine` also reports on the engines.
         max_body_bytes: larger request bodies are refused with 413.
         access_log: one line a request on the logger `diptych.access`.
+        stores_responses: /v1/responses keeps answers for clients that ask for it; several
+            processes of one server must not, because the next request may reach another one.
         extra_routes: further Starlette routes, behind the same layers.
     """
     names = tuple(served_names) or (engine.model_name,)
@@ -61,16 +79,35 @@ def build_app(
     models = Models(engine, names)
     workers = RequestWorkers()
     completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
-    chat = GenerationRoute(ChatApi(ReasoningParser.of(engine)), engine, known, metrics, workers)
+    chat_api = ChatApi(ReasoningParser.of(engine))
+    chat = GenerationRoute(chat_api, engine, known, metrics, workers)
+    messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
+    store = ResponseStore() if stores_responses else None
+    responses = GenerationRoute(ResponsesApi(chat_api, store), engine, known, metrics, workers)
+    stored = StoredResponses(store)
+    count_tokens = CountTokensRoute(chat_api, engine, known, workers)
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
+    score = ScoringRoute(ScoreRequest, engine, known, metrics, workers)
+    rerank = ScoringRoute(RerankRequest, engine, known, metrics, workers)
+    tokenize = TokenizeRoute(engine, known, workers)
+    detokenize = DetokenizeRoute(engine, known, workers)
     router = Router(
         [
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]),
+            Route("/v1/messages", messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            *(Route(path, score, methods=["POST"]) for path in SCORE_PATHS),
+            *(Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/kv_transfer/reject", RejectRoute(engine, workers), methods=["POST"]),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.one),
+            *docs_routes(),
             *Probes(engine, metrics).routes(),
             *extra_routes,
         ],
@@ -80,7 +117,7 @@ def build_app(
     app: ASGIApp = BodyReader(router, max_body_bytes)
     if api_keys is not None:
         app = KeyGate(app, api_keys)
-    app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log)
+    app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log, dialects=DIALECTS)
     return RejectionCleanup(app, engine)
 
 

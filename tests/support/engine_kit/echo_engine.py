@@ -1,23 +1,25 @@
-"""A small engine that really tokenises, generates, stops and aborts, and servers around it."""
+"""A small engine that really tokenises, generates, stops and aborts.
+
+On the import path of the tests (pytest's `pythonpath`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
-import pytest
-from waits import PATIENCE_S
+import numpy as np
 
-from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai import build_app, serve_http
 from diptych_protocol import (
+    Array,
     CompletionOutput,
     InvalidRequestError,
     Logprob,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -52,6 +54,12 @@ class ByteRenderer:
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         return self.render_prompt(text + ("assistant: " if add_generation_prompt else ""))
 
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self.render_prompt(text)["prompt_token_ids"]) + [EOS] * add_special_tokens
+
+    def token_names(self, token_ids: list[int]) -> list[str]:
+        return [f"<{token}>" for token in token_ids]
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(i for i in token_ids if i < EOS).decode("utf-8", "replace")
 
@@ -73,11 +81,13 @@ class EchoEngine(WithoutControl):
         self.facts: dict[str, Any] = {}
         self.answer_kv_params: dict[str, Any] | None = None
         self.seen: list[tuple[str, SamplingParams, int, Any]] = []
+        self.encoded: list[tuple[str, int, Any]] = []
         self.running: set[str] = set()
         self.left_early: list[str] = []
         self.rejected: list[tuple[str, dict[str, Any]]] = []
 
     model_name = "echo"
+    model_config = SimpleNamespace(vocab_size=EOS + 1)
     reasoning_parser = "none"
     max_model_len = 2048
     is_running = True
@@ -141,6 +151,29 @@ class EchoEngine(WithoutControl):
                     kv_transfer_params=self.answer_kv_params if finished else None,
                     metrics=self.facts,
                 )
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: Any = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+        *,
+        tenant: str = "",
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """How often each byte is in the prompt, as a vector of length 1."""
+        self.encoded.append((request_id, priority, prompt))
+        if self.refusal is not None:
+            raise self.refusal
+        ids = prompt["prompt_token_ids"]
+        counts = np.bincount(ids, minlength=EOS + 1).astype(np.float32)
+        counts /= np.linalg.norm(counts)
+        data = Array("float32", counts.shape, counts.tobytes())
+        yield PoolingRequestOutput(request_id, PoolingOutput(data), ids, finished=True)
 
     async def abort(self, request_id: Any) -> None:
         return None
@@ -240,95 +273,3 @@ class Sequence:
             value = -0.5 if rank == 1 else float("-inf")
             found[other] = Logprob(value, rank, self._renderer.decode([other]))
         return found
-
-
-@contextlib.asynccontextmanager
-async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
-    """Serve the app on a free port of this test's loop; yields the base URL."""
-    address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(
-        serve_http(app, "127.0.0.1", 0, on_ready=lambda *a: address.set_result(a), **options)
-    )
-    await asyncio.wait((task, address), return_when=asyncio.FIRST_COMPLETED)
-    try:
-        host, port = address.result()
-        yield f"http://{host}:{port}"
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
-
-
-@pytest.fixture
-async def engine() -> EchoEngine:
-    return EchoEngine()
-
-
-@pytest.fixture(scope="module")
-def echo_app() -> Any:
-    return build_app(EchoEngine())
-
-
-@pytest.fixture
-def serve() -> Any:
-    """`serve(app, **options)`: an async context that yields the base URL."""
-    return serving
-
-
-@pytest.fixture
-def app(engine: EchoEngine) -> Any:
-    metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
-    return build_app(engine, metrics=metrics, max_body_bytes=64 << 10)
-
-
-@pytest.fixture
-async def http(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client straight into the app: quick, for all that needs no socket."""
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
-
-
-@pytest.fixture
-async def http_socket(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a real server."""
-    async with (
-        serving(app, drain_timeout_s=2.0) as url,
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
-    ):
-        yield client
-
-
-@pytest.fixture(scope="module")
-def base_url() -> Iterator[str]:
-    """A server in a thread of its own, so that blocking clients can talk to it."""
-    loop = asyncio.new_event_loop()
-    started: list[str] = []
-    ready = threading.Event()
-    stop = asyncio.Event()
-
-    async def main() -> None:
-        async with serving(build_app(EchoEngine())) as url:
-            started.append(url)
-            ready.set()
-            await stop.wait()
-
-    def run() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(main())
-        loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        if not ready.wait(PATIENCE_S):
-            raise TimeoutError("the server did not start")
-        yield started[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(PATIENCE_S)
-
-
-@pytest.fixture(scope="module")
-def model() -> str:
-    """The name of the model behind `base_url`."""
-    return "echo"

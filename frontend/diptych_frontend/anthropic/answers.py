@@ -1,0 +1,264 @@
+"""The answers of the Messages API: a whole message, or the events of one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from diptych_frontend.openai.answer_parts import AnswerParts
+from diptych_frontend.openai.responses import AnswerWriter, PlainEvents, Tally, encode
+from diptych_frontend.openai.tool_calls import ParsedCall
+from diptych_protocol import EngineGenerateError, RequestOutput
+
+
+class TokenDetails(msgspec.Struct):
+    thinking_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """`input_tokens` are those that were not in the cache."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    output_tokens_details: TokenDetails | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, tally: Tally) -> Usage:
+        cached = sum(tally.cached_by_prompt.values())
+        usage = cls(tally.prompt_tokens - cached, cached, tally.completion_tokens)
+        if tally.reasoning_tokens is not None:
+            usage.output_tokens_details = TokenDetails(tally.reasoning_tokens)
+        return usage
+
+
+class _Typed(msgspec.Struct, tag_field="type"):
+    """An event, or a part of a message."""
+
+
+class Text(_Typed, tag="text"):
+    text: str
+    citations: None = None
+
+
+class Thinking(_Typed, tag="thinking"):
+    thinking: str
+    signature: str = ""
+    """Nothing here is signed."""
+
+
+class ToolUse(_Typed, tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw
+
+
+Content = Text | Thinking | ToolUse
+
+
+class Message(_Typed, tag="message"):
+    id: str
+    model: str
+    content: list[Content]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Usage
+    role: Literal["assistant"] = "assistant"
+
+
+class MessageStart(_Typed, tag="message_start"):
+    message: Message
+
+
+class Ping(_Typed, tag="ping"):
+    pass
+
+
+class BlockStart(_Typed, tag="content_block_start"):
+    index: int
+    content_block: Content
+
+
+class TextDelta(_Typed, tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(_Typed, tag="thinking_delta"):
+    thinking: str
+
+
+class InputDelta(_Typed, tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(_Typed, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | InputDelta
+
+
+class BlockStop(_Typed, tag="content_block_stop"):
+    index: int
+
+
+class StopDelta(msgspec.Struct):
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageDelta(_Typed, tag="message_delta"):
+    delta: StopDelta
+    usage: Usage
+
+
+class MessageStop(_Typed, tag="message_stop"):
+    pass
+
+
+def sse(event: _Typed) -> bytes:
+    tag = str(event.__struct_config__.tag).encode()
+    return b"event: " + tag + b"\ndata: " + encode(event) + b"\n\n"
+
+
+def why_stopped(
+    finish_reason: str | None, stop_reason: Any, *, full: bool
+) -> tuple[str, str | None]:
+    """`stop_reason` and `stop_sequence` of a message that has ended.
+
+    full: it ended before its `max_tokens`. Raises `EngineGenerateError` for an answer that was
+    broken off.
+    """
+    match finish_reason:
+        case "tool_calls":
+            return "tool_use", None
+        case "stop" if isinstance(stop_reason, str):
+            return "stop_sequence", stop_reason
+        case "stop":
+            return "end_turn", None
+        case "length":
+            return "model_context_window_exceeded" if full else "max_tokens", None
+        case _:
+            raise EngineGenerateError(f"the answer was broken off ({finish_reason})")
+
+
+class MessageWriter(AnswerWriter):
+    """See `AnswerWriter`."""
+
+    def __init__(self, message_id: str, model: str, max_tokens: int, parts: AnswerParts) -> None:
+        self._id = message_id
+        self._model = model
+        self._max_tokens = max_tokens
+        self._parts = parts
+        self._begun = False
+        self._blocks = Blocks()
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        reasoning, text, calls, _ = self._read(output, tally)
+        blocks = self._blocks
+        events = [] if self._begun else [sse(MessageStart(self._message([], tally))), sse(Ping())]
+        self._begun = True
+        if reasoning:
+            events.append(blocks.add_thinking(reasoning))
+        if text:
+            events.append(blocks.add_text(text))
+        events.extend(blocks.add_call(call) for call in calls)
+        return b"".join(events)
+
+    def ending(self, tally: Tally) -> bytes:
+        delta = StopDelta(*self._why_stopped(tally))
+        end = (sse(MessageDelta(delta, Usage.of(tally))), sse(MessageStop()))
+        return self._blocks.close() + b"".join(end)
+
+    def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
+        content: list[Content] = []
+        for output in outputs[0]:
+            reasoning, text, calls, _ = self._read(output, tally)
+            if reasoning:
+                content.append(Thinking(reasoning))
+            if text.strip():
+                content.append(Text(text))
+            content.extend(_tool_use(call) for call in calls)
+        message = self._message(content, tally)
+        message.stop_reason, message.stop_sequence = self._why_stopped(tally)
+        return encode(message)
+
+    def _read(
+        self, output: RequestOutput, tally: Tally
+    ) -> tuple[str, str, list[ParsedCall], str | None]:
+        [choice] = output.outputs
+        read = self._parts.read(choice)
+        self._finish_reason, self._stop_reason = read[3], choice.stop_reason
+        tally.reasoning_tokens = self._parts.num_reasoning_tokens
+        return read
+
+    def _message(self, content: list[Content], tally: Tally) -> Message:
+        return Message(self._id, self._model, content, None, None, Usage.of(tally))
+
+    def _why_stopped(self, tally: Tally) -> tuple[str, str | None]:
+        full = tally.completion_tokens < self._max_tokens
+        return why_stopped(self._finish_reason, self._stop_reason, full=full)
+
+
+def _tool_use(call: ParsedCall) -> ToolUse:
+    return ToolUse(_call_id(), call.name, msgspec.Raw(call.arguments.encode()))
+
+
+def _call_id() -> str:
+    return f"toolu_{secrets.token_hex(12)}"
+
+
+class Blocks:
+    """The blocks of a message that is streamed: one is open at a time."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._open: Literal["", "text", "thinking"] = ""
+        self._deltas = PlainEvents(b"", b"")
+        """Those of the open block."""
+        self._blanks = ""
+        """Blanks that are a block only if something follows them."""
+
+    def add_thinking(self, thinking: str) -> bytes:
+        """More of the model's reasoning."""
+        begin = b""
+        if self._open != "thinking":
+            begin = self._begin("thinking", Thinking(""))
+            delta = sse(BlockDelta(self._index, ThinkingDelta("")))
+            self._deltas = PlainEvents(delta, b"thinking")
+        return begin + self._deltas.event(thinking)
+
+    def add_text(self, text: str) -> bytes:
+        """More of the answer's text."""
+        begin = b""
+        if self._open != "text":
+            text = self._blanks + text
+            if not text.strip():
+                self._blanks = text
+                return b""
+            begin = self._begin("text", Text(""))
+            self._deltas = PlainEvents(sse(BlockDelta(self._index, TextDelta(""))), b"text")
+        return begin + self._deltas.event(text)
+
+    def add_call(self, call: ParsedCall) -> bytes:
+        """A whole call."""
+        use = ToolUse(_call_id(), call.name, msgspec.Raw(b"{}"))
+        begin = self._begin("", use)
+        delta = sse(BlockDelta(self._index, InputDelta(call.arguments)))
+        return begin + delta + sse(BlockStop(self._index))
+
+    def close(self) -> bytes:
+        """End the block that is open, if one is."""
+        was_open, self._open, self._blanks = self._open, "", ""
+        return sse(BlockStop(self._index)) if was_open else b""
+
+    def _begin(self, kind: Literal["", "text", "thinking"], content: Content) -> bytes:
+        before = self.close()
+        self._index += 1
+        self._open = kind
+        return before + sse(BlockStart(self._index, content))

@@ -1,0 +1,233 @@
+"""A conversation in the terms of the Messages API becomes a chat of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+
+from diptych_frontend.anthropic.api_types import (
+    AdaptiveThinking,
+    AnyChoice,
+    Block,
+    CountTokensRequest,
+    ImageBlock,
+    MessagesRequest,
+    NoChoice,
+    NoThinking,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    Tool,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from diptych_frontend.openai import response_format, tools
+from diptych_frontend.openai.api_types import (
+    MAX_MESSAGES,
+    CalledFunction,
+    CalledTool,
+    ChatCompletionRequest,
+    ChatMessage,
+    ImagePart,
+    ImageUrl,
+    TextPart,
+    check_neutral,
+)
+from diptych_frontend.reasoning.request_options import SWITCHES
+from diptych_protocol import InvalidRequestError, StructuredOutputsParams
+
+FAILED: Final = "Error:"
+"""Stands before the result of a tool that failed: chat templates have no other place for it."""
+
+
+class TranslatedChat(ChatCompletionRequest, kw_only=True):
+    """A chat whose form was asked for in the field `output_config`."""
+
+    def forms(self) -> dict[str, StructuredOutputsParams | None]:
+        forms = super().forms()
+        forms["output_config"] = forms.pop("response_format")
+        return forms
+
+
+def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
+    """The chat that a conversation is.
+
+    reasons: somebody tells the model's reasoning from its answers. Raises `InvalidRequestError`
+    for what a chat cannot be.
+    """
+    check_neutral(request, request.NEUTRAL)
+    messages = _messages(request)
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages: {len(messages)} turns and results of tools; send at most {MAX_MESSAGES}",
+            param="messages",
+        )
+    chat = TranslatedChat(
+        model=request.model,
+        messages=messages,
+        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
+        include_reasoning=_shows_thinking(request, reasons),
+        response_format=_format(request),
+    )
+    if reasons and isinstance(request.thinking, NoThinking):
+        chat.chat_template_kwargs = dict.fromkeys(SWITCHES, False)
+    _choose_tools(request, chat)
+    if isinstance(request, MessagesRequest):
+        _set_options(request, chat)
+    return chat
+
+
+def _set_options(request: MessagesRequest, chat: TranslatedChat) -> None:
+    chat.max_tokens = request.max_tokens
+    chat.stream = request.stream
+    chat.stop = request.stop_sequences
+    chat.temperature = request.temperature
+    chat.top_p = request.top_p
+    chat.top_k = request.top_k
+    chat.priority = request.priority
+    chat.cache_salt = request.cache_salt
+
+
+def _choose_tools(request: CountTokensRequest, chat: TranslatedChat) -> None:
+    match request.tool_choice:
+        case None:
+            return
+        case ToolChoice(name=name):
+            function = tools.FunctionName(name=name)
+            chat.tool_choice = tools.NamedTool(type="function", function=function)
+        case AnyChoice():
+            chat.tool_choice = "required"
+        case NoChoice():
+            chat.tool_choice = "none"
+        case _:
+            chat.tool_choice = "auto"
+    chat.parallel_tool_calls = not request.tool_choice.disable_parallel_tool_use
+
+
+def _shows_thinking(request: CountTokensRequest, reasons: bool) -> bool:
+    thinking = request.thinking
+    if isinstance(thinking, Thinking) and not reasons:
+        raise InvalidRequestError(
+            "thinking: this server does not know how its model marks reasoning (reasoning_parser "
+            'is none); leave it out, or send {"type": "disabled"}',
+            param="thinking",
+        )
+    hides = isinstance(thinking, Thinking | AdaptiveThinking) and thinking.display == "omitted"
+    return not hides
+
+
+def _format(request: CountTokensRequest) -> response_format.JsonSchemaFormat | None:
+    config = request.output_config
+    if config is None:
+        return None
+    check_neutral(config, config.NEUTRAL)
+    if config.format is None:
+        return None
+    schema = response_format.NamedSchema(name="output", schema=config.format.schema)
+    return response_format.JsonSchemaFormat(json_schema=schema)
+
+
+def _tool(tool: Tool) -> tools.Tool:
+    check_neutral(tool, tool.NEUTRAL)
+    function = tools.FunctionTool(
+        name=tool.name, description=tool.description, parameters=tool.input_schema
+    )
+    return tools.Tool(type="function", function=function)
+
+
+def _messages(request: CountTokensRequest) -> list[ChatMessage]:
+    """Turns of the same role that follow each other are one, as in Anthropic's API."""
+    messages: list[ChatMessage] = []
+    if request.system is not None:
+        system = [Turn(role="system", content=[*_blocks(request.system)])]
+        messages.extend(_said(_blocks_of(system), "system"))
+    for role, turns in groupby(request.messages, key=lambda turn: turn.role):
+        blocks = _blocks_of(turns)
+        messages.extend(_answered(blocks) if role == "assistant" else _said(blocks, role))
+    if messages[-1].role == "assistant":
+        raise InvalidRequestError(
+            "messages: the last turn must be the user's: this server does not continue an answer "
+            "that has begun",
+            param="messages",
+        )
+    return messages
+
+
+def _blocks(content: str | list[Any]) -> list[Any]:
+    return [TextBlock(text=content)] if isinstance(content, str) else content
+
+
+def _blocks_of(turns: Iterable[Turn]) -> list[Block]:
+    return [block for turn in turns for block in _blocks(turn.content)]
+
+
+def _said(blocks: list[Block], role: str) -> list[ChatMessage]:
+    """What a user or a system says, and results of tools, each of which is a message."""
+    messages: list[ChatMessage] = []
+    parts: list[TextPart | ImagePart] = []
+
+    def end_message() -> None:
+        if parts:
+            content = parts.copy()
+            of_user = role == "user"
+            messages.append(ChatMessage(role="user" if of_user else "system", content=content))
+            parts.clear()
+
+    for block in blocks:
+        match block:
+            case TextBlock() | ImageBlock():
+                parts.append(_part(block))
+            case ToolResultBlock() if role == "user":
+                end_message()
+                messages.append(_result(block))
+            case _:
+                raise _misplaced(block, role)
+    end_message()
+    return messages
+
+
+def _answered(blocks: list[Block]) -> list[ChatMessage]:
+    """What the model answered: one message."""
+    texts: list[TextPart | ImagePart] = []
+    thoughts: list[str] = []
+    calls: list[CalledTool] = []
+    for block in blocks:
+        match block:
+            case TextBlock():
+                texts.append(_part(block))
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                arguments = msgspec.json.encode(block.input).decode()
+                function = CalledFunction(name=block.name, arguments=arguments)
+                calls.append(CalledTool(id=block.id, type="function", function=function))
+            case ImageBlock() | ToolResultBlock():
+                raise _misplaced(block, "assistant")
+    message = ChatMessage(role="assistant", content=texts, tool_calls=calls or None)
+    if thoughts:
+        message.reasoning_content = "\n".join(thoughts)
+    return [message]
+
+
+def _result(block: ToolResultBlock) -> ChatMessage:
+    parts = [_part(part) for part in _blocks(block.content or "")]
+    if block.is_error:
+        parts.insert(0, TextPart(text=FAILED))
+    return ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=parts)
+
+
+def _part(block: TextBlock | ImageBlock) -> TextPart | ImagePart:
+    if isinstance(block, TextBlock):
+        return TextPart(text=block.text)
+    url = f"data:{block.source.media_type};base64,{block.source.data}"
+    return ImagePart(image_url=ImageUrl(url=url))
+
+
+def _misplaced(block: Block, role: str) -> InvalidRequestError:
+    kind = block.__struct_config__.tag
+    return InvalidRequestError(f"messages: {kind} has no place in a turn of {role}")

@@ -1,0 +1,109 @@
+"""/v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from diptych_frontend.anthropic.answers import MessageWriter
+from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
+from diptych_frontend.anthropic.conversation import TranslatedChat, as_chat
+from diptych_frontend.openai.asgi import exchange_of, header, send_bytes
+from diptych_frontend.openai.chat import ChatApi
+from diptych_frontend.openai.generation import Sound, adapter_of
+from diptych_frontend.openai.request_body import decode_body, most_values
+from diptych_frontend.openai.request_workers import RequestWorkers
+from diptych_frontend.openai.responses import AnswerWriter, encode
+from diptych_protocol import (
+    EngineClient,
+    InvalidRequestError,
+    Renderer,
+    SamplingParams,
+    TokensPrompt,
+)
+
+VERSIONS: Final = ("2023-06-01", "2026-10-21")
+"""The versions of the API that are spoken here. The newer one takes three things away: fields for
+sampling, which stay here, and two uses of blocks that were never offered here."""
+
+
+def check_version(scope: Scope) -> None:
+    """Raise `InvalidRequestError` for a client that speaks another version of the API."""
+    version = header(scope, b"anthropic-version")
+    if version is not None and version not in VERSIONS:
+        raise InvalidRequestError(
+            f"anthropic-version: this server speaks {' and '.join(VERSIONS)}, not {version[:40]!r}"
+        )
+
+
+class MessagesApi:
+    """The `Api` of /v1/messages: that of chats, in other words."""
+
+    body_type = MessagesRequest
+    image_word = b'"image'
+    prompt_field = "messages"
+    reasoning_ended: bool | None = None
+
+    def __init__(self, chat: ChatApi) -> None:
+        self._chat = chat
+
+    def request(self, body: MessagesRequest, scope: Scope) -> TranslatedChat:
+        check_version(scope)
+        return as_chat(body, reasons=self._chat.reasoning is not None)
+
+    def params(self, request: TranslatedChat) -> SamplingParams:
+        return self._chat.params(request)
+
+    def render(self, request: TranslatedChat, renderer: Renderer) -> list[TokensPrompt]:
+        return self._chat.render(request, renderer)
+
+    def reasoning_parser_kwargs(self, request: TranslatedChat) -> dict[str, Any] | None:
+        return self._chat.reasoning_parser_kwargs(request)
+
+    def writer(
+        self, sound: Sound[MessagesRequest, TranslatedChat], request_id: str, created: int
+    ) -> AnswerWriter:
+        [prompt] = sound.prompts
+        parts = self._chat.parts(sound.request, prompt)
+        body = sound.body
+        return MessageWriter(f"msg_{request_id}", body.model, body.max_tokens, parts)
+
+
+class TokenCount(msgspec.Struct):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class CountTokensRoute:
+    """The ASGI endpoint: how many tokens a conversation has. No engine is asked."""
+
+    def __init__(
+        self,
+        chat: ChatApi,
+        engine: EngineClient,
+        served_names: frozenset[str],
+        workers: RequestWorkers,
+    ) -> None:
+        self._chat = chat
+        self._engine = engine
+        self._served_names = served_names
+        self._workers = workers
+        self._decoder = msgspec.json.Decoder(CountTokensRequest)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = exchange_of(scope).body
+        work = partial(self._count, scope, body)
+        answer = await self._workers.read(scope, body, work, MessagesApi.image_word)
+        await send_bytes(send, 200, answer, [])
+
+    def _count(self, scope: Scope, body: bytes) -> bytes:
+        check_version(scope)
+        request = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
+        adapter_of(request.model, self._served_names, self._engine.adapters)
+        chat = as_chat(request, reasons=self._chat.reasoning is not None)
+        [prompt] = self._chat.render(chat, self._engine.renderer)
+        return encode(TokenCount(len(prompt["prompt_token_ids"])))

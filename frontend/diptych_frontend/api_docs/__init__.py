@@ -1,0 +1,1 @@
+"""The API's description: /openapi.json for programs, /docs for people."""

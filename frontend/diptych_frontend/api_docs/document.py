@@ -1,0 +1,114 @@
+"""The OpenAPI document, generated from the types that requests are decoded with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, Final
+
+import msgspec
+
+from diptych_frontend.anthropic import api_types as anthropic
+from diptych_frontend.api_docs.operations import OPERATIONS, Kind, Operation
+from diptych_frontend.responses_api import api_types as responses
+
+OPENAPI: Final = "3.1.0"
+REFS: Final = "#/components/schemas/{name}"
+JSON: Final = "application/json"
+PARTS: Final = (
+    anthropic.Tool,
+    anthropic.OutputConfig,
+    responses.FunctionTool,
+    responses.TextConfig,
+    responses.Reasoning,
+)
+"""Parts of requests that have fields which are known but not offered."""
+NOT_OFFERED: Final = "Not offered: only a value that asks for nothing is accepted."
+
+Schema = dict[str, Any]
+
+
+def openapi_document() -> Schema:
+    """The document, as plain values."""
+    kinds = _kinds(OPERATIONS)
+    refs, schemas = msgspec.json.schema_components(kinds, ref_template=REFS)
+    for kind, ref in zip(kinds, refs, strict=True):
+        _limit_neutral(kind, schemas[_name(ref)])
+    ref_of = dict(zip(kinds, refs, strict=True))
+    paths: dict[str, Schema] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, ref_of)
+    return {
+        "openapi": OPENAPI,
+        "info": {"title": "Diptych", "version": version("diptych")},
+        "paths": paths,
+        "components": {
+            "schemas": _with_common_patterns(schemas),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+    }
+
+
+def _kinds(operations: Sequence[Operation]) -> list[Kind]:
+    """Every type of the operations once."""
+    kinds = [
+        kind
+        for operation in operations
+        for kind in (operation.request, operation.answer, operation.failure)
+        if kind is not None
+    ]
+    return list(dict.fromkeys([*kinds, *PARTS]))
+
+
+def _name(ref: Schema) -> str:
+    return str(ref["$ref"]).rpartition("/")[2]
+
+
+def _limit_neutral(kind: Kind, schema: Schema) -> None:
+    """Say of each field that is known but not offered what it may be."""
+    for field, values in getattr(kind, "NEUTRAL", {}).items():
+        schema["properties"][field] = {"enum": [*values, None], "description": NOT_OFFERED}
+
+
+def _described(operation: Operation, ref_of: dict[Kind, Schema]) -> Schema:
+    described: Schema = {
+        "summary": operation.summary,
+        "operationId": operation.method + re.sub(r"\W+", "_", operation.path).rstrip("_"),
+        "responses": {
+            "200": _answer(operation, ref_of),
+            "default": {
+                "description": "A failure.",
+                "content": {JSON: {"schema": ref_of[operation.failure]}},
+            },
+        },
+        "security": [{"bearer": []}, {"x-api-key": []}, {}] if operation.needs_key else [],
+    }
+    if operation.parameters:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in operation.parameters
+        ]
+    if operation.request is not None:
+        content = {JSON: {"schema": ref_of[operation.request]}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described
+
+
+def _answer(operation: Operation, ref_of: dict[Kind, Schema]) -> Schema:
+    content: Schema = {}
+    if operation.answer is not None:
+        content[JSON] = {"schema": ref_of[operation.answer]}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {"description": "The answer.", **({"content": content} if content else {})}
+
+
+def _with_common_patterns(schemas: Schema) -> Schema:
+    r"""Python's `\Z` is `$` in the regular expressions of JSON schemas."""
+    encoded = msgspec.json.encode(schemas).replace(rb'\\Z"', b'$"')
+    decoded: Schema = msgspec.json.decode(encoded)
+    return decoded

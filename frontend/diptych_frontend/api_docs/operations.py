@@ -1,0 +1,117 @@
+"""What the server does for clients: each route with the types of what it takes and answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from diptych_frontend.anthropic.answers import Message
+from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
+from diptych_frontend.anthropic.errors import FailureBody
+from diptych_frontend.anthropic.routes import TokenCount
+from diptych_frontend.openai.api_types import ChatCompletionRequest, CompletionRequest
+from diptych_frontend.openai.embeddings import EmbeddingList, EmbeddingRequest
+from diptych_frontend.openai.errors import ErrorBody
+from diptych_frontend.openai.rejection import LostRequest
+from diptych_frontend.openai.responses import (
+    ChatCompletion,
+    Completion,
+    Health,
+    ModelCard,
+    ModelList,
+)
+from diptych_frontend.responses_api.answers import Response
+from diptych_frontend.responses_api.api_types import ResponsesRequest
+from diptych_frontend.vllm_api.scoring import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    RerankList,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
+from diptych_frontend.vllm_api.tokenization import (
+    DetokenizeRequest,
+    Text,
+    TokenizeRequest,
+    Tokens,
+)
+
+Kind = type[msgspec.Struct]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A method of a path."""
+
+    method: Literal["get", "post", "delete"]
+    path: str
+    summary: str
+    request: Kind | None = None
+    answer: Kind | None = None
+    """None: an answer of another kind, such as a text."""
+    streams: bool = False
+    """With `stream: true` the answer comes in server-sent events."""
+    failure: Kind = ErrorBody
+    needs_key: bool = True
+    """On a server with API keys."""
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names in the path, in braces."""
+        return [part[1:-1] for part in self.path.split("/") if part.startswith("{")]
+
+
+OPERATIONS: Final = (
+    Operation(
+        "post", "/v1/chat/completions", "An answer to a chat.", ChatCompletionRequest,
+        ChatCompletion, streams=True,
+    ),
+    Operation(
+        "post", "/v1/completions", "Texts that go on.", CompletionRequest, Completion, streams=True
+    ),
+    Operation(
+        "post", "/v1/responses", "An answer in a conversation, by OpenAI's Responses API.",
+        ResponsesRequest, Response, streams=True,
+    ),
+    Operation("get", "/v1/responses/{response_id}", "A stored response.", answer=Response),
+    Operation("delete", "/v1/responses/{response_id}", "Delete a stored response."),
+    Operation(
+        "post", "/v1/messages", "An answer in a conversation, by Anthropic's Messages API.",
+        MessagesRequest, Message, streams=True, failure=FailureBody,
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "The tokens of a conversation.", CountTokensRequest,
+        TokenCount, failure=FailureBody,
+    ),
+    Operation("post", "/v1/embeddings", "Vectors of texts.", EmbeddingRequest, EmbeddingList),
+    *(
+        Operation("post", path, "How near texts are to each other.", ScoreRequest, ScoreList)
+        for path in SCORE_PATHS
+    ),
+    *(
+        Operation("post", path, "The documents nearest to a text.", RerankRequest, RerankList)
+        for path in RERANK_PATHS
+    ),
+    Operation(
+        "get", "/v1/models", "The model under each of its names, and its adapters.",
+        answer=ModelList,
+    ),
+    Operation("get", "/v1/models/{model}", "One of them.", answer=ModelCard),
+    Operation("post", "/tokenize", "The tokens of a text or a chat.", TokenizeRequest, Tokens),
+    Operation("post", "/detokenize", "The text of tokens.", DetokenizeRequest, Text),
+    Operation(
+        "post", "/v1/kv_transfer/reject", "Give back the blocks of a hand-off that will not come.",
+        LostRequest,
+    ),
+    Operation("get", "/health", "Readiness.", answer=Health, needs_key=False),
+    Operation("get", "/live", "Liveness.", answer=Health, needs_key=False),
+    Operation("get", "/ping", "Readiness.", answer=Health, needs_key=False),
+    Operation("post", "/ping", "Readiness.", answer=Health, needs_key=False),
+    Operation("get", "/metrics", "Metrics for Prometheus.", needs_key=False),
+    Operation("get", "/version", "The version of this server.", needs_key=False),
+    Operation("get", "/openapi.json", "This description.", needs_key=False),
+    Operation("get", "/docs", "This description as a page.", needs_key=False),
+)  # fmt: skip

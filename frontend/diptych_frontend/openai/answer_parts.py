@@ -1,0 +1,54 @@
+"""What is in an answer: the model's reasoning, text, and calls of tools."""
+
+from __future__ import annotations
+
+from diptych_frontend.openai.tool_calls import ParsedCall, ToolCallParser
+from diptych_frontend.reasoning.parser import AnswerReaders
+from diptych_protocol import CompletionOutput
+
+
+class AnswerParts:
+    """Reads the answers to one request, output by output."""
+
+    def __init__(self, parallel_calls: bool | None, reasoning: AnswerReaders | None) -> None:
+        """parallel_calls: whether one answer may call several tools; None if it may call none.
+
+        reasoning: read the model's reasoning; None if the answers are all of the text.
+        """
+        self._parallel_calls = parallel_calls
+        self._reasoning = reasoning
+        self._parsers: dict[int, ToolCallParser] = {}
+        """By the answer's index."""
+
+    @property
+    def are_whole(self) -> bool:
+        """There is nothing but text in any answer."""
+        return self._reasoning is None and self._parallel_calls is None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning in all answers so far; None if nobody looks for it."""
+        return None if self._reasoning is None else self._reasoning.num_tokens
+
+    def num_calls(self, index: int) -> int:
+        """Calls in the answer of this index so far."""
+        parser = self._parsers.get(index)
+        return 0 if parser is None else parser.num_calls
+
+    def read(self, output: CompletionOutput) -> tuple[str, str, list[ParsedCall], str | None]:
+        """The reasoning and the answer's text in an output, the calls that it completes, and why it
+        ended, if it did."""
+        finish_reason = output.finish_reason
+        reasoning, text = "", output.text
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.read(output)
+        if self._parallel_calls is None:
+            return reasoning, text, [], finish_reason
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = ToolCallParser(parallel=self._parallel_calls)
+            self._parsers[output.index] = parser
+        text, calls = parser.push(text, last=output.finished)
+        if finish_reason == "stop" and parser.num_calls:
+            finish_reason = "tool_calls"
+        return reasoning, text, calls, finish_reason

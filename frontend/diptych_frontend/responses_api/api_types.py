@@ -1,0 +1,250 @@
+"""The requests of the Responses API, as strict msgspec structs.
+
+As in `openai/api_types.py`, a field is honoured, harmless and ignored, or known and refused unless
+its value asks for nothing (`NEUTRAL`). A field that is none of these is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+
+from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Neutral
+from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
+from diptych_frontend.openai.tools import MAX_TOOLS, ToolName
+from diptych_protocol import InvalidRequestError
+
+MAX_METADATA: Final = 16
+MetadataText = Annotated[str, msgspec.Meta(max_length=512)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class _Part(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """A part of a message's content."""
+
+    prompt_cache_breakpoint: Any = None
+    """Ignored: every prefix is cached."""
+
+
+class InputText(_Part, tag="input_text"):
+    text: str
+
+
+class InputImage(_Part, tag="input_image"):
+    image_url: str
+    """A `data:` URL."""
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    """Ignored."""
+    file_id: None = None
+
+
+class OutputText(_Part, tag="output_text"):
+    text: str
+    annotations: Any = None
+    """Ignored."""
+    logprobs: Any = None
+    """Ignored."""
+
+
+class ReasoningText(_Part, tag="reasoning_text"):
+    text: str
+
+
+class SummaryText(_Part, tag="summary_text"):
+    text: str
+
+
+class _Item(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    """One thing that was said. What an answer brings along is taken back."""
+
+    id: str | None = None
+    status: Status | None = None
+
+
+class Message(_Item, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText | InputImage | OutputText]
+    phase: Any = None
+    """Ignored."""
+
+
+class FunctionCall(_Item, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+    caller: Any = None
+    """Ignored."""
+
+
+class FunctionCallOutput(_Item, tag="function_call_output"):
+    call_id: str
+    output: str | list[InputText | InputImage]
+    name: str | None = None
+    """Ignored."""
+    caller: Any = None
+    """Ignored."""
+
+
+class ReasoningItem(_Item, tag="reasoning"):
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    """Left out of the prompt: only its maker can read it."""
+
+
+Item = Message | FunctionCall | FunctionCallOutput | ReasoningItem
+
+
+class _Items(msgspec.Struct):
+    input: list[Item]
+
+
+class FunctionTool(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
+    NEUTRAL: ClassVar[Neutral] = {
+        "defer_loading": (False,),
+        "allowed_callers": (["direct"], []),
+        "output_schema": (),
+    }
+
+    name: ToolName
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """Ignored: a call that is forced always fits its schema."""
+
+    defer_loading: Any = None
+    allowed_callers: Any = None
+    output_schema: Any = None
+
+
+class FunctionChoice(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
+):
+    name: str
+
+
+class JsonSchemaFormat(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    """Ignored: every answer fits its schema."""
+
+
+class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    NEUTRAL: ClassVar[Neutral] = {"verbosity": ("medium",)}
+
+    format: TextFormat | JsonObjectFormat | JsonSchemaFormat = msgspec.field(
+        default_factory=TextFormat
+    )
+
+    verbosity: Any = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    NEUTRAL: ClassVar[Neutral] = {
+        "effort": ("none",),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+
+    effort: Any = None
+    """`none` turns reasoning off."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Ignored: the reasoning comes as it is."""
+    generate_summary: Any = None
+    """Ignored."""
+    context: Any = None
+    mode: Any = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+    """Ignored: events are never padded."""
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/responses."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        "access_programs": (),
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "service_tier": ("auto", "default"),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    """True keeps the answer for later requests. The default is false, unlike OpenAI's."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: Annotated[dict[str, MetadataText], msgspec.Meta(max_length=MAX_METADATA)] | None = (
+        None
+    )
+    priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
+
+    user: str | None = None
+    """Ignored, as the next ones."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+
+    access_programs: Any = None
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    service_tier: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
+
+    def items(self) -> list[Item]:
+        """What the input says. Raises `InvalidRequestError` naming the part."""
+        if isinstance(self.input, str):
+            return [Message(role="user", content=self.input)]
+        if not 0 < len(self.input) <= MAX_MESSAGES:
+            raise InvalidRequestError(
+                f"input has {len(self.input)} items; send 1 to {MAX_MESSAGES}", param="input"
+            )
+        # Clients leave the type of a message out.
+        typed = [{"type": "message", **item} for item in self.input]
+        return as_items(typed)
+
+
+def as_items(values: list[Any]) -> list[Item]:
+    """Items of plain values. Raises `InvalidRequestError` naming the part."""
+    try:
+        return msgspec.convert({"input": values}, _Items).input
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+        raise from_decode_error(exc) from exc

@@ -1,0 +1,119 @@
+"""/v1/responses, and /v1/responses/ID for those that were stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from diptych_frontend.openai.asgi import exchange_of
+from diptych_frontend.openai.chat import ChatApi
+from diptych_frontend.openai.generation import Sound
+from diptych_frontend.openai.responses import AnswerWriter, encode
+from diptych_frontend.responses_api.answers import Keep, ResponsesWriter, new_response
+from diptych_frontend.responses_api.answers import Response as ResponseBody
+from diptych_frontend.responses_api.api_types import ResponsesRequest, as_items
+from diptych_frontend.responses_api.conversation import ResponseChat, as_chat
+from diptych_frontend.responses_api.store import ResponseStore, StoredResponse
+from diptych_protocol import InvalidRequestError, Renderer, SamplingParams, TokensPrompt
+
+
+class ResponsesApi:
+    """The `Api` of /v1/responses: that of chats, in other words."""
+
+    body_type = ResponsesRequest
+    image_word = b"input_image"
+    prompt_field = "input"
+    reasoning_ended: bool | None = None
+
+    def __init__(self, chat: ChatApi, store: ResponseStore | None) -> None:
+        """store: None keeps nothing, and says so to those who ask for it."""
+        self._chat = chat
+        self._store = store
+
+    def request(self, body: ResponsesRequest, scope: Scope) -> ResponseChat:
+        if body.store and self._store is None:
+            raise InvalidRequestError(
+                "store: this server keeps no responses, because it is one of several processes; "
+                "send the whole conversation as input",
+                param="store",
+            )
+        exchange = exchange_of(scope)
+        before = self._before(body, exchange.tenant)
+        reasons = self._chat.reasoning is not None
+        chat = as_chat(body, () if before is None else before.items, reasons=reasons)
+        if body.store:
+            chat.tenant = exchange.tenant
+            chat.size = len(exchange.body) + (0 if before is None else before.size)
+        return chat
+
+    def _before(self, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
+        if body.previous_response_id is None:
+            return None
+        kept = None
+        if self._store is not None:
+            kept = self._store.get(tenant, body.previous_response_id)
+        if kept is None:
+            raise InvalidRequestError(
+                f"there is no stored response {body.previous_response_id[:100]!r}; send the whole "
+                "conversation as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return kept
+
+    def params(self, request: ResponseChat) -> SamplingParams:
+        return self._chat.params(request)
+
+    def render(self, request: ResponseChat, renderer: Renderer) -> list[TokensPrompt]:
+        return self._chat.render(request, renderer)
+
+    def reasoning_parser_kwargs(self, request: ResponseChat) -> dict[str, Any] | None:
+        return self._chat.reasoning_parser_kwargs(request)
+
+    def writer(
+        self, sound: Sound[ResponsesRequest, ResponseChat], request_id: str, created: int
+    ) -> AnswerWriter:
+        [prompt] = sound.prompts
+        parts = self._chat.parts(sound.request, prompt)
+        response = new_response(sound.body, created)
+        return ResponsesWriter(response, parts, self._keep(sound))
+
+    def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:
+        store, request = self._store, sound.request
+        if not sound.body.store or store is None:
+            return None
+
+        def keep(response: ResponseBody, body: bytes) -> None:
+            items = [*request.items, *as_items(msgspec.to_builtins(response.output))]
+            size = request.size + len(body)
+            store.put(request.tenant, response.id, StoredResponse(body, items, size))
+
+        return keep
+
+
+class StoredResponses:
+    """The endpoint of responses that were stored: to read and to delete them."""
+
+    def __init__(self, store: ResponseStore | None) -> None:
+        self._store = store
+
+    async def one(self, request: Request) -> Response:
+        """GET or DELETE. Raises `InvalidRequestError` for one that is not there."""
+        response_id = request.path_params["response_id"]
+        tenant = exchange_of(request.scope).tenant
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequestError("a stored response is not streamed", param="stream")
+        if self._store is not None:
+            if request.method == "DELETE" and self._store.delete(tenant, response_id):
+                body = encode({"id": response_id, "object": "response", "deleted": True})
+                return Response(body, media_type="application/json")
+            kept = self._store.get(tenant, response_id)
+            if kept is not None:
+                return Response(kept.body, media_type="application/json")
+        raise InvalidRequestError(
+            f"there is no stored response {response_id[:100]!r}", status=404, code="not_found"
+        )

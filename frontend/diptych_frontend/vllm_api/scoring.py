@@ -1,0 +1,243 @@
+"""/score and /rerank: how near texts are to each other, by the cosine of their embeddings."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from starlette.types import Receive, Scope, Send
+
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.tracing import trace_context
+from diptych_frontend.openai.api_types import CacheSalt, Int64, Neutral, check_neutral
+from diptych_frontend.openai.asgi import UntilDisconnect, exchange_of, header, send_bytes
+from diptych_frontend.openai.embeddings import MAX_INPUTS, Embedder, EmbeddingUsage, Job, called
+from diptych_frontend.openai.generation import adapter_of
+from diptych_frontend.openai.request_body import decode_body, most_values
+from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
+from diptych_frontend.openai.responses import encode
+from diptych_protocol import (
+    Array,
+    EngineClient,
+    InvalidRequestError,
+    PoolingParams,
+    TokensPrompt,
+)
+
+logger = logging.getLogger("diptych.openai")
+
+SCORE_PATHS: Final = ("/score", "/v1/score")
+RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
+"""Jina's and Cohere's clients have a version in the path."""
+Vector = npt.NDArray[np.float32]
+Texts = str | list[str]
+FIRST: Final = ("queries", "text_1", "data_1")
+SECOND: Final = ("documents", "text_2", "data_2", "items")
+
+
+class _Scoring(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both requests share."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        "truncate_prompt_tokens": (),
+        "max_tokens_per_query": (0,),
+        "max_tokens_per_doc": (0,),
+        "instruction": (),
+        "chat_template_kwargs": ({},),
+    }
+
+    model: str
+    priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
+
+    user: str | None = None
+    """Ignored."""
+
+    truncate_prompt_tokens: Any = None
+    max_tokens_per_query: Any = None
+    max_tokens_per_doc: Any = None
+    instruction: Any = None
+    chat_template_kwargs: Any = None
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(msgspec.Struct):
+    """The answer of /score."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class RerankDocument(msgspec.Struct):
+    text: str
+
+
+class RerankResult(msgspec.Struct):
+    index: int
+    document: RerankDocument
+    relevance_score: float
+
+
+class RerankList(msgspec.Struct):
+    """The answer of /rerank: the nearest documents first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
+class ScoreRequest(_Scoring, kw_only=True):
+    """Body of POST /score: the first texts and the second, each under one of their names."""
+
+    queries: Texts | None = None
+    text_1: Texts | None = None
+    data_1: Texts | None = None
+    documents: Texts | None = None
+    text_2: Texts | None = None
+    data_2: Texts | None = None
+    items: Texts | None = None
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """As many first texts as second ones, or a single first one.
+
+        Raises `InvalidRequestError` naming the field.
+        """
+        check_neutral(self, self.NEUTRAL)
+        first, second = self._only(FIRST), self._only(SECOND)
+        if len(first) not in (1, len(second)):
+            raise InvalidRequestError(
+                f"{len(first)} and {len(second)} texts: send one first text, or as many as second "
+                "ones",
+                param=FIRST[0],
+            )
+        return first, second
+
+    def _only(self, names: Sequence[str]) -> list[str]:
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(f"send exactly one of {', '.join(names)}", param=names[0])
+        return _listed(getattr(self, given[0]), given[0])
+
+    def answer(self, request_id: str, scores: list[float], tokens: int) -> bytes:
+        """The body of the answer."""
+        data = [Score(index, score) for index, score in enumerate(scores)]
+        usage = EmbeddingUsage(tokens, tokens)
+        return encode(ScoreList(f"score-{request_id}", int(time.time()), self.model, data, usage))
+
+
+class RerankRequest(_Scoring, kw_only=True):
+    """Body of POST /rerank."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """At most so many results; 0 means all."""
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """The query and the documents. Raises `InvalidRequestError` naming the field."""
+        check_neutral(self, self.NEUTRAL)
+        return [self.query], _listed(self.documents, "documents")
+
+    def answer(self, request_id: str, scores: list[float], tokens: int) -> bytes:
+        """The body of the answer."""
+        documents = _listed(self.documents, "documents")
+        nearest = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = [
+            RerankResult(index, RerankDocument(documents[index]), scores[index])
+            for index in nearest[: self.top_n or len(nearest)]
+        ]
+        usage = EmbeddingUsage(tokens, tokens)
+        return encode(RerankList(f"rerank-{request_id}", self.model, usage, results))
+
+
+Scoring = ScoreRequest | RerankRequest
+
+
+def _listed(texts: Texts, field: str) -> list[str]:
+    listed = [texts] if isinstance(texts, str) else texts
+    if not 0 < len(listed) <= MAX_INPUTS:
+        raise InvalidRequestError(
+            f"{field} has {len(listed)} texts; send 1 to {MAX_INPUTS}", param=field
+        )
+    return listed
+
+
+def cosines(first: Sequence[Vector], second: Sequence[Vector]) -> list[float]:
+    """For each second vector the cosine with its first one, or with the only first one; the vectors
+    have length 1."""
+    products = np.stack(first) * np.stack(second)
+    scores: list[float] = products.sum(axis=1, dtype=np.float64).tolist()
+    return scores
+
+
+class ScoringRoute:
+    """The ASGI endpoint of one kind of request."""
+
+    def __init__(
+        self,
+        kind: type[ScoreRequest] | type[RerankRequest],
+        engine: EngineClient,
+        served_names: frozenset[str],
+        metrics: ServerMetrics,
+        workers: RequestWorkers,
+    ) -> None:
+        self._engine = engine
+        self._served_names = served_names
+        self._embedder = Embedder(engine, metrics)
+        self._workers = workers
+        self._decoder: msgspec.json.Decoder[Scoring] = msgspec.json.Decoder(kind)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        body = exchange.body
+        if len(body) > INLINE_BYTES:
+            await self._engine.check_admission()
+        request, prompts, first = await self._workers.read(
+            scope, body, lambda: self._read(scope, body)
+        )
+        adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
+        trace_headers = trace_context(header(scope, b"traceparent"), header(scope, b"tracestate"))
+        params, priority = PoolingParams(), request.priority or 0
+        job = Job(prompts, params, priority, adapter, trace_headers, exchange, "documents")
+        async with UntilDisconnect(receive, exchange) as client:
+            vectors = await self._embedder.embed(job, _as_vector)
+            scores = cosines(vectors[:first], vectors[first:])
+            tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+            answer = request.answer(exchange.request_id, scores, tokens)
+            await send_bytes(send, 200, answer, [])
+        if client.gone:
+            logger.info("%s: the client left; request aborted", exchange.request_id)
+
+    def _read(self, scope: Scope, body: bytes) -> tuple[Scoring, list[TokensPrompt], int]:
+        """The request, its prompts, and how many of them are first texts."""
+        max_values = most_values(self._engine.max_model_len)
+        request = decode_body(scope, body, self._decoder, max_values)
+        first, second = request.texts()
+        renderer = self._engine.renderer
+        try:
+            prompts = [renderer.render_prompt(text) for text in (*first, *second)]
+        except InvalidRequestError as exc:
+            raise called(exc, "documents") from exc
+        if request.cache_salt is not None:
+            for prompt in prompts:
+                prompt["cache_salt"] = request.cache_salt
+        return request, prompts, len(first)
+
+
+def _as_vector(array: Array) -> Vector:
+    return np.frombuffer(array.data, np.float32)

@@ -1,0 +1,189 @@
+"""/tokenize and /detokenize: what texts and chats are in tokens, and tokens in text.
+
+No engine is asked: the server's own tokenizer answers, the one that prompts go through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from diptych_frontend.openai.api_types import (
+    MAX_MESSAGES,
+    ChatCompletionRequest,
+    ChatMessage,
+    Int64,
+    Neutral,
+    check_neutral,
+)
+from diptych_frontend.openai.asgi import exchange_of, send_bytes
+from diptych_frontend.openai.chat import ChatApi
+from diptych_frontend.openai.generation import adapter_of
+from diptych_frontend.openai.request_body import decode_body, most_values
+from diptych_frontend.openai.request_workers import RequestWorkers
+from diptych_frontend.openai.responses import encode
+from diptych_frontend.openai.tools import MAX_TOOLS, Tool
+from diptych_protocol import EngineClient, InvalidRequestError
+
+PIECE: Final = 8192
+"""So many values of a long list are encoded at a time, because an encoder lets no other thread run
+meanwhile."""
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /tokenize: `prompt`, or `messages` and what belongs to them."""
+
+    OF_CHATS: ClassVar = ("add_generation_prompt", "tools", "chat_template_kwargs")
+    NEUTRAL: ClassVar[Neutral] = {
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: (
+        Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)] | None
+    ) = None
+    add_special_tokens: bool | None = None
+    """Put what the model wants at the beginning of a prompt there. The default is true for a
+    `prompt`; a chat's template writes it itself."""
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    continue_final_message: Any = None
+    chat_template: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+
+    def check(self) -> None:
+        """Refuse what is not offered, and fields that contradict each other.
+
+        Raises `InvalidRequestError` naming the field.
+        """
+        check_neutral(self, self.NEUTRAL)
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("send either prompt or messages", param="prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens: the model's chat template writes them; leave it out",
+                param="add_special_tokens",
+            )
+        for field in self.OF_CHATS:
+            if self.prompt is not None and getattr(self, field) is not None:
+                raise InvalidRequestError(f"{field} needs messages", param=field)
+
+
+class Tokens(msgspec.Struct):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: msgspec.Raw
+    """A list of token ids."""
+    token_strs: msgspec.Raw | None = None
+    """A list of the tokens' texts, as the vocabulary writes them."""
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[Int64]
+    model: str | None = None
+
+
+class Text(msgspec.Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class TokenizeRoute:
+    """The ASGI endpoint: a prompt or a chat as tokens."""
+
+    def __init__(
+        self, engine: EngineClient, served_names: frozenset[str], workers: RequestWorkers
+    ) -> None:
+        self._engine = engine
+        self._served_names = served_names
+        self._workers = workers
+        self._decoder = msgspec.json.Decoder(TokenizeRequest)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = exchange_of(scope).body
+        work = partial(self._answer, scope, body)
+        answer = await self._workers.read(scope, body, work, ChatApi.image_word)
+        await send_bytes(send, 200, answer, [])
+
+    def _answer(self, scope: Scope, body: bytes) -> bytes:
+        engine = self._engine
+        request = decode_body(scope, body, self._decoder, most_values(engine.max_model_len))
+        if request.model is not None:
+            adapter_of(request.model, self._served_names, engine.adapters)
+        request.check()
+        renderer = engine.renderer
+        if request.prompt is not None:
+            special = request.add_special_tokens is not False
+            ids = renderer.tokenize(request.prompt, add_special_tokens=special)
+        else:
+            [rendered] = ChatApi().render(_as_chat(request), renderer)
+            ids = rendered["prompt_token_ids"]
+        strings = in_pieces(renderer.token_names(ids)) if request.return_token_strs else None
+        return encode(Tokens(len(ids), engine.max_model_len, in_pieces(ids), strings))
+
+
+class DetokenizeRoute:
+    """The ASGI endpoint: tokens as a text, special tokens included."""
+
+    def __init__(
+        self, engine: EngineClient, served_names: frozenset[str], workers: RequestWorkers
+    ) -> None:
+        self._engine = engine
+        self._served_names = served_names
+        self._workers = workers
+        self._decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = exchange_of(scope).body
+        answer = await self._workers.read(scope, body, partial(self._answer, scope, body))
+        await send_bytes(send, 200, answer, [])
+
+    def _answer(self, scope: Scope, body: bytes) -> bytes:
+        engine = self._engine
+        request = decode_body(scope, body, self._decoder, most_values(engine.max_model_len))
+        if request.model is not None:
+            adapter_of(request.model, self._served_names, engine.adapters)
+        ids, vocab_size = request.tokens, engine.model_config.vocab_size
+        if len(ids) > engine.max_model_len:
+            raise InvalidRequestError(
+                f"tokens: {len(ids)} of them; send at most {engine.max_model_len}", param="tokens"
+            )
+        bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"tokens: {bad} is outside the vocabulary of {vocab_size}", param="tokens"
+            )
+        return encode(Text(engine.renderer.decode(ids, skip_special_tokens=False)))
+
+
+def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
+    return ChatCompletionRequest(
+        model="",
+        messages=request.messages or [],
+        add_generation_prompt=request.add_generation_prompt,
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def in_pieces(values: Sequence[int] | Sequence[str]) -> msgspec.Raw:
+    """A list as JSON, encoded piece by piece."""
+    pieces = [encode(values[begin : begin + PIECE]) for begin in range(0, len(values), PIECE)]
+    return msgspec.Raw(b"[" + b",".join(piece[1:-1] for piece in pieces) + b"]")

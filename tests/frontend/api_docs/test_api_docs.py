@@ -1,0 +1,223 @@
+"""The API's description is that of the routes and types that serve."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import msgspec
+import pytest
+from starlette.routing import Route, Router
+
+from diptych_frontend import app as app_module
+from diptych_frontend.api_docs.document import NOT_OFFERED, openapi_document
+from diptych_frontend.api_docs.page import page_of, type_text
+from diptych_frontend.app import build_app
+from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys
+
+
+@pytest.fixture(scope="module")
+def document() -> Any:
+    return openapi_document()
+
+
+def validator(document: Any, name: str) -> Any:
+    """Checks values against a schema of the document."""
+    schemas = {"components": document["components"], "$ref": f"#/components/schemas/{name}"}
+    return jsonschema.Draft202012Validator(schemas)
+
+
+def test_every_route_is_described_and_nothing_else(
+    engine: Any, document: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Route] = []
+
+    def router(routes: list[Route], **options: Any) -> Router:
+        served.extend(routes)
+        return Router(routes, **options)
+
+    monkeypatch.setattr(app_module, "Router", router)
+    build_app(engine)
+    is_served = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in served
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    described = {(path, method) for path, of in document["paths"].items() for method in of}
+    assert is_served == described
+
+
+def test_paths_that_need_no_key_are_those_that_are_open(document: Any) -> None:
+    open_paths = {
+        path
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+        if operation["security"] == []
+    }
+    assert open_paths == OPEN_PATHS
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key == "$ref":
+                yield each
+            else:
+                yield from references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+def test_every_reference_leads_somewhere(document: Any) -> None:
+    schemas = document["components"]["schemas"]
+    named = {ref.removeprefix("#/components/schemas/") for ref in references(document)}
+    assert named <= schemas.keys()
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "body", "answer"),
+    [
+        ("/v1/completions", "CompletionRequest", {"prompt": "hi"}, "Completion"),
+        ("/v1/chat/completions", "ChatCompletionRequest", {"messages": [USER]}, "ChatCompletion"),
+        ("/v1/responses", "ResponsesRequest", {"input": [USER], "truncation": None}, "Response"),
+        ("/v1/messages", "MessagesRequest", {"messages": [USER], "max_tokens": 3}, "Message"),
+        ("/v1/messages/count_tokens", "CountTokensRequest", {"messages": [USER]}, "TokenCount"),
+        ("/tokenize", "TokenizeRequest", {"prompt": "hi"}, "Tokens"),
+    ],
+)
+async def test_what_is_sent_and_answered_is_as_described(
+    http: httpx.AsyncClient, document: Any, path: str, name: str, body: Any, answer: str
+) -> None:
+    body = {"model": "echo", **body}
+    post = document["paths"][path]["post"]
+    sent = post["requestBody"]["content"]["application/json"]["schema"]
+    told = post["responses"]["200"]["content"]["application/json"]["schema"]
+    assert sent["$ref"].endswith(f"/{name}")
+    assert told["$ref"].rpartition("/")[2].rpartition(".")[2] == answer
+    validator(document, sent["$ref"].rpartition("/")[2]).validate(body)
+    whole = await http.post(path, json=body)
+    assert whole.status_code == 200, whole.text
+    validator(document, told["$ref"].rpartition("/")[2]).validate(whole.json())
+    wrong = body | {"no_such_field": 1}
+    assert not validator(document, sent["$ref"].rpartition("/")[2]).is_valid(wrong)
+    failure = post["responses"]["default"]["content"]["application/json"]["schema"]
+    refused = (await http.post(path, json=wrong)).json()
+    validator(document, failure["$ref"].rpartition("/")[2]).validate(refused)
+
+
+def structs(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from structs(below)
+
+
+def test_fields_that_are_not_offered_are_said_to_be_so(document: Any) -> None:
+    """By name, since types are not told by their schemas."""
+    schemas = document["components"]["schemas"]
+    checked = set()
+    for kind in structs(msgspec.Struct):
+        for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+            for field in getattr(kind, "NEUTRAL", {}) if name in schemas else ():
+                described = schemas[name]["properties"][field]
+                assert described["description"] == NOT_OFFERED, (name, field)
+                checked.add(name.rpartition(".")[2])
+    assert checked >= {"ChatCompletionRequest", "ResponsesRequest", "MessagesRequest", "Tool"}
+    background = schemas["ResponsesRequest"]["properties"]["background"]
+    assert background["enum"] == [False, None]
+
+
+def test_patterns_are_those_of_json_schemas(document: Any) -> None:
+    tool = validator(document, "diptych_frontend.anthropic.api_types.Tool")
+    assert tool.is_valid({"name": "f", "input_schema": {}})
+    assert not tool.is_valid({"name": "a b", "input_schema": {}})
+    assert "\\Z" not in str(document)
+
+
+class Tags(HTMLParser):
+    """What a page has in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+async def test_the_page_needs_nothing_but_itself(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    tags = Tags()
+    tags.feed(answer.text)
+    names = {tag for tag, _ in tags.seen}
+    assert not names & {"script", "link", "img", "iframe", "form"}
+    attributes = {name for _, of in tags.seen for name in of}
+    assert not any(name.startswith("on") or name in ("style", "src") for name in attributes)
+    anchors = {of["id"] for _, of in tags.seen if "id" in of}
+    links = [of["href"] or "" for tag, of in tags.seen if tag == "a"]
+    assert {link[1:] for link in links if link.startswith("#")} <= anchors
+    assert [link for link in links if not link.startswith("#")] == ["openapi.json"]
+    assert "POST /v1/messages" in answer.text
+
+
+async def test_the_document_is_served(http: httpx.AsyncClient, document: Any) -> None:
+    assert (await http.get("/openapi.json")).json() == document
+
+
+async def test_whoever_has_no_key_may_read_how_to_ask(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "alice").write_text("sesame")
+    transport = httpx.ASGITransport(build_app(engine, api_keys=ApiKeys(tmp_path)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for path in ("/openapi.json", "/docs"):
+            assert (await client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "integer", "minimum": 1, "maximum": 5}, "integer (from 1 to 5)"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string"),
+        ({"type": "array", "items": {"type": "string"}}, "list of string"),
+        ({"enum": ["<a>", None]}, "<code>&lt;a&gt;</code>, <code>null</code>"),
+        ({"$ref": "#/components/schemas/a.b.C"}, '<a href="#a.b.C">C (b)</a>'),
+        ({}, "any"),
+    ],
+)
+def test_types_in_words(schema: Any, text: str) -> None:
+    assert type_text(schema) == text
+
+
+def test_a_page_escapes_what_it_shows() -> None:
+    evil = "<evil>"
+    operation = {"summary": evil, "responses": {"200": {}, "default": {"content": {}}}}
+    field = {"type": "string", "pattern": evil, "description": evil}
+    page = page_of(
+        {
+            "info": {"title": evil, "version": "1"},
+            "paths": {f"/{evil}": {"get": operation}},
+            "components": {"schemas": {evil: {"description": evil, "properties": {evil: field}}}},
+        }
+    )
+    assert evil not in page
+    assert page.count("&lt;evil&gt;") >= 8
+
+
+def test_operations_have_names_that_programs_can_use(document: Any) -> None:
+    names = [of["operationId"] for methods in document["paths"].values() for of in methods.values()]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"\w+", name) for name in names)

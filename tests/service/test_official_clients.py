@@ -1,0 +1,238 @@
+"""APIs beside chats and completions, through a router, a prefill engine and a decode engine, with
+official clients and vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from model_kit.questions import WHOLE
+from service_kit import Pair
+from waits import PATIENCE_S
+
+from diptych_frontend.app import build_app
+from diptych_frontend.openai import serve_http
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GREEDY = {"temperature": 0}
+TURNS: Any = [{"role": "user", "content": WHOLE.words}]
+RAIN = {
+    "type": "object",
+    "properties": {"rain": {"type": "boolean"}},
+    "required": ["rain"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def base_url(pair: Pair) -> AsyncIterator[str]:
+    bound: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    app = build_app(pair.pools)
+    server = asyncio.create_task(
+        serve_http(app, "127.0.0.1", 0, on_ready=lambda *at: bound.set_result(at))
+    )
+    try:
+        host, port = await bound
+        yield f"http://{host}:{port}"
+    finally:
+        server.cancel()
+        await asyncio.wait((server,))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(base_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=base_url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def claude(base_url: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(base_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{base_url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+async def test_a_prompt_has_the_tokens_that_tokenize_counts(http: httpx.AsyncClient) -> None:
+    for path, field in (("completions", "prompt"), ("chat/completions", "messages")):
+        prompt = {field: WHOLE.words if field == "prompt" else TURNS}
+        counted = (await http.post("/tokenize", json=prompt)).json()
+        body = {"model": "smollm2", "max_tokens": 1, **prompt}
+        answer = (await http.post(f"/v1/{path}", json=body)).json()
+        assert counted["count"] == answer["usage"]["prompt_tokens"]
+        text = (await http.post("/detokenize", json={"tokens": counted["tokens"]})).json()
+        assert WHOLE.words in text["prompt"]
+
+
+async def test_scores_are_the_cosines_of_embeddings(
+    http: httpx.AsyncClient, client: openai.AsyncOpenAI
+) -> None:
+    texts = ["The sea is calm.", "The ocean is calm.", "1, 2, 3"]
+    embedded = await client.embeddings.create(model="smollm2", input=texts)
+    query, *others = [each.embedding for each in embedded.data]
+    cosines = [sum(map(operator.mul, query, other)) for other in others]
+    body: dict[str, Any] = {"model": "smollm2", "queries": texts[0], "documents": texts[1:]}
+    scored = (await http.post("/v1/score", json=body)).json()
+    assert [each["score"] for each in scored["data"]] == pytest.approx(cosines, abs=1e-3)
+    body = {"model": "smollm2", "query": texts[0], "documents": texts[1:], "top_n": 1}
+    [best] = (await http.post("/v1/rerank", json=body)).json()["results"]
+    assert best["document"]["text"] == texts[1]
+    assert best["relevance_score"] == pytest.approx(max(cosines), abs=1e-3)
+
+
+async def test_anthropics_client_gets_the_models_answer(claude: anthropic.AsyncAnthropic) -> None:
+    message = await claude.messages.create(
+        model="smollm2", messages=TURNS, max_tokens=40, extra_body=GREEDY
+    )
+    [block] = message.content
+    assert block.type == "text"
+    assert block.text == WHOLE.answer
+    assert message.stop_reason == "end_turn"
+    counted = await claude.messages.count_tokens(model="smollm2", messages=TURNS)
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+async def test_anthropics_client_streams_the_models_answer(
+    claude: anthropic.AsyncAnthropic,
+) -> None:
+    async with claude.messages.stream(
+        model="smollm2", messages=TURNS, max_tokens=40, extra_body=GREEDY
+    ) as stream:
+        pieces = [text async for text in stream.text_stream]
+        message = await stream.get_final_message()
+    assert len(pieces) > 1
+    assert "".join(pieces) == WHOLE.answer
+    assert message.stop_reason == "end_turn"
+    assert message.usage.output_tokens >= len(pieces)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_client_gets_a_call_that_fits_its_schema(
+    claude: anthropic.AsyncAnthropic, stream: bool
+) -> None:
+    asked: Any = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "max_tokens": 100,
+        "extra_body": GREEDY,
+    }
+    if stream:
+        async with claude.messages.stream(**asked) as events:
+            message = await events.get_final_message()
+    else:
+        message = await claude.messages.create(**asked)
+    assert message.stop_reason == "tool_use"
+    [use] = message.content
+    assert use.type == "tool_use"
+    assert use.name == "weather"
+    assert set(use.input) == {"city"}
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    turns = [*asked["messages"], {"role": "assistant", "content": message.content}]
+    turns.append({"role": "user", "content": [result]})
+    after = await claude.messages.create(
+        model="smollm2", messages=turns, tools=[WEATHER], max_tokens=5
+    )
+    assert after.usage.output_tokens > 0
+
+
+async def test_anthropics_client_gets_output_of_a_schema(claude: anthropic.AsyncAnthropic) -> None:
+    message = await claude.messages.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Will it rain?"}],
+        output_config={"format": {"type": "json_schema", "schema": RAIN}},
+        max_tokens=60,
+        extra_body=GREEDY,
+    )
+    [block] = message.content
+    assert block.type == "text"
+    assert json.loads(block.text) in ({"rain": True}, {"rain": False})
+
+
+async def test_openais_client_gets_responses_whole_and_streamed(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "smollm2", "input": WHOLE.words, "temperature": 0}
+    whole = await client.responses.create(**asked, max_output_tokens=40)
+    assert (whole.output_text, whole.status) == (WHOLE.answer, "completed")
+    async with client.responses.stream(**asked, max_output_tokens=40) as stream:
+        deltas = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+        last = await stream.get_final_response()
+    assert len(deltas) > 1
+    assert "".join(deltas) == last.output_text == WHOLE.answer
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_openais_client_goes_on_with_a_call_in_a_stored_response(
+    client: openai.AsyncOpenAI,
+) -> None:
+    tool: Any = {
+        "type": "function",
+        "name": "weather",
+        "description": WEATHER["description"],
+        "parameters": WEATHER["input_schema"],
+        "strict": True,
+    }
+    first = await client.responses.create(
+        model="smollm2",
+        input="What is the weather in Paris?",
+        tools=[tool],
+        tool_choice={"type": "function", "name": "weather"},
+        temperature=0,
+        max_output_tokens=100,
+        store=True,
+    )
+    [call] = first.output
+    assert call.type == "function_call"
+    assert call.name == "weather"
+    assert set(json.loads(call.arguments)) == {"city"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    second = await client.responses.create(
+        model="smollm2",
+        input=[result],
+        tools=[tool],
+        previous_response_id=first.id,
+        max_output_tokens=5,
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
+
+
+async def test_openais_client_gets_a_response_of_a_schema(client: openai.AsyncOpenAI) -> None:
+    response = await client.responses.create(
+        model="smollm2",
+        input="Will it rain?",
+        text={"format": {"type": "json_schema", "name": "rain", "schema": RAIN}},
+        temperature=0,
+        max_output_tokens=60,
+    )
+    assert json.loads(response.output_text) in ({"rain": True}, {"rain": False})
