@@ -127,3 +127,14 @@ def test_blocks_with_something_between_them_are_told_from_others(
     if not lie:
         with pytest.raises(ValueError, match="gaps, or are interleaved"):
             BlockCopies(blocks, Bus(torch.device("cpu")))
+
+
+def test_tensors_that_were_made_for_inference_are_copied_too() -> None:
+    """vLLM makes its tensors so, and they must not be changed elsewhere."""
+    with torch.inference_mode():
+        blocks = cache()
+    copies = BlockCopies(blocks, Bus(DEVICE))
+    room = copies.host_room(copies.block_bytes)
+    copies.gather([3], room)
+    copies.scatter(room, [5])
+    assert torch.equal(blocks[5], blocks[3])
