@@ -27,7 +27,7 @@ def bytes_of(blocks: torch.Tensor) -> NDArray[Any]:
     return blocks.contiguous().flatten(1).view(torch.uint8).cpu().numpy().copy()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
 @pytest.mark.parametrize("window_bytes", [1, 3000, 1 << 20])
 def test_blocks_go_out_and_come_back(
     dtype: torch.dtype, window_bytes: int, monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,8 @@ from diptych_kernels.host_arrays import to_device
 
 WINDOW_BYTES = 32 << 20
 """How much device memory blocks on their way take: enough to fill the bus, little for a GPU."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes of bits that are moved whatever numbers they are, by their size in bytes."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Dtypes of bits that are moved whatever numbers they are, by the size of a number in bytes."""
 
 
 class Bus:
