@@ -10,10 +10,10 @@ WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs audit format bench lock crds images cluster e2e clean vllm
+.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots audit format bench lock crds images cluster e2e clean vllm
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # It says in a sentence what is wrong with a system or a Python that will not do.
 INSTALL = @command -v $(PYTHON) >/dev/null || { echo "Diptych needs Python 3.11 to 3.14: apt-get install python3 python3-venv"; exit 1; }; \
@@ -70,6 +70,12 @@ lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, sc
 OSV := https://api.osv.dev/v1
 docs: $(VENV)/.test ## the site, into build/site; a link or a path that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+screenshots: $(VENV)/.test ## the pictures of the page in docs/images, from a service on this machine; needs Chromium
+	PYTHONPATH=tests/support $(BIN)/python docs/screenshots.py
+
+screenshots: $(VENV)/.test ## the pictures of the page in docs/images, from a service on this machine; needs Chromium
+	PYTHONPATH=tests/support $(BIN)/python docs/screenshots.py
 
 audit: $(VENV)/.test ## known weaknesses of the locked dependencies, where OSV's database can be reached
 	@if $(BIN)/python -c "from urllib.request import urlopen; urlopen('$(OSV)/vulns/OSV-2020-111', timeout=10)" 2>/dev/null; \

@@ -60,7 +60,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if path.endswith(".md") and (path.startswith("docs/") or path in PAGES_OF_THE_ROOT):
             return f"[{text}]({posixpath.relpath(page_path, own_folder)}{anchor})"
         if path.endswith(".png"):
-            return f"[{text}]({posixpath.relpath(posixpath.basename(path), own_folder)})"
+            picture = page_path if path.startswith("docs/") else posixpath.basename(path)
+            return f"[{text}]({posixpath.relpath(picture, own_folder)})"
         source = os.environ.get("DOCS_SOURCE_URL")
         return f"[{text}]({source}/{path}{anchor})" if source else text
 

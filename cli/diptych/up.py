@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from diptych.errors import BadInputError, RunError
 from diptych.laptop.api_access import ApiAccess
+from diptych.laptop.kill_switch import KillSwitch
 from diptych.laptop.pods import (
+    LOOPBACK,
     PACKAGES_FOLDER,
     LocalPod,
     UnsupportedPodError,
@@ -29,13 +33,17 @@ from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
 from diptych.laptop.vllm_packages import connector_packages
 from diptych.manifest import check_model, rendered
 from diptych.progress import Progress
+from diptych_frontend.openai.server import Site, listen, serve_aside
 from diptych_frontend.processors import usable_processors
 from diptych_operator.api.service import InferenceService
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
 from diptych_protocol.threads import model_threads
+from diptych_router.page.control import CONTROL_VARIABLE
 
 READY_TIMEOUT_S = 900.0
 CRASH_LINES = 15
+CONTROL_FILE = "page-control.json"
+"""In the run directory: where the page can kill engines."""
 
 WhileReady = Callable[[RunState], Awaitable[None]]
 """What to do once the service is ready; it ends when this returns, and is told to by cancelling."""
@@ -78,7 +86,32 @@ async def up(
                 token_file = str(run_dir.path / relative)
         for name, folder in packages.items():
             run_dir.link(f"{PACKAGES_FOLDER}/{name}", folder)
-        await _Run(service, api, pods, run_dir, progress, token_file).until_done(while_ready)
+        async with _kill_switch(api, pods, run_dir):
+            run = _Run(service, api, pods, run_dir, progress, token_file)
+            await run.until_done(while_ready)
+
+
+@contextlib.asynccontextmanager
+async def _kill_switch(
+    api: ApiAccess, pods: list[RunningPod], run_dir: RunDirectory
+) -> AsyncIterator[None]:
+    """Let the routers' page kill engines during the block, if it is for this machine only."""
+    if not api.on_loopback:
+        yield
+        return
+    switch = KillSwitch(pods, api.url)
+    listener = listen(LOOPBACK, 0)
+    control = switch.reached_at(listener.getsockname()[1])
+    run_dir.write(CONTROL_FILE, msgspec.json.encode(control))
+    for pod in pods:
+        if pod.spec.role == "router":
+            pod.spec.env[CONTROL_VARIABLE] = str(run_dir.path / CONTROL_FILE)
+    serving = asyncio.create_task(serve_aside(Site(switch.app(), listener)))
+    try:
+        yield
+    finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
 
 
 def _check_address(api: ApiAccess) -> None:
@@ -164,6 +197,7 @@ class _Run:
         self._progress.say(f"ready in {time.monotonic() - begun:.1f} s: {self._api.url}")
         key = self._key_file.read_text().strip() if self._key_file is not None else ""
         self._progress.say(f"the API: {self._api.access(key)}")
+        self._progress.say(f"the page: {self._api.url.removesuffix('/v1')}/")
         await while_ready(self._state())
 
     def _interrupted(self) -> None:

@@ -16,7 +16,7 @@ from diptych_frontend.anthropic.errors import ANTHROPIC
 from diptych_frontend.anthropic.routes import CountTokensRoute, MessagesApi
 from diptych_frontend.api_docs.routes import docs_routes
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
+from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
@@ -58,6 +58,7 @@ def build_app(
     access_log: AccessLogStyle = "off",
     stores_responses: bool = True,
     extra_routes: Sequence[BaseRoute] = (),
+    extra_open_paths: frozenset[str] = frozenset(),
 ) -> ASGIApp:
     """The HTTP server of one engine client.
 
@@ -72,6 +73,7 @@ def build_app(
         stores_responses: /v1/responses keeps answers for clients that ask for it; several
             processes of one server must not, because the next request may reach another one.
         extra_routes: further Starlette routes, behind the same layers.
+        extra_open_paths: paths of them that want no key.
     """
     names = tuple(served_names) or (engine.model_name,)
     metrics = metrics or ServerMetrics(engine.model_name)
@@ -116,7 +118,7 @@ def build_app(
     )
     app: ASGIApp = BodyReader(router, max_body_bytes)
     if api_keys is not None:
-        app = KeyGate(app, api_keys)
+        app = KeyGate(app, api_keys, OPEN_PATHS | extra_open_paths)
     app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log, dialects=DIALECTS)
     return RejectionCleanup(app, engine)
 

@@ -233,6 +233,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[AttemptReport] = []
     attempts_left_out: int = 0
     """Later attempts that are not remembered, because there were so many."""
+    tenant: str = ""
+    """Whose request it is: the name of its API key; empty without keys."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

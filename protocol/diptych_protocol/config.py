@@ -454,6 +454,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "engine that says nothing; the same as the engines' setting.",
         ),
     ] = 30.0
+    ui: Annotated[
+        bool,
+        Meta(
+            description="Serve a page at `/`: a chat, and both pools beside it. What it shows "
+            "needs an API key if the API does."
+        ),
+    ] = False
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

@@ -14,6 +14,7 @@ from diptych_frontend.program import run_program
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
 from diptych_router.explaining.request_routes import OwnRequests
+from diptych_router.page.view import OwnView
 from diptych_router.pool_client import PoolClient
 from diptych_router.process.admin import admin_app
 from diptych_router.process.arguments import parse_arguments
@@ -40,7 +41,7 @@ async def _serve(config: RouterConfig, args: argparse.Namespace) -> None:
         if args.admin_port is not None
         else None
     )
-    async with started(config, args, _metrics) as program:
+    async with started(config, args, _metrics, OwnView) as program:
         certificate = program.certificate
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]

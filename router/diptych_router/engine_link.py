@@ -91,6 +91,9 @@ class EngineLink:
         self.endpoint = endpoint
         self.key = key_of(role, endpoint)
         self.description: EngineDescription | None = None
+        self.known_as = ""
+        """The name of the engine that answers here, or of the one that answered last; empty: none
+        has."""
         self.fingerprint = ""
         self.epoch = ""
         """The epoch of the engine that answers at this endpoint, or of the one that answered
@@ -305,6 +308,7 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
+            self.known_as = description.engine_id
             self.row["block_size"] = description.block_size
             self.row.restarted()
             self.row["lends"] = self.lends is not None

@@ -266,9 +266,10 @@ class PoolClient(AsyncEngine, WithoutControl):
                 self._loop.call_at(time, self._wake, time)
 
     def name_of(self, engine: str) -> str:
-        """An engine's name by its key; the key itself if it is gone."""
+        """An engine's name by its key, its last one if nobody answers there now; the key itself if
+        its address is gone."""
         link = self.pools.get(engine)
-        return engine if link is None else link.name
+        return engine if link is None else link.known_as or link.endpoint
 
     def _add(self, action: Add) -> None:
         core_id = action.request.request_id

@@ -37,6 +37,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self.answer(503 if Handler.sick else 200, b"")
+        elif self.path == "/control":
+            path = os.environ.get("DIPTYCH_PAGE_CONTROL")
+            self.answer(200, Path(path).read_bytes() if path else b"null")
         elif self.path == "/live":
             self.answer(200, b"")
         elif self.path == "/metrics":
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("--crash-once", type=Path, help="end at once if this file is not there")
     parser.add_argument("--child", action="store_true", help="have a child that never ends")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
+    parser.add_argument("--admin-host", help="as routers take it; there is no admin port")
     options = parser.parse_args()
     if options.crash:
         sys.exit("error: no such model\n1 thread was busy")

@@ -34,6 +34,12 @@ def service(**router: Any) -> InferenceService:
     return parse(yaml.safe_dump(raw))
 
 
+@pytest.mark.parametrize("router", [{}, {"ui": False}])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_laptop_always_has_the_page(router: dict[str, Any], host: str) -> None:
+    assert ApiAccess(8080, host).fit(FILE, service(**router)).spec.router.ui
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"

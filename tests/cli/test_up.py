@@ -38,7 +38,13 @@ class Up:
     """One `diptych` command that runs in the background."""
 
     def __init__(
-        self, directory: Path, command: str, file: Path, port: int, grace_s: float | None
+        self,
+        directory: Path,
+        command: str,
+        file: Path,
+        port: int,
+        grace_s: float | None,
+        host: str | None,
     ) -> None:
         self.directory = directory
         self.port = port
@@ -49,9 +55,10 @@ class Up:
             "COLUMNS": "120",
         }
         program = ["-m", "diptych.main"] if grace_s is None else ["-c", PATIENT, str(grace_s)]
+        where = () if host is None else ("--host", host)
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *program, command, str(file), "--port", str(port)],
+                [sys.executable, *program, command, str(file), "--port", str(port), *where],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
@@ -97,9 +104,10 @@ def start(tmp_path: Path, service_file: Callable[[Service], Path]) -> Iterator[S
         command: str = "up",
         port: int | None = None,
         grace_s: float | None = None,
+        host: str | None = None,
     ) -> Up:
         file = service_file(service)
-        started.append(Up(tmp_path, command, file, port or free_port(), grace_s))
+        started.append(Up(tmp_path, command, file, port or free_port(), grace_s, host))
         return started[-1]
 
     yield begin
@@ -345,3 +353,30 @@ def test_it_says_in_a_line_who_may_use_the_api(
     line = "the API: open on loopback, no keys; no TLS"
     wait_until(lambda: line in up.output)
     assert line in up.run("status").stdout
+
+
+def test_an_order_of_the_page_kills_an_engine_which_starts_again(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    up = start(small_service())
+    up.wait_ready()
+    page = f"http://127.0.0.1:{up.port}"
+    control = httpx.get(f"{page}/control").json()
+    (file,) = up.directory.glob("diptych-small-*/page-control.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    order = f"{control['url']}/engines/small-decode-0/kill"
+    token = {"authorization": f"Bearer {control['token']}"}
+    assert httpx.post(order, headers=token).status_code == 403
+    assert httpx.post(order, headers={"origin": page}).status_code == 401
+    assert up.pod("small-decode-0")["restarts"] == 0
+    assert httpx.post(order, headers=token | {"origin": page}).status_code == 200
+    wait_until(lambda: up.pod("small-decode-0")["restarts"] == 1)
+    wait_until(lambda: up.pod("small-decode-0")["phase"] == "ready")
+
+
+def test_a_page_for_other_machines_can_kill_nothing(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    up = start(small_service(), host="0.0.0.0")
+    up.wait_ready()
+    assert httpx.get(f"http://127.0.0.1:{up.port}/control").json() is None

@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 from engine_kit.core import EXACT
 from free_ports import free_port
 from service_kit import cores, engine_config, router_command
-from waits import PATIENCE_S, wait_until
+from waits import PATIENCE_S, Deadline, wait_until
 
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import Explanation, RequestList, RouterReport
@@ -79,7 +79,7 @@ def router(
     """Both of its processes take connections, and have found the engines."""
     (keys_dir / "admin-token").write_text("sesame")
     config = RouterConfig(
-        model=smollm2, served_name="smollm2", processes=2, drain_seconds=PATIENCE_S
+        model=smollm2, served_name="smollm2", processes=2, drain_seconds=PATIENCE_S, ui=True
     )
     port, admin = free_port(), free_port()
     arguments = (
@@ -133,6 +133,43 @@ async def test_both_processes_get_connections_and_their_counts_add_up(router: Ro
     assert (state.ready, state.open_requests) == (True, 0)
     assert [engine.engine_id for engine in state.engines] == ["prefill-0", "decode-0"]
     assert [canary.ok for canary in state.canaries] == [True]
+
+
+def test_the_page_of_any_process_shows_the_whole_router(router: Router) -> None:
+    names = []
+    for _ in range(CONNECTIONS):
+        answer = httpx.post(
+            f"{router.url}/v1/completions", json={**QUESTION, "max_tokens": 1}, timeout=PATIENCE_S
+        )
+        names.append(answer.headers["x-request-id"])
+    for name in names:
+        asked = httpx.get(f"{router.url}/ui/api/answers/{name}", timeout=PATIENCE_S)
+        (known,) = asked.json()["requests"]
+        assert known["request_id"] == name
+    body = {**QUESTION, "max_tokens": TOKENS, "stream": True}
+    with contextlib.ExitStack() as stack:
+        for _ in range(CONNECTIONS // 2):
+            client = stack.enter_context(httpx.Client(base_url=router.url, timeout=PATIENCE_S))
+            stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+        engines, most = watched(router, lambda open_requests: open_requests == CONNECTIONS // 2)
+        assert engines == {"prefill-0": "ok", "decode-0": "ok"}
+        assert most == CONNECTIONS // 2
+
+
+def watched(router: Router, enough: Callable[[int], bool]) -> tuple[dict[str, str], int]:
+    """The states of all engines, and the open requests, as soon as there are enough of them."""
+    engines: dict[str, str] = {}
+    deadline = Deadline("a page is told of all open requests")
+    with httpx.stream("GET", f"{router.url}/ui/api/events", timeout=PATIENCE_S) as events:
+        for line in events.iter_lines():
+            deadline.check()
+            if not line.startswith("data: "):
+                continue
+            news = msgspec.json.decode(line.removeprefix("data: "))
+            engines |= {engine["name"]: engine["state"] for engine in news["engines"]}
+            if enough(news["open_requests"]):
+                return engines, int(news["open_requests"])
+    raise AssertionError("the stream ended")
 
 
 def test_a_request_is_explained_whichever_process_served_it(router: Router) -> None:

@@ -69,7 +69,7 @@ def _add_to(app: Any) -> None:
     """Give vLLM's application the route, unless its engine does not have our connector."""
     engine: Any = getattr(app.state, "engine_client", None)
     transfer = None if engine is None else engine.vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != CONNECTOR:
+    if engine is None or transfer is None or transfer.kv_connector != CONNECTOR:
         log.warning("%s is not served: the engine has not the connector %s", PATH, CONNECTOR)
         return
     settings = with_literals(ConnectorSettings.parse(transfer.kv_connector_extra_config))

@@ -80,6 +80,7 @@ class ApiAccess:
             service.spec.router,
             api_keys=ApiKeysOfSecret(KEYS_NAME) if self.has_keys else None,
             tls=Tls(TLS_NAME) if self.tls is not None else None,
+            ui=True,
         )
         return replace(service, spec=replace(service.spec, router=router))
 

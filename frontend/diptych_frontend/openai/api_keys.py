@@ -128,14 +128,17 @@ class ApiKeys:
 
 
 class KeyGate:
-    """Lets nobody past without a key, except to the paths of probes and scrapers."""
+    """Lets nobody past without a key, except to open paths: those of probes and scrapers."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             name = self._keys.name_of(_offered(scope))
             if name is None:
                 raise InvalidRequestError(

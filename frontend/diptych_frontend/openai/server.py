@@ -166,20 +166,31 @@ async def serve_sites(
         ]
         if servers:
             servers[0].on_each_tick = watch.tick
-        await _serve(servers, drain, drain_timeout_s)
+        with _signals() as signals:
+            await _serve(servers, signals, drain, drain_timeout_s)
 
 
-async def _serve(servers: Sequence[_Server], drain: Drain | None, drain_timeout_s: float) -> None:
+async def serve_aside(site: Site) -> None:
+    """Serve until cancellation, in a program whose loop and signals are its own."""
+    server = _Server(site, Connections.of_this_process(), LAST_WORDS_S, None)
+    await _serve([server], asyncio.Queue(), None, LAST_WORDS_S)
+
+
+async def _serve(
+    servers: Sequence[_Server],
+    signals: asyncio.Queue[None],
+    drain: Drain | None,
+    drain_timeout_s: float,
+) -> None:
     serving = [asyncio.create_task(server.serve(sockets=[server.listener])) for server in servers]
     leaving: asyncio.Task[None] | None = None
     try:
-        with _signals() as signals:
-            leaving = asyncio.create_task(_leave(servers, signals, drain, drain_timeout_s))
-            await asyncio.wait((*serving, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done():
-                leaving.result()
-            if serving:
-                await asyncio.wait(serving)
+        leaving = asyncio.create_task(_leave(servers, signals, drain, drain_timeout_s))
+        await asyncio.wait((*serving, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            leaving.result()
+        if serving:
+            await asyncio.wait(serving)
     finally:
         if leaving is not None:
             leaving.cancel()

@@ -329,6 +329,13 @@ class Router(SpecPart, frozen=True):
         Meta(description="Who may use the API; left out, whoever reaches it."),
     ] = None
     tls: Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")] = None
+    ui: Annotated[
+        bool,
+        Meta(
+            description="Serve a page at / of the API's address: a chat, and both pools beside it. "
+            "What it shows needs a key if the API does."
+        ),
+    ] = False
     resources: Annotated[Resources, Meta(description="Compute resources of each router pod.")] = (
         Resources()
     )

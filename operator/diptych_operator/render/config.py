@@ -81,6 +81,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         disaggregate=service.spec.router.disaggregate,
         hold_seconds=service.spec.router.hold_seconds,
         processes=service.spec.router.processes,
+        ui=service.spec.router.ui,
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,

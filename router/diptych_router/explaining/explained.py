@@ -37,6 +37,7 @@ def report_of(known: Explained, name_of: NameOf) -> RequestReport:
         outcome=known.outcome,
         attempts=[_attempt(attempt, shift, name_of) for attempt in known.attempts],
         attempts_left_out=known.num_attempts - len(known.attempts),
+        tenant=known.tenant,
     )
 
 

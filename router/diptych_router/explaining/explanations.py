@@ -68,6 +68,7 @@ class Explanations:
             now,
             unix_time,
             len(request.prompt_token_ids or ()),
+            tenant=request.tenant,
         )
         if len(self._requests) > self._most_requests:
             _, oldest = self._requests.popitem(last=False)

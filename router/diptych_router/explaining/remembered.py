@@ -62,3 +62,4 @@ class Explained:
     ended_s: float | None = None
     outcome: str = ""
     output_tokens: int = 0
+    tenant: str = ""

@@ -26,7 +26,11 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
+from diptych_router.features import FEATURES
 from diptych_router.leaving import Leaving
+from diptych_router.page.control import read_control
+from diptych_router.page.routes import Page
+from diptych_router.page.view import RouterView
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import HealthCollector
 from diptych_router.slo.metrics import PromiseCollector
@@ -42,6 +46,7 @@ COLLECT_AFTER = 20_000
 request has some hundred."""
 
 MakeMetrics = Callable[[PoolClient], ServerMetrics]
+MakeView = Callable[[PoolClient], RouterView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,10 @@ class Program:
 
 @asynccontextmanager
 async def started(
-    config: RouterConfig, args: argparse.Namespace, make_metrics: MakeMetrics
+    config: RouterConfig,
+    args: argparse.Namespace,
+    make_metrics: MakeMetrics,
+    make_view: MakeView,
 ) -> AsyncIterator[Program]:
     """Everything but the listening sockets; ended with the block."""
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
@@ -71,8 +79,15 @@ async def started(
     metrics.registry.register(client.predictions)
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
     metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
-    alone = config.processes == 1
-    app = build_app(client, metrics=metrics, api_keys=keys, stores_responses=alone)
+    page = build_page(config, client, make_view(client)) if config.ui else None
+    app = build_app(
+        client,
+        metrics=metrics,
+        api_keys=keys,
+        stores_responses=config.processes == 1,
+        extra_routes=page.routes() if page is not None else (),
+        extra_open_paths=page.open_paths if page is not None else frozenset(),
+    )
     leaving = Leaving(app, client, args.linger_seconds)
     client.start()
     _collect_rarely()
@@ -84,6 +99,18 @@ async def started(
         client.shutdown()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def build_page(config: RouterConfig, client: PoolClient, view: RouterView) -> Page:
+    """The page of a router. Raises `InvalidRequestError` if `diptych up` passed it nonsense."""
+    takes_images = client.renderer.stat_mm_cache() is not None
+    return Page(
+        view,
+        model=client.model_name,
+        images=takes_images and FEATURES[config.runtime].images,
+        leaving=lambda: client.leaving,
+        control=read_control(),
+    )
 
 
 def _collect_rarely() -> None:

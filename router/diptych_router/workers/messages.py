@@ -6,6 +6,7 @@ import msgspec
 
 from diptych_protocol import SchedulerStats
 from diptych_protocol.admin import Explanation, RequestList, RouterReport
+from diptych_router.page.panels import Panels
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True):
@@ -36,7 +37,7 @@ class WorkerReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Why(msgspec.Struct, tag=True, frozen=True):
-    """The parent asks a worker for an `Explanation`."""
+    """The parent asks a worker for an `Explanation`, or a worker its parent for that of all."""
 
     request_id: str
 
@@ -45,6 +46,11 @@ class Newest(msgspec.Struct, tag=True, frozen=True):
     """The parent asks a worker for a `RequestList`."""
 
     limit: int
+
+
+class Look(msgspec.Struct, tag=True, frozen=True):
+    """A process is asked for `Panels`: a worker for those of the whole router, or by its parent for
+    what it sees itself."""
 
 
 class Listening(msgspec.Struct, tag=True, frozen=True):
@@ -65,13 +71,14 @@ class Exposition(msgspec.Struct, array_like=True, frozen=True):
     content_type: str
 
 
-ToParent = Listening | Scrape
-ToWorker = Why | Newest
+ToParent = Listening | Scrape | Look | Why
+ToWorker = Why | Newest | Look
 
 encode = msgspec.msgpack.Encoder().encode
 to_parent = msgspec.msgpack.Decoder(ToParent).decode
 to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 report_of = msgspec.msgpack.Decoder(WorkerReport).decode
 explanation_of = msgspec.msgpack.Decoder(Explanation).decode
+panels_of = msgspec.msgpack.Decoder(Panels).decode
 requests_of = msgspec.msgpack.Decoder(RequestList).decode
 exposition_of = msgspec.msgpack.Decoder(Exposition).decode

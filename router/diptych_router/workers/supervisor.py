@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ from diptych_frontend.observability.metrics import PREFIX, EngineStatsCollector
 from diptych_frontend.openai.server import Site, listen, reserve_port, serve_sites
 from diptych_protocol import RouterConfig, SchedulerStats
 from diptych_protocol.admin import Explanation, RequestList, RouterReport
+from diptych_router.page.panels import Panels, panels_of_all
 from diptych_router.process.admin import admin_app
 from diptych_router.process.program import drain_timeout_s
 from diptych_router.workers.channel import AnswerTo, Channel, ChannelError
@@ -26,12 +28,14 @@ from diptych_router.workers.messages import (
     Exposition,
     Family,
     Listening,
+    Look,
     Newest,
     ToWorker,
     Why,
     WorkerReport,
     encode,
     explanation_of,
+    panels_of,
     report_of,
     requests_of,
     to_parent,
@@ -48,6 +52,9 @@ LOOK_S: Final = 5.0
 its last one is lost if it is killed."""
 SILENT_S: Final = 30.0
 """A process that gives no report for so long is killed, and started again."""
+PANELS_AGE_S: Final = 0.25
+"""What pages are shown of the pools may be so old, so that many pages at many processes ask no more
+often than a few."""
 START_S: Final = 180.0
 """The same for one that has not begun to serve: it may have to fetch the tokenizer first."""
 STEADY_S: Final = 60.0
@@ -156,6 +163,9 @@ class Workers:
         self._served = False
         """Some process has listened."""
         self._leaving = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._looked = -math.inf, panels_of_all([])
+        """When the pools were last looked at for pages, and what was seen."""
         self._own = CollectorRegistry()
         ProcessCollector(registry=self._own)
         self._restarts = Counter(
@@ -218,6 +228,10 @@ class Workers:
                 worker.begins_to_serve()
                 self._served = True
                 return b""
+            if isinstance(asked, Look):
+                return encode(await self.panels())
+            if isinstance(asked, Why):
+                return encode(await self.explained(asked.request_id))
             return encode(await self.exposition(asked.accept))
 
         reading = asyncio.create_task(worker.converse(ours, answer_to))
@@ -282,6 +296,15 @@ class Workers:
         """See `RequestMemory.newest`."""
         parts = [requests_of(answer) for answer in await self._answers(Newest(limit))]
         return newest_of_all(parts, limit)
+
+    async def panels(self) -> Panels:
+        """What all processes see of the pools."""
+        async with self._looking:
+            when, panels = self._looked
+            if time.monotonic() - when >= PANELS_AGE_S:
+                panels = panels_of_all([panels_of(part) for part in await self._answers(Look())])
+                self._looked = time.monotonic(), panels
+            return panels
 
     async def _answers(self, question: ToWorker) -> list[bytes]:
         """What the processes that serve answer."""

@@ -22,6 +22,9 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import EngineOverloadedError, RouterConfig
+from diptych_protocol.admin import Explanation
+from diptych_router.page.panels import Panels
+from diptych_router.page.view import own_panels
 from diptych_router.pool_client import PoolClient
 from diptych_router.process.arguments import parse_arguments
 from diptych_router.process.program import Program, drain_timeout_s, started
@@ -29,11 +32,15 @@ from diptych_router.report import router_report
 from diptych_router.workers.channel import Channel, ChannelError
 from diptych_router.workers.messages import (
     Listening,
+    Look,
     Scrape,
+    ToParent,
     Why,
     WorkerReport,
     encode,
+    explanation_of,
     exposition_of,
+    panels_of,
     to_worker,
 )
 from diptych_router.workers.sums import families_of
@@ -56,20 +63,46 @@ class SharedMetrics(ServerMetrics):
     async def scraped(self, accept: str) -> tuple[bytes, str]:
         if self.channel is None:
             return await super().scraped(accept)
-        try:
-            answer = await self.channel.ask(encode(Scrape(accept)), PARENT_TIMEOUT_S)
-        except (ChannelError, TimeoutError) as exc:
-            raise EngineOverloadedError("the router's processes are busy; retry later") from exc
-        whole = exposition_of(answer)
+        whole = exposition_of(await _ask(self.channel, Scrape(accept)))
         return whole.text, whole.content_type
+
+
+class SharedView:
+    """The whole router, as its parent knows it."""
+
+    channel: Channel | None = None
+    """Set before the process takes connections."""
+
+    async def panels(self) -> Panels:
+        """See `RouterView.panels`."""
+        return panels_of(await self._ask(Look()))
+
+    async def explained(self, request_id: str) -> Explanation:
+        """See `RouterView.explained`."""
+        return explanation_of(await self._ask(Why(request_id)))
+
+    async def _ask(self, question: Look | Why) -> bytes:
+        if self.channel is None:
+            raise EngineOverloadedError("the router starts; retry later")
+        return await _ask(self.channel, question)
+
+
+async def _ask(channel: Channel, question: ToParent) -> bytes:
+    """The parent's answer. Raises `EngineOverloadedError`."""
+    try:
+        return await channel.ask(encode(question), PARENT_TIMEOUT_S)
+    except (ChannelError, TimeoutError) as exc:
+        raise EngineOverloadedError("the router's processes are busy; retry later") from exc
 
 
 async def run(args: argparse.Namespace, parent: socket.socket) -> None:
     """Serve until SIGTERM."""
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
-    metrics = SharedMetrics(config.name)
-    async with started(config, args, lambda client: metrics) as program:
-        metrics.channel = channel = await Channel.over(parent, partial(_answer, program))
+    metrics, view = SharedMetrics(config.name), SharedView()
+    async with started(config, args, lambda _: metrics, lambda _: view) as program:
+        metrics.channel = view.channel = channel = await Channel.over(
+            parent, partial(_answer, program)
+        )
         leash = asyncio.create_task(channel.run())
         leash.add_done_callback(_end_with_parent)
         try:
@@ -101,6 +134,8 @@ async def _answer(program: Program, question: bytes) -> bytes:
         asked = to_worker(question)
         if isinstance(asked, Why):
             return encode(client.explanations.explanation(asked.request_id, client.name_of))
+        if isinstance(asked, Look):
+            return encode(own_panels(client))
         return encode(client.explanations.newest(asked.limit, client.name_of))
     metrics = families_of(program.metrics.registry)
     return encode(WorkerReport(router_report(client), metrics, client.stats_by_engine()))

@@ -14,6 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -102,6 +105,23 @@ async def test_anthropics_clients_have_their_key_in_a_header_of_its_own(
 async def test_probes_and_scrapers_need_no_key(engine: Any, folder: Path, path: str) -> None:
     async with client(build_app(engine, api_keys=ApiKeys(folder))) as http:
         assert (await http.get(path)).status_code == 200
+
+
+async def test_further_paths_may_be_open_and_no_others(engine: Any, folder: Path) -> None:
+    async def hello(request: Request) -> Response:
+        return Response("hello")
+
+    app = build_app(
+        engine,
+        api_keys=ApiKeys(folder),
+        extra_routes=[Route("/hello", hello), Route("/secret", hello)],
+        extra_open_paths=frozenset({"/hello"}),
+    )
+    async with client(app) as http:
+        assert (await http.get("/hello")).text == "hello"
+        assert (await http.get("/health")).status_code == 200
+        for closed in ("/secret", "/hello/", "/hello/x", "/v1/models"):
+            assert (await http.get(closed)).status_code == 401
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])

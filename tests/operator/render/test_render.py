@@ -188,6 +188,18 @@ def test_routers_promise_what_the_service_says(said: dict[str, Any], slo: Slo) -
     assert revision(promising) == revision(service({})), "no engine pod is replaced for it"
 
 
+@pytest.mark.parametrize(
+    ("said", "ui"), [({}, False), ({"ui": False}, False), ({"ui": True}, True)]
+)
+def test_routers_have_a_page_only_if_the_service_asks_for_it(
+    said: dict[str, Any], ui: bool
+) -> None:
+    shown = service({"router": said})
+    text = by_kind(render(shown, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
+    assert msgspec.json.decode(text, type=RouterConfig).ui == ui
+    assert revision(shown) == revision(service({})), "no engine pod is replaced for it"
+
+
 def test_one_field_makes_all_pods_send_spans() -> None:
     url = "http://otel:4318/v1/traces"
     traced = service({"engine": {"otlpTracesEndpoint": url}})

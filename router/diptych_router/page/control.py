@@ -1,0 +1,37 @@
+"""Where `diptych up` takes orders of the page: an engine can be killed there, on a laptop only.
+
+Nothing but `diptych up` writes this file, and nothing in a cluster sets the variable that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from diptych_protocol import InvalidRequestError
+
+CONTROL_VARIABLE = "DIPTYCH_PAGE_CONTROL"
+"""The environment variable that names the file."""
+MAX_BYTES = 4096
+
+
+class Control(msgspec.Struct, frozen=True):
+    """The address of `diptych up`, and what it wants as bearer token."""
+
+    url: Annotated[str, msgspec.Meta(pattern=r"^http://127\.0\.0\.1:[0-9]{1,5}$")]
+    token: Annotated[str, msgspec.Meta(min_length=16, max_length=256)]
+
+
+def read_control() -> Control | None:
+    """None: the environment names no file. Raises `InvalidRequestError` for one that is wrong."""
+    path = os.environ.get(CONTROL_VARIABLE)
+    if not path:
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_BYTES), type=Control)
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise InvalidRequestError(f"{CONTROL_VARIABLE}: {path}: {exc}") from exc

@@ -1,0 +1,131 @@
+"""The routes of the page: its files, what it shows, and what became of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from diptych_frontend.openai.asgi import UntilDisconnect, client_of, exchange_of, header
+from diptych_protocol import InvalidRequestError
+from diptych_protocol.admin import Explanation
+from diptych_router.page.assets import Assets
+from diptych_router.page.control import Control
+from diptych_router.page.view import RouterView
+from diptych_router.page.watchers import Watchers
+
+MOST_ID_CHARACTERS: Final = 256
+ABOUT_PATH: Final = "/ui/api/about"
+EVENTS_PATH: Final = "/ui/api/events"
+ANSWER_PATH: Final = "/ui/api/answers/{request_id:path}"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What a page asks first."""
+
+    model: str
+    images: bool
+    """The model takes images, and so do its engines."""
+    version: str
+    control: Control | None
+    """Where engines can be killed; None: nowhere."""
+
+
+class Page:
+    """The page of one router."""
+
+    def __init__(
+        self,
+        view: RouterView,
+        *,
+        model: str,
+        images: bool,
+        leaving: Callable[[], bool],
+        control: Control | None,
+    ) -> None:
+        """leaving: see `Watchers`."""
+        self._view = view
+        self._about = About(model=model, images=images, version=version("diptych"), control=control)
+        self._assets = Assets(control.url if control is not None else "")
+        self.watchers = Watchers(view, leaving)
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """Paths that need no key."""
+        return frozenset(self._assets.by_path)
+
+    def routes(self) -> list[BaseRoute]:
+        """What they answer that is no file needs a key, if the API does."""
+        return [
+            *(Route(path, self._assets.answer) for path in self._assets.by_path),
+            Route(ABOUT_PATH, self.about),
+            _only_get(Route(EVENTS_PATH, _Events(self.watchers), methods=["GET"])),
+            Route(ANSWER_PATH, self.answer),
+        ]
+
+    async def about(self, request: Request) -> Response:
+        return _json(self._about)
+
+    async def answer(self, request: Request) -> Response:
+        """Why the engines of an answer were chosen, and what came true: of the caller's own
+        requests only, and nobody learns whether there are others."""
+        request_id = request.path_params["request_id"]
+        if len(request_id) > MOST_ID_CHARACTERS:
+            raise InvalidRequestError(
+                f"a request id has at most {MOST_ID_CHARACTERS} characters", param="request_id"
+            )
+        found = await self._view.explained(request_id)
+        tenant = exchange_of(request.scope).tenant
+        own = [known for known in found.requests if known.tenant == tenant]
+        if not own:
+            raise InvalidRequestError(
+                "this router remembers no such request of yours",
+                param="request_id",
+                status=404,
+                code="not_found",
+            )
+        return _json(msgspec.structs.replace(found, requests=own))
+
+
+def _only_get(route: Route) -> Route:
+    """Without HEAD, which Starlette adds: a stream would be sent to nobody."""
+    route.methods = {"GET"}
+    return route
+
+
+class _Events:
+    """The stream of what changes in both pools."""
+
+    def __init__(self, watchers: Watchers) -> None:
+        self._watchers = watchers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        if header(scope, b"sec-fetch-site") == "cross-site":
+            # It could not read the stream, but would hold a place.
+            raise InvalidRequestError("not for the pages of other sites", status=403)
+        async with self._watchers.watching(client_of(scope)) as events:
+            exchange.is_event_stream = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async with UntilDisconnect(receive, exchange), aclosing(events):
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _json(value: About | Explanation) -> Response:
+    """An answer for one client at one moment: nothing keeps it."""
+    headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)

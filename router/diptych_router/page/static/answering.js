@@ -1,0 +1,67 @@
+/** One answer: it is read as it comes, and timed. */
+
+/**
+ * @typedef {object} Outcome
+ * @property {string} text
+ * @property {string} requestId empty if the request was refused
+ * @property {string} end why it ended: stop, length, ..., or stopped by the user
+ * @property {number | null} firstTokenMs from the question to the first word, as seen here
+ * @property {number | null} tokensPerSecond from the first word to the last
+ * @property {number | null} tokens
+ * @property {number | null} cachedTokens tokens of the prompt whose KV was there already
+ */
+
+/**
+ * Read an answer to its end, or until `signal` stops it.
+ * @param {import("./service.js").Service} service
+ * @param {object} body
+ * @param {AbortSignal} signal
+ * @param {{words: (text: string) => void, reasoning: (text: string) => void}} shown
+ * @param {Outcome} outcome filled while the answer comes, so that it is known after a failure too
+ */
+export async function readAnswer(service, body, signal, shown, outcome) {
+  const began = performance.now();
+  let first = 0;
+  try {
+    const { requestId, chunks } = await service.chat(body, signal);
+    outcome.requestId = requestId;
+    for await (const chunk of chunks) {
+      if (chunk.usage) takeUsage(outcome, chunk.usage);
+      const choice = chunk.choices[0];
+      if (!choice) continue;
+      const { content, reasoning_content: reasoning } = choice.delta;
+      if ((content || reasoning) && !first) {
+        first = performance.now();
+        outcome.firstTokenMs = first - began;
+      }
+      if (reasoning) shown.reasoning(reasoning);
+      if (content) {
+        outcome.text += content;
+        shown.words(content);
+      }
+      if (choice.finish_reason) outcome.end = choice.finish_reason;
+    }
+  } catch (error) {
+    if (!signal.aborted) throw error;
+    outcome.end = "stopped by you";
+  }
+  const seconds = (performance.now() - first) / 1000;
+  if (first && outcome.tokens && outcome.tokens > 1) {
+    outcome.tokensPerSecond = (outcome.tokens - 1) / seconds;
+  }
+}
+
+/** @returns {Outcome} */
+export function nothingYet() {
+  const unknown = { firstTokenMs: null, tokensPerSecond: null, tokens: null, cachedTokens: null };
+  return { text: "", requestId: "", end: "", ...unknown };
+}
+
+/**
+ * @param {Outcome} outcome
+ * @param {any} usage of the API
+ */
+function takeUsage(outcome, usage) {
+  outcome.tokens = usage.completion_tokens;
+  outcome.cachedTokens = usage.prompt_tokens_details?.cached_tokens ?? null;
+}

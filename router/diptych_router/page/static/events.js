@@ -1,0 +1,41 @@
+/** Server-sent events of a `fetch`: an EventSource could not send the header with the key. */
+
+const MOST_CHARACTERS = 1 << 22;
+
+/**
+ * The data of each event, until the stream ends. Throws if the connection breaks.
+ * @param {ReadableStream<Uint8Array<ArrayBuffer>>} body
+ * @returns {AsyncGenerator<string>}
+ */
+export async function* eventsOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      rest += value;
+      const events = rest.split("\n\n");
+      rest = events.pop() ?? "";
+      if (rest.length > MOST_CHARACTERS) throw new Error("an event of the server is too long");
+      for (const event of events) {
+        const data = dataOf(event);
+        if (data) yield data;
+      }
+    }
+  } finally {
+    await reader.cancel().catch(() => {});
+  }
+}
+
+/**
+ * @param {string} event
+ * @returns {string} empty for a line without meaning
+ */
+function dataOf(event) {
+  return event
+    .split("\n")
+    .filter((line) => line.startsWith("data:"))
+    .map((line) => line.slice(5).trimStart())
+    .join("\n");
+}

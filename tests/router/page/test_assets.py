@@ -1,0 +1,82 @@
+"""The files of the page and their headers: what a browser gets, and what it may do with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from diptych_router.page.assets import FOLDER, TYPES, Assets, content_policy
+
+
+def client(assets: Assets) -> httpx.AsyncClient:
+    app = Starlette(routes=[Route(path, assets.answer) for path in assets.by_path])
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@pytest.fixture
+def assets() -> Assets:
+    return Assets()
+
+
+async def test_every_file_has_its_type_and_the_same_strict_headers(assets: Assets) -> None:
+    async with client(assets) as http:
+        for path in assets.by_path:
+            answer = await http.get(path)
+            assert answer.status_code == 200
+            suffix = ".html" if path == "/" else f".{path.rpartition('.')[2]}"
+            assert answer.headers["content-type"] == TYPES[suffix]
+            assert answer.headers["content-security-policy"] == content_policy()
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+def test_the_policy_allows_nothing_inline_and_no_other_server() -> None:
+    policy = dict(part.split(" ", 1) for part in content_policy().split("; "))
+    assert policy["default-src"] == "'none'"
+    assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}
+    assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert "unsafe" not in content_policy("http://127.0.0.1:9")
+
+
+def test_one_further_server_may_be_called_where_there_is_one() -> None:
+    assert "connect-src 'self' http://127.0.0.1:9;" in content_policy("http://127.0.0.1:9")
+
+
+async def test_a_browser_that_has_a_file_is_sent_nothing(assets: Assets) -> None:
+    async with client(assets) as http:
+        first = await http.get("/ui/page.js")
+        again = await http.get("/ui/page.js", headers={"if-none-match": first.headers["etag"]})
+        other = await http.get("/ui/page.js", headers={"if-none-match": '"another"'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["content-security-policy"] == content_policy()
+    assert other.content == first.content
+
+
+LOADS = r"""(?:src|href)="([^"]+)"|from "([^"]+)"|import\("([^"]+)"\)|url\(([^)]+)\)"""
+
+
+def test_the_files_load_each_other_and_nothing_else(assets: Assets) -> None:
+    for file in FOLDER.iterdir():
+        for found in re.findall(LOADS, file.read_text()):
+            (target,) = filter(None, found)
+            path = target.replace("./", "/ui/") if target.startswith("./") else target
+            assert path in assets.by_path, f"{file.name} loads {target}"
+
+
+@pytest.mark.parametrize("inline", [r"<script(?![^>]*\bsrc=)", r"<style", r'\son\w+="', r'style="'])
+def test_the_page_has_no_script_and_no_style_in_it(inline: str) -> None:
+    assert not re.search(inline, (FOLDER / "index.html").read_text())
+
+
+def test_text_is_never_taken_for_html() -> None:
+    words = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(")
+    found: list[Any] = [
+        (file.name, word) for file in FOLDER.glob("*.js") for word in words
+        if word in file.read_text()
+    ]  # fmt: skip
+    assert found == []

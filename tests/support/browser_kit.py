@@ -1,0 +1,117 @@
+"""Chromium, as the tests of the page and the script of its screenshots use it; and a service to
+look at. On the import path of the tests (pytest's `pythonpath`)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import yaml
+from PIL import Image
+from playwright.sync_api import Browser, sync_playwright
+from waits import PATIENCE_S, wait_until
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+"""The program; None: it is not installed."""
+WITHOUT_CHROMIUM = f"needs Chromium: none of {', '.join(NAMES)} is on the path"
+START_S = 3 * PATIENCE_S
+"""Three engines start at once, and those that decode give way to everything else."""
+OPTIONS = (
+    "--no-sandbox",  # the tests may run as root
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser without a window, which ends with the block."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=list(OPTIONS), timeout=PATIENCE_S * 1000
+        )
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@dataclass(frozen=True)
+class Laptop:
+    """A service that `diptych up` runs."""
+
+    url: str
+    folder: Path
+
+    def state(self) -> dict[str, Any]:
+        """What `diptych status` reads."""
+        for file in self.folder.glob("diptych-*/state.json"):
+            return msgspec.json.decode(file.read_bytes(), type=dict)
+        return {}
+
+
+def shown_service(model: str) -> dict[str, Any]:
+    """One prefill engine and two decode engines: one may be lost."""
+    return {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "smollm2"},
+        "spec": {"model": {"uri": model}, "prefill": {"replicas": 1}, "decode": {"replicas": 2}},
+    }
+
+
+@contextlib.contextmanager
+def laptop(folder: Path, service: dict[str, Any], port: int, *options: str) -> Iterator[Laptop]:
+    """`diptych up`, until the end of the block. `options`: further ones of its command line."""
+    folder.chmod(0o700)
+    file = folder / "service.yaml"
+    file.write_text(yaml.safe_dump(service))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diptych.main", "up", str(file), "--port", str(port), *options],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+        start_new_session=True,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: process.poll() is not None or _is_ready(url), seconds=START_S)
+        assert process.poll() is None, "diptych up has ended"
+        yield Laptop(url, folder)
+    finally:
+        tree = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE_S)
+        psutil.wait_procs(tree, timeout=PATIENCE_S)
+
+
+def _is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+    return False
+
+
+def difference(one: bytes, other: bytes) -> float:
+    """How far two pictures (PNG) of one size differ: the mean over squares of 16 pixels, of 255
+    shades of grey. What fonts do to letters is not seen."""
+    small = []
+    for content in (one, other):
+        picture = Image.open(io.BytesIO(content)).convert("L")
+        size = picture.width // 16, picture.height // 16
+        small.append(np.asarray(picture.resize(size, Image.Resampling.BOX), dtype=np.float64))
+    return float(np.abs(small[0] - small[1]).mean())
