@@ -14,7 +14,7 @@ import msgspec
 import torch
 from free_ports import first_of_free_ports
 from torch import Tensor
-from vllm_scheduler import prompt
+from vllm_scheduler import BLOCK, ONE_GROUP, prompt
 
 from diptych_kernels.block_copy.copies import BlockCopies, Bus
 from diptych_kv_transfer.connector import start_hinge
@@ -28,7 +28,7 @@ from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings
 from diptych_vllm.worker_half import WorkerHalf
 
-NUM_BLOCKS, BLOCK, LAYERS = 12, 4, 3
+NUM_BLOCKS, LAYERS = 12, 3
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
             {"load_timeout_s": 20, "listen_port": first_of_free_ports(num_ranks)}
         )
         self.workers = [self.worker(name, settings, ranks) for ranks in self.ranks]
-        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), BLOCK, settings.lease_seconds)
+        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), ONE_GROUP, settings.lease_seconds)
         engine = describe_engine(
             Hello(name, "1", {}), "127.0.0.1", settings.listen_port, settings.lease_seconds
         )
@@ -105,7 +105,7 @@ class Engine:
         """Lend the KV of a prompt of ten tokens."""
         self.scheduler.arrived(prompt(request_id, 10, {"do_remote_decode": True}))
         self.step()
-        params = self.scheduler.finished(request_id, block_ids, by_length=True)
+        params = self.scheduler.finished(request_id, [block_ids], by_length=True)
         assert params is not None
         self.step()
         return params
@@ -114,7 +114,7 @@ class Engine:
         self.scheduler.arrived(prompt(request_id, 10, params))
         self.step()
         num_tokens = self.scheduler.num_elsewhere(request_id, 0)
-        self.scheduler.allocated(request_id, block_ids, num_tokens)
+        self.scheduler.allocated(request_id, [block_ids], num_tokens)
         self.step()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ scheduler demands of a connector."""
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,8 @@ from diptych_kv_transfer.tables.messages import (
     encode,
 )
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats
+from diptych_vllm.kv_groups import KVGroup, KVGroups
+from diptych_vllm.orders import Fetch
 from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.request import Arrival
 from diptych_vllm.scheduler_half import SchedulerHalf
@@ -50,6 +53,9 @@ from diptych_vllm.transfers import Results
 from diptych_vllm.worker_half import WorkerHalf
 
 BLOCK = 4
+ONE_GROUP = KVGroups((KVGroup(BLOCK),))
+WINDOWS = KVGroups((KVGroup(BLOCK), KVGroup(BLOCK, 6), KVGroup(2, 5)))
+"""Three groups: one that keeps all, and two of windows, with blocks of another size in the last."""
 LEASE_SECONDS = 30.0
 COMPAT: dict[str, str | int] = {"model": "m"}
 PREFILL = Hello("prefill", "p1", COMPAT)
@@ -157,13 +163,13 @@ class ScriptedDriver:
         self.opens.clear()
 
     def read(self, params: KVTransferParams, share: str = "") -> bool:
-        """The other engine reads the blocks that a reference names, or its share of them. Returns
+        """The other engine reads all blocks that a reference names, or its share of them. Returns
         whether all was held."""
         self._peers += 1
         peer, lease_id = self._peers, (params.lease_id or "") + share
         self.handle(Connected(peer, None))
         self.hear(peer, DECODE)
-        num_blocks = -(-(params.remote_num_tokens or 0) // BLOCK)
+        num_blocks = sum(map(len, params.remote_block_ids or []))
         self.hear(peer, Open(lease_id, params.tokens_digest or "", 7, [(0, num_blocks)]))
         self.hear(peer, Close(lease_id, True, 7))
         for key in self.sending:
@@ -185,7 +191,10 @@ class Request:
 
     arrival: Arrival
     status: Status = Status.WAITING
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Group by group."""
+    unfilled: set[int] = field(default_factory=set)
+    """Blocks that a load is to fill, all of them, or their content is anything."""
     loaded: bool = False
     """Its KV came from another engine."""
     error: bool = False
@@ -227,15 +236,22 @@ class VllmScheduler:
     `_update_from_kv_xfer_finished` and `_free_blocks`. One engine, with the workers of its
     ranks."""
 
-    def __init__(self, num_ranks: int = 1, ranks_there: int = 1, heads: int = 2) -> None:
+    def __init__(
+        self,
+        num_ranks: int = 1,
+        groups: KVGroups = ONE_GROUP,
+        ranks_there: int = 1,
+        heads: int = 2,
+    ) -> None:
         """`ranks_there`: how many ranks the engine has from which this one reads."""
+        self.groups = groups.groups
         self.ranks = [Ranks(heads, num_ranks, rank) for rank in range(num_ranks)]
         self.drivers = [
             ScriptedDriver(Hello("here", epoch_of_rank("e1", rank, num_ranks), COMPAT), ranks_there)
             for rank in range(num_ranks)
         ]
         self.references = References(PUBLIC_KEY, lambda: 0.0)
-        self.half = SchedulerHalf(self.references, BLOCK, LEASE_SECONDS)
+        self.half = SchedulerHalf(self.references, groups, LEASE_SECONDS)
         engine = describe_engine(Hello("here", "e1", COMPAT), *HERE, LEASE_SECONDS)
         self.half.meet(msgspec.structs.replace(engine, tp_size=num_ranks))
         self.workers = list(map(WorkerHalf, self.drivers, self.ranks))
@@ -279,30 +295,47 @@ class VllmScheduler:
             elif request.status is Status.WAITING:
                 self._schedule(request, prefix)
         orders = self.half.take_orders()
+        for order in orders:
+            if isinstance(order, Fetch):
+                fetched = set(order.wanted.values())
+                assert fetched == self.requests[order.request_id].unfilled
         for worker in self.workers:
             worker.obey(orders)
 
     def _schedule(self, request: Request, prefix: int) -> None:
         name, num_tokens = request.arrival.request_id, request.arrival.num_tokens
-        here = min(prefix, (num_tokens - 1) // BLOCK) * BLOCK
+        unit = math.lcm(*(group.block_size for group in self.groups))
+        here = min(prefix, (num_tokens - 1) // unit) * unit
         elsewhere = self.half.num_elsewhere(name, here)
         assert here + elsewhere <= num_tokens
-        num_blocks = -(-(here + elsewhere if elsewhere else num_tokens) // BLOCK)
+        num_computed = here + elsewhere
         if not request.block_ids:
-            request.block_ids = list(range(self._next_block, self._next_block + num_blocks))
-            self._next_block += num_blocks
+            for group in self.groups:
+                num_blocks = -(-(num_computed if elsewhere else num_tokens) // group.block_size)
+                null = num_out_of_window(group, num_computed)
+                ids = list(range(self._next_block, self._next_block + num_blocks))
+                request.block_ids.append([0] * null + ids[null:])
+                request.unfilled |= set(ids[max(null, here // group.block_size) :])
+                self._next_block += num_blocks
         self.half.allocated(name, request.block_ids, elsewhere)
         request.status = Status.LOADING if elsewhere else Status.RUNNING
 
     def preempt(self, request_id: str) -> None:
         request = self.requests.get(request_id)
         if request is not None and request.status is Status.RUNNING:
-            request.status, request.block_ids = Status.WAITING, []
+            request.status, request.block_ids, request.unfilled = Status.WAITING, [], set()
 
-    def compute(self, request_id: str, *, by_length: bool) -> None:
-        """A running request ends by itself."""
+    def compute(self, request_id: str, *, by_length: bool, num_tokens: int = 1) -> None:
+        """A running request ends by itself, with so many tokens."""
         request = self.requests.get(request_id)
         if request is not None and request.status is Status.RUNNING:
+            num_computed = request.arrival.num_tokens + num_tokens - 1
+            for ids, group in zip(request.block_ids, self.groups, strict=True):
+                for _ in range(-(-num_computed // group.block_size) - len(ids)):
+                    ids.append(self._next_block)
+                    self._next_block += 1
+                null = num_out_of_window(group, num_computed)
+                ids[:null] = [0] * null
             self._finish(request, by_length=by_length)
 
     def _finish(self, request: Request, *, by_length: bool = False) -> None:
@@ -310,7 +343,8 @@ class VllmScheduler:
         keeps = request.status is Status.LOADING and name not in self.received
         self.received.discard(name)
         request.status = Status.FINISHED
-        params = self.half.finished(name, request.block_ids, by_length=by_length)
+        block_ids = request.block_ids or [[] for _ in self.groups]
+        params = self.half.finished(name, block_ids, by_length=by_length)
         if params is not None:
             self.answers[name] = params
         if not keeps and params is None:
@@ -343,23 +377,34 @@ class VllmScheduler:
             self._free(name)
 
 
+def num_out_of_window(group: KVGroup, num_computed: int) -> int:
+    """How many blocks vLLM drops in front of a request that has computed so many tokens."""
+    if group.window is None:
+        return 0
+    return max(0, num_computed - group.window + 1) // group.block_size
+
+
 def prompt(request_id: str, num_tokens: int = 9, params: Any = None) -> Arrival:
     """A request; a longer prompt goes on where a shorter one ends."""
     return Arrival(request_id, list(range(num_tokens)), num_tokens, None, params)
 
 
 def reference(
-    num: int, num_tokens: int = 9, ranks_there: int = 1, **changes: Any
+    num: int,
+    num_tokens: int = 9,
+    groups: KVGroups = ONE_GROUP,
+    ranks_there: int = 1,
+    **changes: Any,
 ) -> dict[str, Any]:
     """What another engine says of the lease with a number, for `prompt`'s tokens; changed after it
     was signed."""
     other = SchedulerHalf(
-        References(PUBLIC_KEY, lambda: 0.0), BLOCK, LEASE_SECONDS, random_bits=lambda _: num
+        References(PUBLIC_KEY, lambda: 0.0), groups, LEASE_SECONDS, random_bits=lambda _: num
     )
     engine = describe_engine(PREFILL, *THERE, LEASE_SECONDS)
     other.meet(msgspec.structs.replace(engine, tp_size=ranks_there))
     other.arrived(prompt(f"p{num}", num_tokens, {"do_remote_decode": True}))
-    blocks = list(range(-(-num_tokens // BLOCK)))
+    blocks = [range(1, 2 + num_tokens // group.block_size) for group in groups.groups]
     params = other.finished(f"p{num}", blocks, by_length=True)
     assert params is not None
     return params | changes

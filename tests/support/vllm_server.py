@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 from free_ports import free_port
-from model_kit.sensitive_model import VOCABULARY, save_sensitive_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from model_kit.sensitive_model import save_sensitive_model
 from vllm_kit.environment import ENVIRONMENT, OPTIONS, ROOT, SERVE, START_S
+from vllm_kit.sensitive_models import complete_for_vllm
 from waits import FOR_EVER_S, wait_until
 
 from diptych_vllm.figures import FIGURES
@@ -29,29 +29,9 @@ OURS = ("protocol", "frontend", "kernels", "kv_transfer", "vllm_connector")
 
 
 def save_model_for_vllm(folder: Path) -> str:
-    """The sensitive model, with heads of a size that vLLM's CPU backend computes, and with a
-    tokenizer, which vLLM wants. Its tokens are words of no meaning."""
+    """The sensitive model, with heads of a size that vLLM's CPU backend computes."""
     save_sensitive_model(folder, heads=4)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "architectures": ["LlamaForCausalLM"],
-        "dtype": "float32",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
-    return str(folder)
+    return complete_for_vllm(folder)
 
 
 def connector_config(**settings: Any) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_blocks_are_lent_only_when_the_steps_that_compute_them_are_done(
     p.step()
     for layer, kv in zip(layers, computed, strict=True):
         device_of(p).launch(partial(layer.__setitem__, THEIRS, kv))
-    params = p.scheduler.finished("r", THEIRS, by_length=True)
+    params = p.scheduler.finished("r", [THEIRS], by_length=True)
     p.step()
     for layer in layers:
         device_of(p).launch(layer.zero_)
@@ -125,7 +125,7 @@ def test_blocks_are_filled_only_when_the_steps_that_may_write_to_them_are_done(
     d.step()
     for layer in d.local[0]:
         device_of(d).launch(layer.zero_)
-    d.scheduler.allocated("r", OURS, d.scheduler.num_elsewhere("r", 0))
+    d.scheduler.allocated("r", [OURS], d.scheduler.num_elsewhere("r", 0))
     d.step()
     wait_until(lambda: d.reported("received", "r"))
     for layer, kv in zip(d.local[0], expected, strict=True):

@@ -214,6 +214,7 @@ def test_a_forged_reference_is_an_error_and_poisons_nothing(
     assert d.answer(victim.prompt, ANSWER_TOKENS, kv_transfer_params=forged) is None
     for question in (victim, forger):
         assert d.answer(question.prompt, ANSWER_TOKENS) == question.answer
+    assert p.reject(params).status_code == 200, "so that nobody has to wait for the lease's end"
     wait_until(p.holds_nothing)
     wait_until(d.holds_nothing)
 
@@ -229,6 +230,7 @@ def test_a_reference_serves_once_and_only_its_own_prompt(
     live = p.prefill(question.prompt)
     assert d.answer(other.prompt, ANSWER_TOKENS, kv_transfer_params=live) is None
     assert d.answer(other.prompt, ANSWER_TOKENS) == other.answer
+    assert p.reject(live).status_code == 200
     wait_until(p.holds_nothing)
 
 
@@ -312,6 +314,7 @@ def test_what_cannot_be_rejected_harms_nobody(
     wait_until(p.holds_nothing)
 
 
+@pytest.mark.slow
 def test_a_lease_that_has_expired_is_nothing_to_reject(
     p: VllmServer, d: VllmServer, asked: list[Question]
 ) -> None:

@@ -32,6 +32,22 @@ def test_each_layer_is_a_shard_whose_blocks_are_where_they_were() -> None:
     ]
 
 
+def test_layers_of_different_groups_that_have_one_memory_have_one_shard() -> None:
+    tensors = layers()
+    others = {f"other.{number}": tensors[f"model.{number}"] for number in (1, 0)}
+    shards = shards_of(tensors | others, num_blocks=6)
+    assert [shard.region.address for shard in shards] == [x.data_ptr() for x in tensors.values()]
+
+    mine = compat_of(tensors | others, {}, ONE)
+    assert (mine["num_layers"], mine["num_tensors"]) == (4, 2)
+    crossed = {"other.1": tensors["model.0"], "other.0": tensors["model.1"]}
+    assert compat_of(tensors | crossed, {}, ONE) != mine
+
+    part = tensors["model.0"].view(6, -1)[:3]
+    with pytest.raises(InvalidRequestError, match=r"model\.1 shares memory"):
+        shards_of(layers() | {"model.0": tensors["model.0"], "model.1": part.view(6, -1)}, 6)
+
+
 @pytest.mark.parametrize(
     ("tensor", "problem"),
     [

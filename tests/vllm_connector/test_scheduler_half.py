@@ -6,7 +6,16 @@ import dataclasses
 from typing import Any
 
 import pytest
-from vllm_scheduler import BLOCK, HERE, LEASE_SECONDS, PREFILL, THERE, prompt, reference
+from vllm_scheduler import (
+    HERE,
+    LEASE_SECONDS,
+    ONE_GROUP,
+    PREFILL,
+    THERE,
+    WINDOWS,
+    prompt,
+    reference,
+)
 
 from diptych_kv_transfer.parameters import describe_engine
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
@@ -14,6 +23,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
+from diptych_vllm.kv_groups import KVGroups
 from diptych_vllm.orders import (
     Cancel,
     Fail,
@@ -31,12 +41,14 @@ from diptych_vllm.scheduler_half import SchedulerHalf
 
 LEASE_ID = "a" * 32
 FOR_OTHERS = {"do_remote_decode": True, "lease_id": LEASE_ID}
-BLOCKS = [5, 7, 6]
+BLOCKS = [[5, 7, 6]]
 """Where the nine tokens of a prompt are."""
+BLOCKS_OF_WINDOWS = [[5, 7, 6], [0, 8, 9], [0, 0, 1, 2, 3]]
+"""The same with `WINDOWS`."""
 
 
-def make_half(**options: Any) -> SchedulerHalf:
-    half = SchedulerHalf(References(PUBLIC_KEY, lambda: 0.0), BLOCK, LEASE_SECONDS, **options)
+def make_half(groups: KVGroups = ONE_GROUP, **options: Any) -> SchedulerHalf:
+    half = SchedulerHalf(References(PUBLIC_KEY, lambda: 0.0), groups, LEASE_SECONDS, **options)
     half.meet(describe_engine(Hello("here", "e1", {"model": "m"}), *HERE, LEASE_SECONDS))
     return half
 
@@ -54,8 +66,8 @@ def test_a_lease_is_promised_before_anything_is_computed_and_granted_with_the_an
     [promise] = half.take_orders()
     assert promise == Promise(LEASE_ID, "r", 3, prompt("r").digest)
 
-    answer = half.finished("r", [*BLOCKS, 8], by_length=True)
-    assert half.take_orders() == [Grant(LEASE_ID, "r", BLOCKS)]
+    answer = half.finished("r", [[*BLOCKS[0], 8]], by_length=True)
+    assert half.take_orders() == [Grant(LEASE_ID, "r", BLOCKS[0])]
     params = KVTransferParams.parse(answer)
     References(PUBLIC_KEY, lambda: 0.0).check_use(params, prompt("r").digest)
     assert (params.lease_id, params.remote_num_tokens) == (LEASE_ID, 9)
@@ -66,10 +78,12 @@ def test_a_lease_is_promised_before_anything_is_computed_and_granted_with_the_an
 
 @pytest.mark.parametrize(
     ("block_ids", "by_length"),
-    [(BLOCKS, False), (BLOCKS[:2], True)],
+    [(BLOCKS, False), ([BLOCKS[0][:2]], True)],
     ids=["ended by itself", "its KV is gone"],
 )
-def test_what_cannot_go_on_elsewhere_is_not_lent(block_ids: list[int], by_length: bool) -> None:
+def test_what_cannot_go_on_elsewhere_is_not_lent(
+    block_ids: list[list[int]], by_length: bool
+) -> None:
     half = make_half()
     half.arrived(prompt("r", 9, FOR_OTHERS))
     half.take_orders()
@@ -94,6 +108,24 @@ def test_a_role_that_does_not_lend_or_fetch_does_neither() -> None:
     half.arrived(prompt("s", 9, reference(1)))
     half.allocated("s", BLOCKS, half.num_elsewhere("s", 0))
     assert half.take_orders() == [Fail("s")]
+
+
+def test_a_lease_has_the_blocks_of_every_group_without_those_behind_its_window() -> None:
+    half = make_half(WINDOWS)
+    half.arrived(prompt("r", 9, FOR_OTHERS))
+    [promise] = half.take_orders()
+    assert promise == Promise(LEASE_ID, "r", 8, prompt("r").digest)
+    half.finished("r", BLOCKS_OF_WINDOWS, by_length=True)
+    assert half.take_orders() == [Grant(LEASE_ID, "r", [5, 7, 6, 8, 9, 1, 2, 3])]
+
+
+def test_a_request_whose_windows_have_moved_on_is_not_lent() -> None:
+    half = make_half(WINDOWS)
+    half.arrived(prompt("r", 9, FOR_OTHERS))
+    half.take_orders()
+    moved = [[5, 7, 6], [0, 8, 9], [0, 0, 0, 2, 3]]
+    assert half.finished("r", moved, by_length=True) is None
+    assert half.take_orders() == [Withdraw(LEASE_ID)]
 
 
 # --- fetching -------------------------------------------------------------------------------------
@@ -143,6 +175,56 @@ def test_a_reference_serves_a_prompt_that_goes_on(
     assert half.take_orders() == [fetch if wanted else Cancel("r/1")]
 
 
+@pytest.mark.parametrize(
+    ("num_here", "wanted"),
+    [
+        (0, {0: 5, 1: 7, 2: 6, 3: 8, 4: 9, 5: 1, 6: 2, 7: 3}),
+        (4, {1: 7, 2: 6, 3: 8, 4: 9, 5: 1, 6: 2, 7: 3}),
+        (8, {2: 6, 4: 9, 7: 3}),
+    ],
+)
+def test_blocks_of_every_group_are_fetched_but_those_that_are_here(
+    num_here: int, wanted: dict[int, int]
+) -> None:
+    half = make_half(WINDOWS)
+    half.arrived(prompt("r", 10, reference(1, 9, WINDOWS)))
+    half.take_orders()
+    half.allocated("r", BLOCKS_OF_WINDOWS, half.num_elsewhere("r", num_here))
+    assert half.take_orders() == [Fetch("r/1", "r", lease_of(1), prompt("r").digest, wanted, 9)]
+
+
+@pytest.mark.parametrize(
+    "block_ids",
+    [
+        [[5, 7, 6], [0, 8, 9], [0, 0, 0, 2, 3]],
+        [[5, 7, 6], [4, 8, 9], [0, 0, 1, 2, 3]],
+        [[5, 7, 6], [0, 8], [0, 0, 1, 2, 3]],
+    ],
+    ids=["a block too few", "a block too many", "short"],
+)
+def test_blocks_that_a_lease_does_not_fill_are_failed_not_guessed(
+    block_ids: list[list[int]],
+) -> None:
+    half = make_half(WINDOWS)
+    half.arrived(prompt("r", 10, reference(1, 9, WINDOWS)))
+    half.allocated("r", block_ids, half.num_elsewhere("r", 0))
+    assert half.take_orders()[1:] == [Cancel("r/1"), Fail("r")]
+
+
+@pytest.mark.parametrize(("num_tokens", "is_fetched"), [(9, False), (10, False), (11, True)])
+def test_a_last_token_that_attends_to_a_dropped_one_is_computed_here_with_all_before_it(
+    num_tokens: int, is_fetched: bool
+) -> None:
+    """vLLM computes the last token again, whose windows begin before those of the lease."""
+    half = make_half(WINDOWS)
+    half.arrived(prompt("r", num_tokens, reference(1, num_tokens, WINDOWS)))
+    hold, release = Hold("r/1", lease_of(1)), Release(lease_of(1))
+    assert half.take_orders() == [hold if is_fetched else release]
+    assert half.num_elsewhere("r", 0) == (num_tokens if is_fetched else 0)
+    half.arrived(prompt("s", num_tokens, reference(1, num_tokens, WINDOWS)))
+    assert half.num_elsewhere("s", 0) == num_tokens, "it was used, so it fails"
+
+
 def test_a_reference_is_for_the_beginning_of_a_prompt_and_its_salt() -> None:
     half = make_half()
     others = {
@@ -179,7 +261,7 @@ def test_a_bad_reference_fails_its_request_and_reaches_nobody(params: Any, num_t
     assert half.num_elsewhere("r", 0) == num_tokens
     half.allocated("r", BLOCKS, num_tokens)
     assert half.take_orders() == [Fail("r")]
-    half.finished("r", [], by_length=False)
+    half.finished("r", [[]], by_length=False)
     assert half.awaited(set(), {"r"}) == (set(), {"r"})
     assert [order for order in half.take_orders() if isinstance(order, Release)] == []
     assert len(half) == 0
@@ -197,7 +279,7 @@ def test_a_reference_serves_once() -> None:
 def test_a_lease_is_given_back_when_its_request_goes_before_it_is_scheduled() -> None:
     half = make_half()
     half.arrived(prompt("r", 9, reference(1)))
-    half.finished("r", [], by_length=False)
+    half.finished("r", [[]], by_length=False)
     assert half.take_orders() == [Hold("r/1", lease_of(1)), Cancel("r/1")]
     assert len(half) == 0
 
@@ -207,7 +289,7 @@ def test_a_request_that_goes_while_it_is_fetched_is_awaited_all_the_same() -> No
     half.arrived(prompt("r", 9, reference(1)))
     half.allocated("r", BLOCKS, half.num_elsewhere("r", 0))
     half.take_orders()
-    half.finished("r", [], by_length=False)
+    half.finished("r", [[]], by_length=False)
     assert half.take_orders() == [Cancel("r/1")]
     assert half.awaited(set(), {"r"}) == (set(), {"r"}), "vLLM keeps the blocks until then"
 
@@ -226,7 +308,7 @@ def test_a_rejection_gives_the_lease_back_that_it_names(params: Any) -> None:
     half = make_half()
     half.arrived(rejection(params))
     assert half.take_orders() == [Release(lease_of(1))]
-    half.finished("rejected", [], by_length=False)
+    half.finished("rejected", [[]], by_length=False)
     assert (half.take_orders(), len(half)) == ([], 0)
 
 

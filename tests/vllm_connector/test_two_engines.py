@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_scheduler import prompt
+from vllm_scheduler import ONE_GROUP, WINDOWS, prompt
 from waits import wait_until
 
 from diptych_kv_transfer.connector import start_hinge
@@ -15,6 +15,7 @@ from diptych_kv_transfer.parameters import describe_engine
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
+from diptych_vllm.kv_groups import BlockIds, KVGroups
 from diptych_vllm.kv_memory import compat_of, shards_of
 from diptych_vllm.ranks import Ranks
 from diptych_vllm.scheduler_half import SchedulerHalf
@@ -22,14 +23,16 @@ from diptych_vllm.settings import ConnectorSettings
 from diptych_vllm.transfers import Results
 from diptych_vllm.worker_half import WorkerHalf
 
-NUM_BLOCKS, BLOCK, LAYERS = 12, 4, 3
-SHAPE = (NUM_BLOCKS, 2, BLOCK, 16)
+NUM_BLOCKS, LAYERS = 12, 3
+SHAPE = (NUM_BLOCKS, 2, 4, 16)
 
 
 class Engine:
     """One engine's connector."""
 
-    def __init__(self, name: str, seed: int, **facts: str | int) -> None:
+    def __init__(
+        self, name: str, seed: int, groups: KVGroups = ONE_GROUP, **facts: str | int
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.kv = {
             f"layers.{layer}": torch.rand(SHAPE, generator=generator) for layer in range(LAYERS)
@@ -39,7 +42,7 @@ class Engine:
         me = Hello(name, "1", compat)
         driver = start_hinge(settings, me, shards_of(self.kv, NUM_BLOCKS), PUBLIC_KEY)
         self.worker = WorkerHalf(driver)
-        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), BLOCK, settings.lease_seconds)
+        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), groups, settings.lease_seconds)
         self.scheduler.meet(describe_engine(me, "127.0.0.1", driver.port, settings.lease_seconds))
 
     def step(self) -> None:
@@ -50,7 +53,7 @@ class Engine:
         found = self.worker.collect()
         return found if found != Results() else None
 
-    def lend(self, request_id: str, block_ids: list[int], num_tokens: int) -> dict[str, Any]:
+    def lend(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> dict[str, Any]:
         """Compute a prompt, and answer before the worker hears that it is to be granted."""
         self.scheduler.arrived(prompt(request_id, num_tokens, {"do_remote_decode": True}))
         self.step()
@@ -58,7 +61,7 @@ class Engine:
         assert params is not None
         return params
 
-    def fetch(self, request_id: str, block_ids: list[int], num_tokens: int, params: Any) -> None:
+    def fetch(self, request_id: str, block_ids: BlockIds, num_tokens: int, params: Any) -> None:
         self.scheduler.arrived(prompt(request_id, num_tokens, params))
         self.step()
         self.scheduler.allocated(request_id, block_ids, self.scheduler.num_elsewhere(request_id, 0))
@@ -83,8 +86,8 @@ def test_each_block_of_each_layer_arrives_in_its_place_and_nothing_else_is_touch
     p: Engine, d: Engine
 ) -> None:
     before = {name: tensor.clone() for name, tensor in d.kv.items()}
-    params = p.lend("r", [7, 3, 4], 10)
-    d.fetch("r", [1, 2, 9], 10, params)
+    params = p.lend("r", [[7, 3, 4]], 10)
+    d.fetch("r", [[1, 2, 9]], 10, params)
     p.step()
     assert wait_until(d.ended) == Results(received={"r"})
     assert wait_until(p.ended) == Results(sent={"r"})
@@ -105,25 +108,45 @@ def test_each_block_of_each_layer_arrives_in_its_place_and_nothing_else_is_touch
         assert torch.equal(tensor[others], before[name][others])
 
 
+def test_blocks_of_every_group_arrive_in_their_places_and_null_blocks_stay_as_they_were() -> None:
+    """A block of any group is a block of each tensor, as the groups share them."""
+    p, d = Engine("p", 1, WINDOWS), Engine("d", 2, WINDOWS)
+    try:
+        before = {name: tensor.clone() for name, tensor in d.kv.items()}
+        there, here = [7, 3, 4, 5, 6, 8, 9, 10], [1, 2, 9, 11, 3, 5, 4, 7]
+        params = p.lend("r", [there[:3], [0, *there[3:5]], [0, 0, *there[5:]]], 9)
+        p.step()
+        d.fetch("r", [here[:3], [0, *here[3:5]], [0, 0, *here[5:]]], 10, params)
+        assert wait_until(d.ended) == Results(received={"r"})
+        assert wait_until(p.ended) == Results(sent={"r"})
+        for name, tensor in d.kv.items():
+            assert torch.equal(tensor[here], p.kv[name][there])
+            others = [block for block in range(NUM_BLOCKS) if block not in here]
+            assert torch.equal(tensor[others], before[name][others])
+    finally:
+        p.worker.close()
+        d.worker.close()
+
+
 def test_a_lease_that_is_given_up_frees_its_blocks_and_fails_who_comes_later(
     p: Engine, d: Engine
 ) -> None:
-    params = p.lend("r", [7, 3, 4], 10)
+    params = p.lend("r", [[7, 3, 4]], 10)
     p.scheduler.reset()
     p.step()
     assert wait_until(p.ended) == Results(sent={"r"})
-    d.fetch("r", [1, 2, 9], 10, params)
+    d.fetch("r", [[1, 2, 9]], 10, params)
     assert wait_until(d.ended) == Results(received={"r"}, failed={"r"})
     assert d.worker.take_figures() == {"loads_failed": 1}
     assert p.worker.take_figures()["leases_revoked"] == 1
 
 
 def test_a_request_that_goes_frees_both_engines(p: Engine, d: Engine) -> None:
-    params = p.lend("r", [7, 3, 4], 10)
+    params = p.lend("r", [[7, 3, 4]], 10)
     p.step()
     d.scheduler.arrived(prompt("r", 10, params))
     d.step()
-    d.scheduler.finished("r", [], by_length=False)
+    d.scheduler.finished("r", [[]], by_length=False)
     d.step()
     assert wait_until(p.ended) == Results(sent={"r"})
 
@@ -133,9 +156,9 @@ def test_engines_that_keep_kv_differently_exchange_none(
 ) -> None:
     other = Engine("o", 3, model="n")
     try:
-        params = p.lend("r", [7, 3, 4], 10)
+        params = p.lend("r", [[7, 3, 4]], 10)
         p.step()
-        other.fetch("r", [1, 2, 9], 10, params)
+        other.fetch("r", [[1, 2, 9]], 10, params)
         assert wait_until(other.ended) == Results(received={"r"}, failed={"r"})
         assert "model: 'm' there, 'n' here" in caplog.text
         assert wait_until(p.ended) == Results(sent={"r"})

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm_scheduler import (
     LEASE_SECONDS,
+    ONE_GROUP,
     THERE,
+    WINDOWS,
     ScriptedDriver,
     Status,
     VllmScheduler,
@@ -32,10 +34,11 @@ class AnythingHappens(RuleBasedStateMachine):
     engines answer each rank for itself, and one may fail while the other does not."""
 
     num_ranks, ranks_there, heads = 1, 1, 2
+    groups = ONE_GROUP
 
     def __init__(self) -> None:
         super().__init__()
-        self.vllm = VllmScheduler(self.num_ranks, self.ranks_there, self.heads)
+        self.vllm = VllmScheduler(self.num_ranks, self.groups, self.ranks_there, self.heads)
         self.reports: list[Results] = []
         """All that the worker has ever reported."""
         self.used: list[dict[str, Any]] = []
@@ -68,7 +71,7 @@ class AnythingHappens(RuleBasedStateMachine):
         if self.may_add(name):
             self.bad.discard(name)
             self.num_leases += 1
-            params = reference(self.num_leases, length, self.ranks_there)
+            params = reference(self.num_leases, length, self.groups, self.ranks_there)
             self.used.append(params)
             self.vllm.add(prompt(name, length + more, params))
 
@@ -80,10 +83,10 @@ class AnythingHappens(RuleBasedStateMachine):
         if not self.may_add(name):
             return
         self.num_leases += 1
-        params: Any = reference(self.num_leases, 9, remote_num_tokens=8)
+        params: Any = reference(self.num_leases, 9, self.groups, remote_num_tokens=8)
         match what:
             case "other prompt":
-                params = reference(self.num_leases, 10)
+                params = reference(self.num_leases, 10, self.groups)
             case "garbage":
                 params = {"do_remote_prefill": True, "remote_port": -1}
             case "own" if self.vllm.answers:
@@ -109,9 +112,9 @@ class AnythingHappens(RuleBasedStateMachine):
         known = [*self.used, *self.vllm.answers.values()]
         self.vllm.reject(data.draw(st.sampled_from(known)))
 
-    @rule(name=names, by_length=st.booleans())
-    def end_by_itself(self, name: str, by_length: bool) -> None:
-        self.vllm.compute(name, by_length=by_length)
+    @rule(name=names, by_length=st.booleans(), num_tokens=st.integers(1, 9))
+    def end_by_itself(self, name: str, by_length: bool, num_tokens: int) -> None:
+        self.vllm.compute(name, by_length=by_length, num_tokens=num_tokens)
 
     @rule(name=names)
     def preempt(self, name: str) -> None:
@@ -234,12 +237,17 @@ class AnythingHappensToReadersOfEqualRanks(AnythingHappens):
     num_ranks, ranks_there, heads = 2, 4, 1
 
 
+class AnythingHappensToWindows(AnythingHappens):
+    groups = WINDOWS
+
+
 TestAnythingHappens = AnythingHappens.TestCase
 TestAnythingHappensToTwoRanks = AnythingHappensToTwoRanks.TestCase
 TestAnythingHappensToReadersOfTwoRanks = AnythingHappensToReadersOfTwoRanks.TestCase
 TestAnythingHappensToTwoReadersOfARank = AnythingHappensToTwoReadersOfARank.TestCase
 TestAnythingHappensToReadersOfEqualRanks = AnythingHappensToReadersOfEqualRanks.TestCase
-for _case in (TestAnythingHappens, TestAnythingHappensToTwoRanks):
+TestAnythingHappensToWindows = AnythingHappensToWindows.TestCase
+for _case in (TestAnythingHappens, TestAnythingHappensToTwoRanks, TestAnythingHappensToWindows):
     _case.settings = settings(max_examples=100, stateful_step_count=50)
 for _case in (
     TestAnythingHappensToReadersOfTwoRanks,

@@ -22,8 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.kv_cache_interface import iter_layer_specs
 from vllm.v1.request import RequestStatus
 
 from diptych_kv_transfer.connector import start_hinge, with_literals
@@ -32,6 +34,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
 from diptych_protocol.config import RANKS_OF_CONNECTOR
+from diptych_vllm.kv_groups import KVGroup, KVGroups
 from diptych_vllm.kv_memory import compat_of, heads_come_first, needs_copies, shards_of
 from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
@@ -66,7 +69,7 @@ class HingeOfWorker(KVConnectorHandshakeMetadata):
     engine: KVTransferParams
 
 
-class DiptychConnector(KVConnectorBase_V1):
+class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands KV over under leases. Raises `InvalidRequestError` for a vLLM or a configuration that
     was not tested."""
 
@@ -76,7 +79,8 @@ class DiptychConnector(KVConnectorBase_V1):
         _log_as_vllm_does()
         self._vllm = series_of(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
-        _require_tested(vllm_config, kv_cache_config)
+        _require_tested(vllm_config)
+        self._groups = _groups_of(kv_cache_config)
         settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         settings.require_ports(vllm_config.parallel_config.tensor_parallel_size)
         self._settings = with_literals(settings)
@@ -87,7 +91,7 @@ class DiptychConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 References(self._key),
-                vllm_config.cache_config.block_size,
+                self._groups,
                 self._settings.lease_seconds,
                 lends=self._kv_transfer_config.is_kv_producer,
                 fetches=self._kv_transfer_config.is_kv_consumer,
@@ -134,8 +138,7 @@ class DiptychConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        [block_ids] = blocks.get_block_ids()
-        self._half.allocated(request.request_id, block_ids, num_external_tokens)
+        self._half.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders:
         return StepOrders(self._half.take_orders())
@@ -146,8 +149,8 @@ class DiptychConnector(KVConnectorBase_V1):
             connector_output.finished_sending or (), connector_output.finished_recving or ()
         )
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         params = self._half.finished(
             request.request_id,
@@ -211,6 +214,10 @@ class DiptychConnector(KVConnectorBase_V1):
             "hf_overrides": str(model.hf_overrides or ""),
             "load_format": str(self._vllm_config.load_config.load_format),
             "kv_layout": str(getattr(self._kv_cache_config, "kv_cache_layout", "")),
+            "groups": str(self._groups),
+            "group_layers": ";".join(
+                " ".join(group.layer_names) for group in self._kv_cache_config.kv_cache_groups
+            ),
             "revision": self._settings.revision,
         }
 
@@ -283,7 +290,17 @@ def _log_as_vllm_does() -> None:
         ours.setLevel(vllm.level)
 
 
-def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def _groups_of(config: KVCacheConfig) -> KVGroups:
+    return KVGroups.of(
+        [
+            KVGroup.of(type(x).__name__, x.block_size, getattr(x, "sliding_window", None))
+            for x in iter_layer_specs(group.kv_cache_spec)
+        ]
+        for group in config.kv_cache_groups
+    )
+
+
+def _require_tested(config: VllmConfig) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     require_tested(
         [
@@ -294,8 +311,9 @@ def _require_tested(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             ),
             ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
             ("data_parallel_size", parallel.data_parallel_size, 1),
+            ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
+            ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
-            ("the number of KV cache groups", len(kv_cache_config.kv_cache_groups), 1),
             ("speculative decoding", config.speculative_config is not None, False),
         ]
     )

@@ -20,10 +20,16 @@ from dataclasses import dataclass, field
 from diptych_kv_transfer.parameters import lease_of
 from diptych_kv_transfer.signing.references import References, UnprovenReferenceError
 from diptych_protocol import InvalidRequestError, KVTransferParams
+from diptych_vllm.kv_groups import BlockIds, KVGroups
 from diptych_vllm.orders import Cancel, Fail, Fetch, Hold, Order, Release, Revoke
 from diptych_vllm.request import Arrival
 
 log = logging.getLogger(__name__)
+
+LACKS_A_TOKEN = (
+    "its prompt is computed here, because the prefill engine has dropped a token to which the last "
+    "one attends; send its token with the prompt, and nothing is computed twice"
+)
 
 
 class State(enum.Enum):
@@ -54,7 +60,7 @@ class Fetching:
     """The requests with references that vLLM knows, by their ids."""
 
     references: References
-    block_size: int
+    groups: KVGroups
     lease_seconds: float
     _requests: dict[str, Fetched] = field(default_factory=dict)
     _awaited: set[str] = field(default_factory=set)
@@ -75,9 +81,12 @@ class Fetching:
         except UnprovenReferenceError as exc:
             self.refused(request, str(exc), params)
             return []
-        fetched = self._enter(request, State.HELD, params, num_tokens)
         self.references.take(params)
-        return [Hold(fetched.load, lease_of(params, self.lease_seconds))]
+        lease = lease_of(params, self.lease_seconds)
+        if num_tokens == request.num_tokens and not self.groups.serves_last(num_tokens):
+            log.info("request %s: %s", request.request_id, LACKS_A_TOKEN)
+            return [Release(lease)]
+        return [Hold(self._enter(request, State.HELD, params, num_tokens).load, lease)]
 
     def refused(self, request: Arrival, reason: str, params: KVTransferParams | None) -> None:
         """A request came with a reference that it must not use."""
@@ -102,11 +111,11 @@ class Fetching:
         fetched.offered_from = num_here
         return max(0, fetched.num_tokens - num_here)
 
-    def allocated(self, request_id: str, block_ids: list[int], num_tokens: int) -> list[Order]:
+    def allocated(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> list[Order]:
         """vLLM has allocated blocks to a request, and waits for a load of `num_tokens` tokens, or
         for none.
 
-        block_ids: all blocks of the request, in order.
+        block_ids: all blocks of the request.
         """
         fetched = self._requests.get(request_id)
         if fetched is None or fetched.state in (State.LOADING, State.DONE):
@@ -120,13 +129,10 @@ class Fetching:
         self._awaited.add(request_id)
         if state is State.REFUSED or fetched.params is None:
             return [Fail(request_id)]
-        first, rest = divmod(fetched.offered_from, self.block_size)
-        last = -(-fetched.num_tokens // self.block_size)
-        whole = fetched.offered_from + num_tokens == fetched.num_tokens
-        if rest or not whole or last > len(block_ids):
+        wanted = self.groups.wanted(fetched.num_tokens, fetched.offered_from, block_ids)
+        if wanted is None or fetched.offered_from + num_tokens != fetched.num_tokens:
             log.error("request %s: vLLM asks for a part of its KV that is not whole", request_id)
             return [Cancel(fetched.load), Fail(request_id)]
-        wanted = dict(zip(range(first, last), block_ids[first:last], strict=True))
         return [
             Fetch(
                 fetched.load,

@@ -1,11 +1,12 @@
 """vLLM's KV memory as the hinge sees it, and what must be equal in engines that exchange it.
 
 vLLM has one tensor for each layer. Its first axis counts the blocks, so a block of the engine is
-one part of each layer's memory: the hinge takes every layer for a shard. What is inside a block is
-nobody's affair, as long as both engines keep it in the same way, but for the heads: vLLM's tensors
-are [num_blocks, heads, block_size, content], and engines with other numbers of ranks have other
-numbers of heads. On vLLM's CPU backend the content is 2 * head_dim numbers, with the keys
-transposed; `compat` has the shape.
+one part of each tensor. Layers of different KV cache groups have the same memory: each block is one
+group's. So the hinge takes each memory for a shard, and moves a block of any group in the same way.
+What is inside a block is nobody's affair, as long as both engines keep it in the same way, but for
+the heads: vLLM's tensors are [num_blocks, heads, block_size, content], and engines with other
+numbers of ranks have other numbers of heads. On vLLM's CPU backend the content is 2 * head_dim
+numbers, with the keys transposed; `compat` has the shape.
 
 Blocks on a device go through copies in the host's memory. So do those of the host if the setting
 `staging` says so: that is how a device's path runs without one.
@@ -80,12 +81,12 @@ def shards_of(
     num_blocks: int,
     copies: Mapping[str, DeviceCopies] | None = None,
 ) -> list[Shard]:
-    """How the hinge reaches each layer's KV, [num_blocks, ...]: on the host where it is, or through
-    the layer's copies.
+    """How the hinge reaches the layers' KV, each [num_blocks, ...]: on the host where it is, or
+    through the layer's copies. Layers that have the same memory have one shard.
 
     Raises `InvalidRequestError` for memory that it does not reach, naming the layer.
     """
-    shards = []
+    shards: dict[int, Shard] = {}
     for name, tensor in layers.items():
         if tensor.shape[0] != num_blocks or not (copies or tensor.is_contiguous()):
             raise InvalidRequestError(
@@ -95,8 +96,12 @@ def shards_of(
             )
         kind = MemoryKind.DEVICE if copies else MemoryKind.HOST
         region = MemoryRegion(tensor.data_ptr(), tensor.nbytes, kind, str(tensor.device), tensor)
-        shards.append(Shard(region, tensor.nbytes // num_blocks, copies[name] if copies else None))
-    return shards
+        shard = Shard(region, tensor.nbytes // num_blocks, copies[name] if copies else None)
+        if shards.setdefault(region.address, shard).region.length != region.length:
+            raise InvalidRequestError(
+                f"the KV of layer {name} shares memory with a layer of another size", param=PARAM
+            )
+    return list(shards.values())
 
 
 def heads_come_first(layers: Mapping[str, KVTensor], layout: str, ranks: Ranks) -> bool:
@@ -117,12 +122,17 @@ def compat_of(
     """
     blocks = [(name, _whole_block(x, ranks), str(x.dtype)) for name, x in layers.items()]
     shape, dtype = blocks[0][1:]
+    memories = list(dict.fromkeys(x.data_ptr() for x in layers.values()))
+    shards = {name: memories.index(x.data_ptr()) for name, x in layers.items()}
     compat = {
         **facts,
         "num_layers": len(blocks),
         "block": " ".join(map(str, shape)),
         "dtype": dtype,
-        "layers": fingerprint({name: [list(shape), dtype] for name, shape, dtype in blocks}),
+        "num_tensors": len(memories),
+        "layers": fingerprint(
+            {name: [list(shape), dtype, shards[name]] for name, shape, dtype in blocks}
+        ),
     }
     return {name: _short(value) for name, value in compat.items()}
 

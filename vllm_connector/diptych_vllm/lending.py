@@ -17,6 +17,7 @@ from typing import Any
 from diptych_kv_transfer.parameters import describe_lease
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferParams
+from diptych_vllm.kv_groups import BlockIds, KVGroups
 from diptych_vllm.orders import Grant, Order, Promise, Withdraw
 from diptych_vllm.request import Arrival
 
@@ -29,7 +30,6 @@ class Lent:
 
     lease_id: str
     num_tokens: int
-    num_blocks: int
     digest: str
 
 
@@ -38,7 +38,7 @@ class Lending:
     """The leases of one engine, by the ids of their requests."""
 
     references: References
-    block_size: int
+    groups: KVGroups
     lease_seconds: float
     random_bits: Callable[[int], int]
     _promised: dict[str, Lent] = field(default_factory=dict)
@@ -57,15 +57,20 @@ class Lending:
         taken = {lent.lease_id for lent in (*self._promised.values(), *self._pinned.values())}
         if wanted is None or wanted in taken:
             wanted = f"{self.random_bits(128):032x}"
-        num_blocks = -(-request.num_tokens // self.block_size)
-        lent = Lent(wanted, request.num_tokens, num_blocks, request.digest)
+        num_blocks = self.groups.num_blocks(request.num_tokens)
+        lent = Lent(wanted, request.num_tokens, request.digest)
         self._promised[request.request_id] = lent
         return [Promise(wanted, request.request_id, num_blocks, lent.digest)]
 
     def finished(
-        self, request_id: str, engine: KVTransferParams, block_ids: list[int], *, lends: bool
+        self,
+        request_id: str,
+        engine: KVTransferParams,
+        block_ids: BlockIds,
+        *,
+        lends: bool,
     ) -> tuple[list[Order], dict[str, Any] | None]:
-        """A request has finished, and `block_ids` hold its KV, from its first token on.
+        """A request has finished, and `block_ids` hold its KV.
 
         `lends`: it has finished because it was to go no further, so somebody else goes on with it.
         Returns the parameters for its answer; None if nothing is lent, and its blocks are free.
@@ -73,13 +78,12 @@ class Lending:
         lent = self._promised.pop(request_id, None)
         if lent is None:
             return [], None
-        if lends and len(block_ids) < lent.num_blocks:
-            log.error("request %s: its KV is gone, so it is not lent", request_id)
-            lends = False
-        if not lends:
+        blocks = self.groups.lent(lent.num_tokens, block_ids) if lends else None
+        if blocks is None:
+            if lends:
+                log.error("request %s: its KV is gone, so it is not lent", request_id)
             return [Withdraw(lent.lease_id)], None
         self._pinned[request_id] = lent
-        blocks = block_ids[: lent.num_blocks]
         params = describe_lease(
             engine,
             request_id=request_id,

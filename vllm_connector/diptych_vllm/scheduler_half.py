@@ -12,6 +12,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_protocol import InvalidRequestError, KVTransferParams
 from diptych_vllm.fetching import Fetching
 from diptych_vllm.figures import Growth
+from diptych_vllm.kv_groups import BlockIds, KVGroups
 from diptych_vllm.lending import Lending
 from diptych_vllm.orders import Order, RevokeAll
 from diptych_vllm.request import Arrival
@@ -25,7 +26,7 @@ class SchedulerHalf:
     def __init__(
         self,
         references: References,
-        block_size: int,
+        groups: KVGroups,
         lease_seconds: float,
         *,
         lends: bool = True,
@@ -34,13 +35,14 @@ class SchedulerHalf:
     ) -> None:
         """
         Args:
+            groups: how vLLM keeps the KV of a request.
             lends: whether vLLM's `kv_role` lets this engine lend.
             fetches: the same of fetching.
             random_bits: `random_bits(k)` returns k unpredictable bits.
         """
         self._lends, self._fetches = lends, fetches
-        self._lending = Lending(references, block_size, lease_seconds, random_bits)
-        self._fetching = Fetching(references, block_size, lease_seconds)
+        self._lending = Lending(references, groups, lease_seconds, random_bits)
+        self._fetching = Fetching(references, groups, lease_seconds)
         self._engine: KVTransferParams | None = None
         self._orders: list[Order] = []
         self._growth = Growth()
@@ -113,21 +115,21 @@ class SchedulerHalf:
         """
         return self._fetching.num_elsewhere(request_id, num_here)
 
-    def allocated(self, request_id: str, block_ids: list[int], num_tokens: int) -> None:
+    def allocated(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
         """vLLM has allocated blocks to a request; it waits for a load of `num_tokens` tokens, or
         for none.
 
-        block_ids: all blocks of the request, in order. It may be called again and again.
+        block_ids: all blocks of the request. It may be called again and again.
         """
         self._orders += self._fetching.allocated(request_id, block_ids, num_tokens)
 
     def finished(
-        self, request_id: str, block_ids: list[int], *, by_length: bool
+        self, request_id: str, block_ids: BlockIds, *, by_length: bool
     ) -> dict[str, Any] | None:
         """A request has finished; it is called once for each.
 
         Args:
-            block_ids: its blocks whose KV is computed, in order.
+            block_ids: its blocks whose KV is computed.
             by_length: it has finished because it was to go no further.
 
         Returns what its answer tells a decode engine; vLLM then keeps the blocks until the request

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,46 +34,70 @@ batches, by about 1e-5, and must not change an answer."""
 BATCH = 32
 
 
-def save_sensitive_model(folder: Path, seed: int = 1, *, heads: int = HEADS) -> str:
-    """A Llama checkpoint without a tokenizer; returns its path. Fewer heads are larger ones."""
+Matrix = Callable[[int, int, float], Tensor]
+"""`matrix(rows, columns, scale)` turns a vector of unit elements into one whose elements are about
+`scale`."""
+
+
+def save_sensitive_model(
+    folder: Path, seed: int = 1, *, heads: int = HEADS, sharpness: Sequence[float] = SHARPNESS
+) -> str:
+    """A Llama checkpoint without a tokenizer; returns its path. Fewer heads are larger ones.
+
+    sharpness: the scale of each layer's queries and keys.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "llama",
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": MLP,
-        "num_hidden_layers": len(SHARPNESS),
+        "num_hidden_layers": len(sharpness),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": HEADS * HEAD_DIM // heads,
         "max_position_embeddings": 1024,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_tensors(seed), folder / "model.safetensors")
+    save_file(sensitive_tensors(seed, sharpness), folder / "model.safetensors")
     return str(folder)
 
 
-def _tensors(seed: int) -> dict[str, Tensor]:
+def llama_attention(matrix: Matrix, sharpness: float) -> dict[str, Tensor]:
+    """One layer's projections, by their names."""
+    width = HEADS * HEAD_DIM
+    return {
+        "q_proj": matrix(width, HIDDEN, sharpness),
+        "k_proj": matrix(width, HIDDEN, sharpness),
+        "v_proj": matrix(width, HIDDEN, VALUE_SCALE),
+        "o_proj": matrix(HIDDEN, width, OUTPUT_SCALE),
+    }
+
+
+def sensitive_tensors(
+    seed: int,
+    sharpness: Sequence[float],
+    attention: Callable[[Matrix, float], dict[str, Tensor]] = llama_attention,
+) -> dict[str, Tensor]:
+    """All tensors of a checkpoint with so many layers."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, scale: float) -> Tensor:
-        """Turns a vector of unit elements into one whose elements are about `scale`."""
         factor: float = scale / columns**0.5
         return factor * torch.randn(rows, columns, generator=generator)
 
-    width = HEADS * HEAD_DIM
     tensors = {
         "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN, HIDDEN**0.5),
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": matrix(VOCABULARY, HIDDEN, HEAD_SCALE),
     }
-    for layer, sharpness in enumerate(SHARPNESS):
+    for layer, scale in enumerate(sharpness):
         prefix = f"model.layers.{layer}."
         tensors |= {
-            f"{prefix}self_attn.q_proj.weight": matrix(width, HIDDEN, sharpness),
-            f"{prefix}self_attn.k_proj.weight": matrix(width, HIDDEN, sharpness),
-            f"{prefix}self_attn.v_proj.weight": matrix(width, HIDDEN, VALUE_SCALE),
-            f"{prefix}self_attn.o_proj.weight": matrix(HIDDEN, width, OUTPUT_SCALE),
+            f"{prefix}self_attn.{name}.weight": tensor
+            for name, tensor in attention(matrix, scale).items()
+        }
+        tensors |= {
             f"{prefix}mlp.gate_proj.weight": matrix(MLP, HIDDEN, 1.0),
             f"{prefix}mlp.up_proj.weight": matrix(MLP, HIDDEN, 1.0),
             f"{prefix}mlp.down_proj.weight": matrix(HIDDEN, MLP, 1.0),

@@ -1,0 +1,138 @@
+"""Which blocks a lease has, where vLLM keeps a model's KV in several groups. Pure.
+
+A group is a set of layers with one list of blocks for each request; all groups take their blocks
+from one pool. Layers that attend to a *window* of the last tokens keep only the blocks of these: in
+front of them, vLLM's list has the null block.
+
+A lease has the blocks that the token behind its last one attends to: those of the first group, then
+those of the second, and so on. Both engines compute which they are from the number of tokens, so
+that null blocks are neither lent nor fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from diptych_protocol import InvalidRequestError
+
+BlockIds = Sequence[Sequence[int]]
+"""A request's blocks: a list for each group, from the request's first token on."""
+NULL_BLOCK: Final = 0
+"""vLLM's block of no KV: it stands in lists where a group has kept nothing."""
+KEPT_WHOLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+KEPT_IN_A_WINDOW: Final = "SlidingWindowSpec"
+"""How vLLM names groups that were tested. Others keep blocks by other rules, or states that are no
+blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """How one group keeps the KV of a request."""
+
+    block_size: int
+    """Number of tokens in a block."""
+    window: int | None = None
+    """A token attends to so many tokens, with itself. None: to all."""
+
+    @classmethod
+    def of(cls, kind: str, block_size: int, window: int | None) -> KVGroup:
+        """Read what vLLM says of a group.
+
+        kind: the name of its class in vLLM. `window` has no meaning for groups that keep all.
+
+        Raises `InvalidRequestError` for a kind that was not tested, which it names.
+        """
+        if kind in KEPT_WHOLE:
+            return cls(block_size)
+        if kind == KEPT_IN_A_WINDOW and window is not None:
+            return cls(block_size, window)
+        raise InvalidRequestError(
+            f"the Diptych connector: KV of the kind {kind} was not tested; it hands over "
+            f"{', '.join((*KEPT_WHOLE, KEPT_IN_A_WINDOW))}",
+            param="model",
+        )
+
+    def kept(self, num_tokens: int) -> range:
+        """Places, in the request's list, of the blocks that the token behind the first `num_tokens`
+        ones attends to."""
+        outside = 0 if self.window is None else max(0, num_tokens + 1 - self.window)
+        return range(outside // self.block_size, -(-num_tokens // self.block_size))
+
+    def __str__(self) -> str:
+        return f"{self.block_size}" if self.window is None else f"{self.block_size}/{self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """All groups of a model, in vLLM's order. Lists of blocks come group by group in this order."""
+
+    groups: tuple[KVGroup, ...]
+
+    @classmethod
+    def of(cls, layers: Iterable[Iterable[KVGroup]]) -> KVGroups:
+        """Read how each layer of each group is kept.
+
+        Raises `InvalidRequestError` if the layers of a group differ in this.
+        """
+        groups: list[KVGroup] = []
+        for number, found in enumerate(map(set, layers)):
+            if len(found) != 1:
+                raise InvalidRequestError(
+                    f"the Diptych connector: KV cache group {number} mixes layers that keep "
+                    f"{len(found)} different numbers of blocks, which was not tested",
+                    param="model",
+                )
+            groups += found
+        return cls(tuple(groups))
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """How many blocks the lease of a prompt of so many tokens has."""
+        return sum(len(group.kept(num_tokens)) for group in self.groups)
+
+    def lent(self, num_tokens: int, block_ids: BlockIds) -> list[int] | None:
+        """Return the blocks of a lease in order, of the request whose blocks these are.
+
+        None: one of them is gone. A request that went on behind its prompt has lost the first
+        blocks of the prompt's windows.
+        """
+        lent: list[int] = []
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            kept = group.kept(num_tokens)
+            lent += ids[kept.start : kept.stop]
+        return lent if len(lent) == self.num_blocks(num_tokens) and NULL_BLOCK not in lent else None
+
+    def wanted(self, num_tokens: int, num_here: int, block_ids: BlockIds) -> dict[int, int] | None:
+        """Say which block of a lease goes into which of our blocks.
+
+        num_here: how many of the lease's `num_tokens` tokens, from the first one on, are here.
+        block_ids: the blocks of the request that wants the rest.
+
+        None: they are not what the lease fills. vLLM would take blocks for filled that are not.
+        """
+        wanted: dict[int, int] = {}
+        num_before = 0
+        for group, ids in zip(self.groups, block_ids, strict=True):
+            kept = group.kept(num_tokens)
+            first, rest = divmod(num_here, group.block_size)
+            if rest or len(ids) < kept.stop:
+                return None
+            for place in range(first, kept.stop):
+                if (ids[place] != NULL_BLOCK) != (place in kept):
+                    return None
+                if place in kept:
+                    wanted[num_before + place - kept.start] = ids[place]
+            num_before += len(kept)
+        return wanted
+
+    def serves_last(self, num_tokens: int) -> bool:
+        """Whether a lease has all that its own last token attends to. vLLM computes it again if
+        the prompt ends there. Its windows begin one token before those of the next token."""
+        return all(
+            group.kept(num_tokens - 1).start == group.kept(num_tokens).start
+            for group in self.groups
+        )
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.groups))
