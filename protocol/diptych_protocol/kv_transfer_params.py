@@ -27,6 +27,7 @@ LEASE_FIELDS = (
     "remote_engine_id",
     "remote_host",
     "remote_port",
+    "tp_size",
     "lease_id",
     "epoch",
     "compat",
@@ -57,6 +58,8 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     remote_num_tokens: Count | None = None
     """Tokens whose KV the blocks hold."""
     tp_size: Count = 1
+    """How many ranks P has. In vLLM each rank has a hinge of its own, at the ports behind
+    `remote_port`."""
     lease_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     """128 random bits in hexadecimal. A router that announces the request to D while P computes
     draws them and tells both; otherwise P draws them."""

@@ -83,6 +83,7 @@ def test_a_request_that_goes_frees_every_rank(engines: list[Engine], there: int,
     d.scheduler.finished("r", [], by_length=False)
     d.step()
     wait_until(lambda: p.reported("sent", "r"))
+    assert "leases_expired" not in p.figures()
 
 
 @pytest.mark.parametrize("who", ["p", "d"])
@@ -98,6 +99,7 @@ def test_a_lease_that_is_given_back_unread_frees_every_rank(
     rejecting.scheduler.arrived(dataclasses.replace(arrival, rejected=True))
     rejecting.step()
     wait_until(lambda: p.reported("sent", "r"))
+    assert "leases_expired" not in p.figures()
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)])
@@ -113,6 +115,7 @@ def test_a_rank_that_is_lost_fails_the_request_at_every_rank_and_frees_the_other
     assert d.ended["failed"]["r"] >= 1
     for worker in p.workers[1:]:
         wait_until(partial(has_sent, worker))
+        assert "leases_expired" not in worker.take_figures()
 
 
 @pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)])
@@ -127,3 +130,4 @@ def test_where_heads_do_not_come_first_the_request_fails_by_name_and_frees_every
     assert d.ended["failed"]["r"] == here
     assert "VLLM_KV_CACHE_LAYOUT=LBHNC" in caplog.text
     wait_until(lambda: p.reported("sent", "r"))
+    assert "leases_expired" not in p.figures()

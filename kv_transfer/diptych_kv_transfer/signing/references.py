@@ -21,7 +21,7 @@ from diptych_kv_transfer.signing.keys import MAC_BYTES, HingeKey, equal
 from diptych_protocol import InvalidRequestError, KVTransferParams
 from diptych_protocol.kv_transfer_params import ENGINE_FIELDS, PARAM
 
-LEASE_FIELDS = (*ENGINE_FIELDS, "lease_id", "expires_at")
+LEASE_FIELDS = (*ENGINE_FIELDS, "tp_size", "lease_id", "expires_at")
 ALL_FIELDS = tuple(name for name in KVTransferParams.__struct_fields__ if name != "proof")
 ENGINE, LEASE, REFERENCE = b"diptych engine", b"diptych lease", b"diptych refer"
 
