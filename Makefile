@@ -93,7 +93,7 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 	$(BIN)/python -m benchmarks.kernels
 
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
-	$(PYTHON) install_vllm.py --venv $(VLLM)
+	$(PYTHON) install_vllm.py --venv $(VLLM) $(if $(VLLM_VERSION),--version $(VLLM_VERSION))
 
 lock: ## write requirements.lock anew, after a change of the pins in pyproject.toml
 	$(INSTALL) lock

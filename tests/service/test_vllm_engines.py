@@ -178,7 +178,7 @@ async def test_a_client_that_goes_ends_its_request_in_vllm(
 ) -> None:
     stream = deltas(router, **LONG)
     await anext(stream)
-    assert sum(server.num_running() for server in servers) == 1
+    await eventually(lambda: sum(server.num_running() for server in servers) == 1)
     await stream.aclose()  # type: ignore[attr-defined]
     await eventually(lambda: sum(server.num_running() for server in servers) == 0)
 

@@ -232,16 +232,16 @@ class Aggregator:
 
 
 class VllmScheduler:
-    """What vLLM 0.32's scheduler does with a connector, and where it dies: the assertions of
-    `_update_from_kv_xfer_finished` and `_free_blocks`. One engine, with the workers of its
-    ranks."""
+    """What vLLM 0.32 and 0.33 do with a connector, and where they die: the assertions of
+    `_update_from_kv_xfer_finished` and `_free_blocks`, which are the same in both. One engine,
+    with the workers of its ranks."""
 
     def __init__(
         self,
         num_ranks: int = 1,
-        groups: KVGroups = ONE_GROUP,
         ranks_there: int = 1,
         heads: int = 2,
+        groups: KVGroups = ONE_GROUP,
     ) -> None:
         """`ranks_there`: how many ranks the engine has from which this one reads."""
         self.groups = groups.groups
@@ -392,8 +392,8 @@ def prompt(request_id: str, num_tokens: int = 9, params: Any = None) -> Arrival:
 def reference(
     num: int,
     num_tokens: int = 9,
-    groups: KVGroups = ONE_GROUP,
     ranks_there: int = 1,
+    groups: KVGroups = ONE_GROUP,
     **changes: Any,
 ) -> dict[str, Any]:
     """What another engine says of the lease with a number, for `prompt`'s tokens; changed after it

@@ -187,7 +187,7 @@ def test_blocks_of_every_group_are_fetched_but_those_that_are_here(
     num_here: int, wanted: dict[int, int]
 ) -> None:
     half = make_half(WINDOWS)
-    half.arrived(prompt("r", 10, reference(1, 9, WINDOWS)))
+    half.arrived(prompt("r", 10, reference(1, 9, groups=WINDOWS)))
     half.take_orders()
     half.allocated("r", BLOCKS_OF_WINDOWS, half.num_elsewhere("r", num_here))
     assert half.take_orders() == [Fetch("r/1", "r", lease_of(1), prompt("r").digest, wanted, 9)]
@@ -206,7 +206,7 @@ def test_blocks_that_a_lease_does_not_fill_are_failed_not_guessed(
     block_ids: list[list[int]],
 ) -> None:
     half = make_half(WINDOWS)
-    half.arrived(prompt("r", 10, reference(1, 9, WINDOWS)))
+    half.arrived(prompt("r", 10, reference(1, 9, groups=WINDOWS)))
     half.allocated("r", block_ids, half.num_elsewhere("r", 0))
     assert half.take_orders()[1:] == [Cancel("r/1"), Fail("r")]
 
@@ -217,11 +217,11 @@ def test_a_last_token_that_attends_to_a_dropped_one_is_computed_here_with_all_be
 ) -> None:
     """vLLM computes the last token again, whose windows begin before those of the lease."""
     half = make_half(WINDOWS)
-    half.arrived(prompt("r", num_tokens, reference(1, num_tokens, WINDOWS)))
+    half.arrived(prompt("r", num_tokens, reference(1, num_tokens, groups=WINDOWS)))
     hold, release = Hold("r/1", lease_of(1)), Release(lease_of(1))
     assert half.take_orders() == [hold if is_fetched else release]
     assert half.num_elsewhere("r", 0) == (num_tokens if is_fetched else 0)
-    half.arrived(prompt("s", num_tokens, reference(1, num_tokens, WINDOWS)))
+    half.arrived(prompt("s", num_tokens, reference(1, num_tokens, groups=WINDOWS)))
     assert half.num_elsewhere("s", 0) == num_tokens, "it was used, so it fails"
 
 

@@ -11,14 +11,18 @@ from diptych_vllm.settings import ConnectorSettings, require_tested
 from diptych_vllm.versions import series_of
 
 
-@pytest.mark.parametrize("found", ["0.32.0", "0.32", "0.32.1+cpu"])
-def test_a_series_of_is_taken(found: str) -> None:
-    assert series_of(found) == "0.32"
+@pytest.mark.parametrize(
+    ("found", "series"),
+    [("0.32.0", "0.32"), ("0.32", "0.32"), ("0.32.1+cpu", "0.32"), ("0.33.0", "0.33")],
+)
+def test_a_tested_version_is_known_by_its_series(found: str, series: str) -> None:
+    assert series_of(found) == series
 
 
-@pytest.mark.parametrize("found", ["0.33.0", "0.3", "0.320.1", "1.0", "dev", ""])
+@pytest.mark.parametrize("found", ["0.34.0", "0.3", "0.320.1", "1.0", "dev", ""])
 def test_another_version_is_refused_with_those_that_were_tested(found: str) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"tested with vLLM 0\.32.*this is vLLM {found}"):
+    sentence = rf"tested with vLLM 0\.32, 0\.33, and this is vLLM {found}"
+    with pytest.raises(InvalidRequestError, match=sentence):
         series_of(found)
 
 

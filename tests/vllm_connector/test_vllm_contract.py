@@ -38,7 +38,7 @@ class AnythingHappens(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vllm = VllmScheduler(self.num_ranks, self.groups, self.ranks_there, self.heads)
+        self.vllm = VllmScheduler(self.num_ranks, self.ranks_there, self.heads, self.groups)
         self.reports: list[Results] = []
         """All that the worker has ever reported."""
         self.used: list[dict[str, Any]] = []
@@ -71,7 +71,7 @@ class AnythingHappens(RuleBasedStateMachine):
         if self.may_add(name):
             self.bad.discard(name)
             self.num_leases += 1
-            params = reference(self.num_leases, length, self.groups, self.ranks_there)
+            params = reference(self.num_leases, length, self.ranks_there, self.groups)
             self.used.append(params)
             self.vllm.add(prompt(name, length + more, params))
 
@@ -83,10 +83,10 @@ class AnythingHappens(RuleBasedStateMachine):
         if not self.may_add(name):
             return
         self.num_leases += 1
-        params: Any = reference(self.num_leases, 9, self.groups, remote_num_tokens=8)
+        params: Any = reference(self.num_leases, 9, groups=self.groups, remote_num_tokens=8)
         match what:
             case "other prompt":
-                params = reference(self.num_leases, 10, self.groups)
+                params = reference(self.num_leases, 10, groups=self.groups)
             case "garbage":
                 params = {"do_remote_prefill": True, "remote_port": -1}
             case "own" if self.vllm.answers:

@@ -315,5 +315,6 @@ def _require_tested(config: VllmConfig) -> None:
             ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
             ("speculative decoding", config.speculative_config is not None, False),
+            ("sleep mode", config.model_config.enable_sleep_mode, False),
         ]
     )

@@ -7,7 +7,7 @@ from typing import Final
 
 from diptych_protocol import InvalidRequestError
 
-TESTED: Final = ("0.32",)
+TESTED: Final = ("0.32", "0.33")
 """vLLM promises nothing about what it calls of a connector: another version may call other methods,
 or none, and answer from blocks that nobody filled."""
 
