@@ -18,6 +18,11 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
 
+OF_VLLM = (
+    "msgspec", "numpy", "numpy.libs", "zmq", "pyzmq.libs", "prometheus_client", "starlette",
+    "anyio", "idna", "sniffio", "typing_extensions.py",
+)  # fmt: skip
+"""What vLLM's environment has, and the connector imports."""
 FILE = Path("service.yaml")
 VLLM = parse_object(inference_service(vllm_spec()), Images())
 OURS = parse_object(inference_service({}), Images())
@@ -94,10 +99,10 @@ def test_vllm_is_given_what_the_connector_imports_and_nothing_of_its_own(tmp_pat
         (tmp_path / name).symlink_to(folder, target_is_directory=True)
     libraries = tmp_path / "libraries"
     libraries.mkdir()
-    for name in ("msgspec", "numpy", "zmq", "prometheus_client", "pyzmq.libs", "numpy.libs"):
+    for name in OF_VLLM:
         found = Path(msgspec.__file__).parents[1] / name
         if found.exists():
-            (libraries / name).symlink_to(found, target_is_directory=True)
+            (libraries / name).symlink_to(found, target_is_directory=found.is_dir())
     modules = [
         f"diptych_vllm.{path.stem}"
         for path in sorted((tmp_path / "diptych_vllm").resolve().glob("*.py"))
