@@ -254,7 +254,7 @@ async def test_each_refusal_before_the_body_has_its_status(http: httpx.AsyncClie
         (http.build_request("GET", COMPLETIONS), 405, None),
         (http.build_request("DELETE", "/v1/models"), 405, None),
         (http.build_request("GET", "/nowhere"), 404, "not_found"),
-        (http.build_request("POST", "/v1/rerank", json={}), 404, "not_found"),
+        (http.build_request("POST", "/v1/nothing", json={}), 404, "not_found"),
     ):
         answer = await http.send(request)
         assert answer.status_code == status, answer.text

@@ -81,7 +81,7 @@ async def test_every_refusal_by_the_server_is_reported(
 async def test_refusals_on_other_routes_and_types_are_reported(
     http: httpx.AsyncClient, engine: Any
 ) -> None:
-    assert await post(http, "/v1/rerank", body("")) == 404
+    assert await post(http, "/v1/nothing", body("")) == 404
     assert await post(http, "/v1/models", body("")) == 405
     as_text = {"content-type": "text/plain"}
     answer = await http.post(PATHS[0], content=json.dumps(body("")), headers=as_text)
