@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych_protocol import UnsupportedFeatureError
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 BASE: dict[str, dict[str, Any]] = {
@@ -312,7 +314,8 @@ async def test_a_bad_request_id_is_refused(http: httpx.AsyncClient, request_id: 
     assert answer.headers["x-request-id"]
 
 
-async def test_an_engine_that_does_not_pool_says_so(http: httpx.AsyncClient) -> None:
+async def test_an_engine_that_does_not_pool_says_so(http: httpx.AsyncClient, engine: Any) -> None:
+    engine.refusal = UnsupportedFeatureError("this model has no vectors")
     answer = await http.post("/v1/embeddings", json={"model": "echo", "input": ["a", "b"]})
     assert answer.status_code == 501
     assert answer.json()["error"]["code"] == "unsupported"
