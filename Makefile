@@ -74,9 +74,6 @@ docs: $(VENV)/.test ## the site, into build/site; a link or a path that leads no
 screenshots: $(VENV)/.test ## the pictures of the page in docs/images, from a service on this machine; needs Chromium
 	PYTHONPATH=tests/support $(BIN)/python docs/screenshots.py
 
-screenshots: $(VENV)/.test ## the pictures of the page in docs/images, from a service on this machine; needs Chromium
-	PYTHONPATH=tests/support $(BIN)/python docs/screenshots.py
-
 audit: $(VENV)/.test ## known weaknesses of the locked dependencies, where OSV's database can be reached
 	@if $(BIN)/python -c "from urllib.request import urlopen; urlopen('$(OSV)/vulns/OSV-2020-111', timeout=10)" 2>/dev/null; \
 	then $(BIN)/pip-audit --progress-spinner off --vulnerability-service osv --osv-url $(OSV)/query \

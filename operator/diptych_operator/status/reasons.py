@@ -182,8 +182,9 @@ class Reason(StrEnum):
     )  # fmt: skip
     TRANSFER_FAILED = (
         "TransferFailed", Group.SERVICE, "A canary did not cross the hinge; the message says why.",
-        "Check that pods reach each other on port 5558, or on 5600 with transfer.connector nixl "
-        "(NetworkPolicy, RDMA devices), and spec.transfer. Routers try again by themselves.",
+        "Check spec.transfer.transport, and that pods reach each other on port 5558, or on 5600 "
+        "with transfer.connector nixl (NetworkPolicy, RDMA devices). Routers try again by "
+        "themselves.",
     )  # fmt: skip
     ROLLOUT_FAILED = (
         "RolloutFailed", Group.SERVICE,

@@ -302,7 +302,8 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
             router(canary(), canary(decode="d1", **BROKEN),
                    engines=[engine("p0"), engine("d0"), engine("d1", verified=False)]),))),
         ConditionType.DEGRADED, "True", Reason.TRANSFER_FAILED,
-        "KV transfer from p0 to d1 failed: no route to 10.0.0.7:5558. Check that pods",
+        "KV transfer from p0 to d1 failed: no route to 10.0.0.7:5558. "
+        "Check spec.transfer.transport, and that pods",
     ),
     "a canary that failed, and then another went through": (
         Case(observed=given_pods(*PODS, routers=(
