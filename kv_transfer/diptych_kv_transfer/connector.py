@@ -84,9 +84,8 @@ def open_connector(
         kv_memory: the blocks of each rank.
 
     Raises `OSError` when the address cannot be had, `ValueError` when the memory is not what
-    `compat` and `geometry` say, or is on a device and they do not say what it is, and
-    `InvalidRequestError` when it is to listen for other hosts without keys, or over a transport
-    that does not exist.
+    `compat` and `geometry` say, and `InvalidRequestError` when it is to listen for other hosts
+    without keys, or over a transport that does not exist.
     """
     config = with_literals(config)
     key = key_of(config, keys)
@@ -105,7 +104,7 @@ def start_hinge(
     open_transport = transport_named(config.transport)
     regions = Regions(kv_memory, Layout.of(me.compat, me.geometry), open_transport.reaches)
     transport = open_transport(config.listen_host, config.listen_port, key)
-    hinge = make_hinge(config, me, on_device=regions.on_device)
+    hinge = make_hinge(config, me, regions.block_bytes if regions.on_device else 0)
     return HingeThread(hinge, transport, regions, hinge.loads.staging_bytes)
 
 
@@ -147,12 +146,12 @@ def key_of(config: KVTransferConfig, keys: CurveKeys | None) -> HingeKey:
     return PUBLIC_KEY
 
 
-def make_hinge(config: KVTransferConfig, me: Hello, *, on_device: bool = False) -> Hinge:
-    """Make the hinge of the engine `me`. `on_device`: its KV memory is on a device."""
+def make_hinge(config: KVTransferConfig, me: Hello, copied_block_bytes: int = 0) -> Hinge:
+    """Make the hinge of the engine `me`. `copied_block_bytes`: see `LoadTable`."""
     room = config.staging_bytes
     if room is None:
-        room = STAGING_BYTES_ON_DEVICE if on_device else STAGING_BYTES
-    loads = LoadTable(me, config.load_timeout_s, room, stages_all=on_device)
+        room = STAGING_BYTES_ON_DEVICE if copied_block_bytes else STAGING_BYTES
+    loads = LoadTable(me, config.load_timeout_s, room, copied_block_bytes)
     return Hinge(me, LeaseTable(config.lease_seconds), loads)
 
 

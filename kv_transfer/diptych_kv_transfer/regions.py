@@ -10,7 +10,7 @@ from diptych_kv_transfer.memory.layout import Layout
 from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.memory.repack import Shards, repack
 from diptych_kv_transfer.memory.shard import WHOLE, Part, Shard
-from diptych_kv_transfer.memory.staging import Staging
+from diptych_kv_transfer.memory.staging import AnyStaging, StagedCopies, Staging
 
 
 class Regions:
@@ -31,8 +31,8 @@ class Regions:
             layout: the layout of these blocks; None: nothing can be repacked into them.
             reaches: the kinds of memory that the transport can read and write.
 
-        Raises `ValueError` for a layout of other blocks, for blocks that go through copies without
-        a layout, and for blocks without copies that the transport does not reach.
+        Raises `ValueError` for a layout of other blocks, and for blocks without copies that the
+        transport does not reach.
         """
         self._shards = shards
         self._copies = [x.copies for x in shards if x.copies is not None]
@@ -44,10 +44,8 @@ class Regions:
                 raise ValueError(f"the transport does not reach memory of {shard.region.device}")
         if self._copies and len(self._copies) != len(shards):
             raise ValueError("either the blocks of all ranks go through copies, or none")
-        if layout is None and self._copies:
-            raise ValueError("blocks on a device are staged, and that needs to know their layout")
         self._layout = layout
-        self._staged: dict[str, tuple[Staging, Shards]] = {}
+        self._staged: dict[str, tuple[AnyStaging, Shards]] = {}
         self._outgoing: dict[Hashable, Shards] = {}
         """Copies of blocks on a device, by the key of the send."""
         self.block_bytes = sum(found)
@@ -70,17 +68,15 @@ class Regions:
         if not self._copies:
             return _cut(self._shards, runs, part)
         block_ids = [block for run in runs for block in run]
-        rooms = []
-        for copies, shard in zip(self._copies, self._shards, strict=True):
-            room = copies.host_room(len(block_ids) * shard.block_bytes)
-            copies.gather(block_ids, room)
-            rooms.append(Shard(room, shard.block_bytes))
+        rooms = self._rooms(len(block_ids), part)
+        for copies, room in zip(self._copies, rooms, strict=True):
+            copies.gather(block_ids, room.region.array(), part.index, part.count)
         self._outgoing[key] = rooms
         places, first = [], 0
         for run in runs:
             places.append(range(first, first + len(run)))
             first += len(run)
-        return _cut(rooms, places, part)
+        return _cut(rooms, places, WHOLE)
 
     def sent(self, key: Hashable) -> None:
         """A send has ended: nobody reads what was copied for it."""
@@ -90,34 +86,46 @@ class Regions:
         self, runs: Sequence[range], staged_for: str | None = None, part: Part = WHOLE
     ) -> list[MemoryRegion]:
         """Where runs of blocks, or parts of blocks, are to be written: in our own memory, or in a
-        request's staging area."""
-        return _cut(self._shards if staged_for is None else self._staged[staged_for][1], runs, part)
+        request's staging area, which has only what is to come."""
+        if staged_for is None:
+            return _cut(self._shards, runs, part)
+        return _cut(self._staged[staged_for][1], runs, WHOLE)
 
-    def stage(self, request_id: str, staging: Staging) -> None:
+    def stage(self, request_id: str, staging: AnyStaging) -> None:
         """Make room for what comes for a request. What has room already keeps it: less will come
         than was thought."""
-        layout = staging.layout
         if request_id in self._staged:
             shards = self._staged[request_id][1]
+        elif isinstance(staging, StagedCopies):
+            shards = self._rooms(staging.num_blocks, staging.part)
         else:
-            shards = [self._room(staging.num_blocks, layout) for _ in range(layout.num_ranks)]
+            layout = staging.layout
+            shards = [
+                self._room(staging.num_blocks, layout.block_bytes) for _ in range(layout.num_ranks)
+            ]
         self._staged[request_id] = staging, shards
 
     def unpack(self, request_id: str) -> None:
         """Copy what was staged for a request to where it belongs."""
         staging, shards = self._staged[request_id]
+        if isinstance(staging, StagedCopies):
+            self._scatter(shards, staging.local_block_ids, staging.part)
+            return
         layout, block_ids = self._layout, staging.local_block_ids
         if layout is None:
             raise RuntimeError("blocks of another geometry, and no layout of our own")
         if not self._copies:
             _repack(staging, shards, self._shards, layout, block_ids)
             return
-        if staging.layout != layout:
-            packed = [self._room(len(block_ids), layout) for _ in self._copies]
-            _repack(staging, shards, packed, layout, range(len(block_ids)))
-            shards = packed
-        for copies, shard in zip(self._copies, shards, strict=True):
-            copies.scatter(shard.region, block_ids)
+        packed = self._rooms(len(block_ids), WHOLE)
+        _repack(staging, shards, packed, layout, range(len(block_ids)))
+        self._scatter(packed, block_ids, WHOLE)
+
+    def _scatter(self, rooms: Shards, block_ids: Sequence[int], part: Part) -> None:
+        """Copy the first blocks, or parts of blocks, of rooms to our blocks."""
+        for copies, room in zip(self._copies, rooms, strict=True):
+            filled = room.run(range(len(block_ids))).array()
+            copies.scatter(filled, block_ids, part.index, part.count)
 
     @property
     def staged_bytes(self) -> int:
@@ -130,13 +138,19 @@ class Regions:
         """Free a request's staging area, if it has one."""
         self._staged.pop(request_id, None)
 
-    def _room(self, num_blocks: int, layout: Layout) -> Shard:
-        num_bytes = num_blocks * layout.block_bytes
-        if self._copies:
-            room = self._copies[0].host_room(num_bytes)
-        else:
-            room = MemoryRegion.of(np.empty(num_bytes, np.uint8))
-        return Shard(room, layout.block_bytes)
+    def _rooms(self, num_blocks: int, part: Part) -> list[Shard]:
+        """Room on the host for so many blocks, or parts of blocks, of every rank of ours.
+
+        Raises `ValueError` for a part that our blocks do not have.
+        """
+        if any(shard.block_bytes % part.count for shard in self._shards):
+            raise ValueError(f"blocks of {self.block_bytes} bytes have no {part}")
+        return [self._room(num_blocks, shard.block_bytes // part.count) for shard in self._shards]
+
+    def _room(self, num_blocks: int, block_bytes: int) -> Shard:
+        size = num_blocks * block_bytes
+        room = self._copies[0].host_room(size) if self._copies else np.empty(size, np.uint8)
+        return Shard(MemoryRegion.of(room), block_bytes)
 
 
 def _cut(shards: Shards, runs: Sequence[range], part: Part) -> list[MemoryRegion]:

@@ -354,14 +354,6 @@ def test_a_queued_request_keeps_its_lease_alive() -> None:
         prefill.kill()
 
 
-def test_blocks_on_a_device_need_a_layout() -> None:
-    with pytest.raises(ValueError, match="layout"):
-        open_connector(
-            KVTransferConfig(), engine_id="d", epoch="1", compat={},
-            kv_memory=[CopiedMemory(np.zeros((1, 1), np.uint8)).shard],
-        )  # fmt: skip
-
-
 def test_a_taken_port_is_a_clear_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

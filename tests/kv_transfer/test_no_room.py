@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from engine_kit.copied_memory import CopiedMemory
+from numpy.typing import NDArray
 from waits import PATIENCE_S, Deadline
 
 from diptych_kv_transfer import KVConnector, LeaseEnded, LoadEnded, open_connector
-from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.tables.actions import Report
 from diptych_protocol import KVTransferConfig
 
@@ -33,17 +33,21 @@ class Failing(CopiedMemory):
         if self.fails == what:
             raise MemoryError(f"no memory: {what}")
 
-    def host_room(self, num_bytes: int) -> MemoryRegion:
+    def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
         self._try("room")
         return super().host_room(num_bytes)
 
-    def gather(self, block_ids: Sequence[int], room: MemoryRegion) -> None:
+    def gather(
+        self, block_ids: Sequence[int], room: NDArray[np.uint8], index: int = 0, count: int = 1
+    ) -> None:
         self._try("gather")
-        super().gather(block_ids, room)
+        super().gather(block_ids, room, index, count)
 
-    def scatter(self, room: MemoryRegion, block_ids: Sequence[int]) -> None:
+    def scatter(
+        self, room: NDArray[np.uint8], block_ids: Sequence[int], index: int = 0, count: int = 1
+    ) -> None:
         self._try("scatter")
-        super().scatter(room, block_ids)
+        super().scatter(room, block_ids, index, count)
 
 
 @dataclass

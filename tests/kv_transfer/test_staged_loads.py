@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from diptych_kv_transfer.memory.shard import Part
+from diptych_kv_transfer.memory.staging import StagedCopies, Staging
 from diptych_kv_transfer.tables.actions import (
     Action,
     Fence,
@@ -78,6 +80,7 @@ def test_p_s_blocks_are_asked_for_and_unpacked_only_when_the_lease_was_held() ->
     stage, opened = begin(loads)
     assert isinstance(stage, Stage)
     staging = stage.staging
+    assert isinstance(staging, Staging)
     assert (staging.first, staging.num_blocks, staging.start, staging.end) == (0, 7, 0, 100)
     assert staging.local_block_ids == [10, 11, 12, 13]
     assert staging.num_bytes == 7 * 16 * TOKEN_BYTES
@@ -96,6 +99,7 @@ def test_a_cached_prefix_is_not_fetched_but_for_what_shares_a_block_with_the_res
     stage, opened = begin(loads, tokens=150, wanted={5: 1, 6: 2, 7: 3, 8: 4, 9: 5})
     assert isinstance(stage, Stage)
     staging = stage.staging
+    assert isinstance(staging, Staging)
     assert (staging.first, staging.num_blocks, staging.start, staging.end) == (1, 2, 80, 150)
     assert opened == Send(PEER, Open("r", "digest", TAG, [(1, 2)]))
 
@@ -252,3 +256,31 @@ def test_what_cannot_be_is_refused_field_by_field(theirs: Hello, reason: str) ->
     [ended] = [action for action in ends if isinstance(action, LoadEnded)]
     assert ended.reason == f"the engines cannot exchange KV ({reason})"
     assert Send(PEER, Reject("r")) in ends
+
+
+def test_copies_of_blocks_like_ours_need_no_layout_and_no_order() -> None:
+    """If a load fills only a part of each block, there is room for these parts only."""
+    mine, theirs = (
+        Hello("decode", "d", {"model": "m"}),
+        Hello("prefill", "prefill's", {"model": "m"}),
+    )
+    loads = LoadTable(mine, 60.0, copied_block_bytes=600)
+    loads.reach(ADDRESS)
+    loads.connected(ADDRESS, PEER, 0.0)
+    loads.greeted(PEER, theirs, 0.0)
+    wanted = {2: 9, 0: 4, 3: 5}
+    part = Part(1, 3)
+    stage, opened = loads.start("r", lease("r"), "digest", TAG, wanted, 9, 0.0, part=part)
+    assert isinstance(stage, Stage)
+    assert stage.staging == StagedCopies([2, 0, 3], [9, 4, 5], 600, part)
+    assert (stage.staging.num_bytes, stage.staging.places) == (3 * 200, {2: 0, 0: 1, 3: 2})
+    assert opened == Send(PEER, Open("r", "digest", TAG, [(2, 1), (0, 1), (3, 1)]))
+    loads.receive(PEER, Opened("r", TAG), 1.0)
+    [posted] = loads.receive(PEER, Sending("r", TAG, TAG, [(0, 1), (3, 1)]), 1.0)
+    places = [range(1, 2), range(2, 3)]
+    assert posted == ReceiveBlocks(PEER, "r", TAG, places, staged=True, part=part)
+
+
+def test_of_a_prefix_only_the_first_copies_are_unpacked() -> None:
+    staging = StagedCopies([1, 2, 3], [7, 8, 9], 100)
+    assert staging.shortened(48, 2) == StagedCopies([1, 2], [7, 8], 100)

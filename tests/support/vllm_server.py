@@ -25,7 +25,7 @@ from diptych_vllm.figures import FIGURES
 MODEL = "sensitive"
 ROUTES = ("--middleware", "diptych_vllm.routes.Routes")
 """vLLM's option for our connector's route."""
-OURS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
+OURS = ("protocol", "frontend", "kernels", "kv_transfer", "vllm_connector")
 
 
 def save_model_for_vllm(folder: Path) -> str:

@@ -27,7 +27,10 @@ def test_another_version_is_refused_with_those_that_were_tested(found: str) -> N
 
 
 def test_settings_are_those_of_our_own_hinge_and_two_more() -> None:
-    settings = ConnectorSettings.parse({"lease_seconds": 5, "keys": "/keys", "revision": "r1"})
+    settings = ConnectorSettings.parse(
+        {"lease_seconds": 5, "staging": "always", "keys": "/keys", "revision": "r1"}
+    )
+    assert settings.staging == "always"
     assert (settings.lease_seconds, settings.keys, settings.revision) == (5.0, "/keys", "r1")
     assert settings.listen_host == "127.0.0.1"
 
@@ -37,7 +40,7 @@ def test_settings_are_those_of_our_own_hinge_and_two_more() -> None:
     [
         ({"lease_second": 5}, "lease_second"),
         ({"lease_seconds": 0}, r"\$\.lease_seconds"),
-        ({"staging": "always"}, "staging"),
+        ({"staging": "never"}, "staging"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_name(raw: dict[str, Any], problem: str) -> None:

@@ -6,107 +6,22 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-import msgspec
 import pytest
 import torch
-from free_ports import first_of_free_ports
-from torch import Tensor
-from vllm_scheduler import ONE_GROUP, prompt
+from vllm_engine import Engine
+from vllm_scheduler import prompt
 from waits import wait_until
 
-from diptych_kv_transfer.connector import start_hinge
-from diptych_kv_transfer.parameters import describe_engine
+from diptych_kernels.block_copy.copies import Bus
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
-from diptych_kv_transfer.tables.messages import Hello
-from diptych_vllm.kv_memory import compat_of, shards_of
 from diptych_vllm.lending import Progress
-from diptych_vllm.ranks import Ranks, epoch_of_rank
-from diptych_vllm.scheduler_half import SchedulerHalf
-from diptych_vllm.settings import ConnectorSettings
 from diptych_vllm.worker_half import WorkerHalf
 
-NUM_BLOCKS, BLOCK, LAYERS = 12, 4, 3
 THEIRS, OURS = [7, 3, 4], [1, 2, 9]
 """Where ten tokens are, in P and in D."""
-PAIRS = [(2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)]
-
-
-class Engine:
-    """One engine's connector, with a worker for each rank."""
-
-    def __init__(
-        self, name: str, seed: int, num_ranks: int, heads: int, *, heads_first: bool = True
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.ranks = [Ranks(heads, num_ranks, rank, heads_first) for rank in range(num_ranks)]
-        self.kv = [
-            torch.rand((NUM_BLOCKS, heads, BLOCK, 8), generator=generator) for _ in range(LAYERS)
-        ]
-        """Each layer, with all heads."""
-        self.local = [[self.heads_of(ranks, layer) for layer in self.kv] for ranks in self.ranks]
-        """What each rank has of each layer."""
-        settings = ConnectorSettings.parse(
-            {"load_timeout_s": 20, "listen_port": first_of_free_ports(num_ranks)}
-        )
-        self.workers = [self.worker(name, settings, ranks) for ranks in self.ranks]
-        self.scheduler = SchedulerHalf(References(PUBLIC_KEY), ONE_GROUP, settings.lease_seconds)
-        engine = describe_engine(
-            Hello(name, "1", {}), "127.0.0.1", settings.listen_port, settings.lease_seconds
-        )
-        self.described = msgspec.structs.replace(engine, tp_size=num_ranks)
-        self.scheduler.meet(self.described)
-        self.ended: dict[str, Counter[str]] = {
-            what: Counter() for what in ("sent", "received", "failed")
-        }
-        """How many ranks have reported each request."""
-
-    def heads_of(self, ranks: Ranks, layer: Tensor) -> Tensor:
-        first = ranks.first_head
-        return layer[:, first : first + ranks.local_heads].contiguous()
-
-    def worker(self, name: str, settings: ConnectorSettings, ranks: Ranks) -> WorkerHalf:
-        kv = {f"layers.{i}": layer for i, layer in enumerate(self.local[ranks.rank])}
-        epoch = epoch_of_rank("1", ranks.rank, ranks.num_ranks)
-        me = Hello(name, epoch, compat_of(kv, {"model": "m"}, ranks))
-        shards = shards_of(kv, NUM_BLOCKS)
-        return WorkerHalf(start_hinge(settings.of_rank(ranks.rank), me, shards, PUBLIC_KEY), ranks)
-
-    def step(self) -> None:
-        orders = self.scheduler.take_orders()
-        for worker in self.workers:
-            worker.obey(orders)
-
-    def reported(self, what: str, request_id: str) -> bool:
-        """Whether every rank has reported a request."""
-        for worker in self.workers:
-            results = worker.collect()
-            self.ended["sent"].update(results.sent)
-            self.ended["received"].update(results.received)
-            self.ended["failed"].update(results.failed)
-        return self.ended[what][request_id] == len(self.workers)
-
-    def lend(self) -> dict[str, Any]:
-        self.scheduler.arrived(prompt("r", 10, {"do_remote_decode": True}))
-        self.step()
-        params = self.scheduler.finished("r", [THEIRS], by_length=True)
-        assert params is not None
-        self.step()
-        return params
-
-    def fetch(self, params: Any) -> None:
-        self.scheduler.arrived(prompt("r", 10, params))
-        self.step()
-        self.scheduler.allocated("r", [OURS], self.scheduler.num_elsewhere("r", 0))
-        self.step()
-
-    def figures(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for worker in self.workers:
-            found.update(worker.take_figures())
-        return found
+PAIRS = [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)]
 
 
 def has_sent(worker: WorkerHalf) -> bool:
@@ -119,21 +34,32 @@ def engines() -> Iterator[list[Engine]]:
     started: list[Engine] = []
     yield started
     for engine in started:
-        for worker in engine.workers:
-            worker.close()
+        engine.close()
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize(("there", "here"), PAIRS)
+def cpu_bus() -> Bus:
+    return Bus(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "heads", "copied"),
+    [
+        *((*pair, heads, "") for pair in PAIRS for heads in (1, 2, 4)),
+        *((*pair, 2, "pd") for pair in PAIRS),
+        *((*pair, 2, end) for pair in ((2, 1), (1, 2)) for end in ("p", "d")),
+    ],
+)
 def test_each_rank_gets_its_heads_of_each_block_and_every_rank_is_free_again(
-    engines: list[Engine], there: int, here: int, heads: int
+    engines: list[Engine], there: int, here: int, heads: int, copied: str
 ) -> None:
-    p, d = Engine("p", 1, there, heads), Engine("d", 2, here, heads)
+    """Also where KV goes through copies, at either end."""
+    p = Engine("p", 1, there, heads, bus=cpu_bus if "p" in copied else None)
+    d = Engine("d", 2, here, heads, bus=cpu_bus if "d" in copied else None)
     engines += [p, d]
     expected = [layer.clone() for layer in d.kv]
     for mine, theirs in zip(expected, p.kv, strict=True):
         mine[OURS] = theirs[THEIRS]
-    d.fetch(p.lend())
+    d.fetch(p.lend(THEIRS), OURS)
     wait_until(lambda: d.reported("received", "r"))
     wait_until(lambda: p.reported("sent", "r"))
     assert d.ended["failed"] == Counter()
@@ -165,7 +91,7 @@ def test_ranks_that_fetch_before_the_prompt_is_computed_get_all_and_leave_nothin
         "remote_num_tokens": 10,
         "proof": References(PUBLIC_KEY).proof_of_engine(p.described),
     }
-    d.fetch(announced)
+    d.fetch(announced, OURS)
     p.scheduler.arrived(prompt("r", 10, {"do_remote_decode": True, "lease_id": "a" * 32}))
     p.step()
     for num_tokens in (4, 8):
@@ -186,7 +112,7 @@ def test_ranks_that_fetch_before_the_prompt_is_computed_get_all_and_leave_nothin
 def test_a_request_that_goes_frees_every_rank(engines: list[Engine], there: int, here: int) -> None:
     p, d = Engine("p", 1, there, 2), Engine("d", 2, here, 2)
     engines += [p, d]
-    params = p.lend()
+    params = p.lend(THEIRS)
     d.scheduler.arrived(prompt("r", 10, params))
     d.step()
     d.scheduler.finished("r", [], by_length=False)
@@ -202,7 +128,7 @@ def test_a_lease_that_is_given_back_unread_frees_every_rank(
 ) -> None:
     p, d = Engine("p", 1, there, 2), Engine("d", 2, here, 2)
     engines += [p, d]
-    params = p.lend()
+    params = p.lend(THEIRS)
     rejecting = p if who == "p" else d
     arrival = prompt("rejected", 1, params)
     rejecting.scheduler.arrived(dataclasses.replace(arrival, rejected=True))
@@ -217,9 +143,9 @@ def test_a_rank_that_is_lost_fails_the_request_at_every_rank_and_frees_the_other
 ) -> None:
     p, d = Engine("p", 1, there, 2), Engine("d", 2, here, 2)
     engines += [p, d]
-    params = p.lend()
+    params = p.lend(THEIRS)
     p.workers[0].close()
-    d.fetch(params)
+    d.fetch(params, OURS)
     wait_until(lambda: d.reported("received", "r"))
     assert d.ended["failed"]["r"] >= 1
     for worker in p.workers[1:]:
@@ -234,7 +160,7 @@ def test_where_heads_do_not_come_first_the_request_fails_by_name_and_frees_every
     p = Engine("p", 1, there, 2, heads_first=False)
     d = Engine("d", 2, here, 2, heads_first=False)
     engines += [p, d]
-    d.fetch(p.lend())
+    d.fetch(p.lend(THEIRS), OURS)
     wait_until(lambda: d.reported("received", "r"))
     assert d.ended["failed"]["r"] == here
     assert "VLLM_KV_CACHE_LAYOUT=LBHNC" in caplog.text

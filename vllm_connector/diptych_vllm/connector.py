@@ -35,7 +35,7 @@ from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
 from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.kv_groups import KVGroup, KVGroups
-from diptych_vllm.kv_memory import KVTensor, compat_of, heads_come_first, shards_of
+from diptych_vllm.kv_memory import compat_of, heads_come_first, needs_copies, shards_of
 from diptych_vllm.lending import Progress
 from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
@@ -47,6 +47,7 @@ from diptych_vllm.versions import series_of
 from diptych_vllm.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -174,8 +175,14 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- in the worker ------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: dict[str, KVTensor]) -> None:
-        shards = shards_of(kv_caches, self._kv_cache_config.num_blocks)
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        copies, launched = None, _nothing
+        if needs_copies(kv_caches, self._settings.staging):
+            # Only here does the connector itself need torch.
+            from diptych_vllm.device_copies import copies_of
+
+            copies, launched = copies_of(kv_caches)
+        shards = shards_of(kv_caches, self._kv_cache_config.num_blocks, copies)
         group, facts = get_tp_group(), self._facts()
         ranks = self._ranks(group.rank_in_group, group.world_size)
         fit = heads_come_first(kv_caches, str(facts["kv_layout"]), ranks)
@@ -189,7 +196,7 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
         )
         settings = self._settings.of_rank(ranks.rank)
         driver = start_hinge(settings, me, shards, self._key)
-        self._worker = WorkerHalf(driver, ranks)
+        self._worker = WorkerHalf(driver, ranks, launched)
         host = settings.advertise_host or settings.listen_host
         engine = describe_engine(me, host, driver.port, settings.lease_seconds)
         self._hinge = HingeOfWorker(
@@ -274,6 +281,10 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+
+
+def _nothing() -> None:
+    """Blocks of the host need no copies, so nothing waits for a device."""
 
 
 def _log_as_vllm_does() -> None:

@@ -7,6 +7,9 @@ What is inside a block is nobody's affair, as long as both engines keep it in th
 the heads: vLLM's tensors are [num_blocks, heads, block_size, content], and engines with other
 numbers of ranks have other numbers of heads. On vLLM's CPU backend the content is 2 * head_dim
 numbers, with the keys transposed; `compat` has the shape.
+
+Blocks on a device go through copies in the host's memory. So do those of the host if the setting
+`staging` says so: that is how a device's path runs without one.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from diptych_kv_transfer.memory.region import MemoryRegion
-from diptych_kv_transfer.memory.shard import Shard
+from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
+from diptych_kv_transfer.memory.shard import DeviceCopies, Shard
 from diptych_protocol import InvalidRequestError, fingerprint
+from diptych_protocol.config import Staging
 from diptych_vllm.ranks import Ranks
 
 PARAM = "kv_caches"
 HEADS_FIRST: Final = ("LBHNC", "BLHNC")
 """vLLM's names of the layouts in which each head of a block is in one piece. The letters name the
 axes from the outermost one on: layers, blocks, heads, tokens (N) and content."""
+DEVICES: Final = ("cpu", "cuda")
+"""Types of devices whose memory the hinge reaches, as torch names them."""
 MAX_NAME = 256
 """Longest value in `compat`, in characters."""
 
@@ -45,31 +51,53 @@ class KVTensor(Protocol):
         """Whether its elements lie one after the other, in order."""
 
 
-def shards_of(layers: Mapping[str, KVTensor], num_blocks: int) -> list[Shard]:
-    """How the hinge reaches the layers' KV, each [num_blocks, ...] on the host. Layers that have
-    the same memory have one shard.
+def needs_copies(layers: Mapping[str, KVTensor], staging: Staging) -> bool:
+    """Whether the hinge reaches the layers' KV only through copies.
 
-    Raises `InvalidRequestError` for memory that it does not reach, naming the layer.
+    Raises `InvalidRequestError` if it does not reach them at all, naming the layer.
     """
     if not layers:
         raise InvalidRequestError("this model has no KV to hand over", param=PARAM)
-    shards: dict[int, Shard] = {}
+    first = str(next(iter(layers.values())).device)
     for name, tensor in layers.items():
-        if str(tensor.device) != "cpu":
+        device = str(tensor.device)
+        if device.partition(":")[0] not in DEVICES:
             raise InvalidRequestError(
-                f"the KV of layer {name} is on {tensor.device}, and only vLLM's CPU backend was "
-                "tested",
+                f"the KV of layer {name} is on {device}, and the connector reaches only "
+                f"{' and '.join(DEVICES)}",
                 param=PARAM,
             )
-        if tensor.shape[0] != num_blocks or not tensor.is_contiguous():
+        if device != first:
+            raise InvalidRequestError(
+                f"the KV of layer {name} is on {device}, and that of another layer on {first}: "
+                "the connector reaches one device",
+                param=PARAM,
+            )
+    return staging == "always" or first != "cpu"
+
+
+def shards_of(
+    layers: Mapping[str, KVTensor],
+    num_blocks: int,
+    copies: Mapping[str, DeviceCopies] | None = None,
+) -> list[Shard]:
+    """How the hinge reaches the layers' KV, each [num_blocks, ...]: on the host where it is, or
+    through the layer's copies. Layers that have the same memory have one shard.
+
+    Raises `InvalidRequestError` for memory that it does not reach, naming the layer.
+    """
+    shards: dict[int, Shard] = {}
+    for name, tensor in layers.items():
+        if tensor.shape[0] != num_blocks or not (copies or tensor.is_contiguous()):
             raise InvalidRequestError(
                 f"the KV of layer {name} has the shape {tuple(tensor.shape)}, and not "
                 f"{num_blocks} blocks that are contiguous",
                 param=PARAM,
             )
-        region = MemoryRegion(tensor.data_ptr(), tensor.nbytes, owner=tensor)
-        known = shards.setdefault(region.address, Shard(region, tensor.nbytes // num_blocks))
-        if known.region.length != region.length:
+        kind = MemoryKind.DEVICE if copies else MemoryKind.HOST
+        region = MemoryRegion(tensor.data_ptr(), tensor.nbytes, kind, str(tensor.device), tensor)
+        shard = Shard(region, tensor.nbytes // num_blocks, copies[name] if copies else None)
+        if shards.setdefault(region.address, shard).region.length != region.length:
             raise InvalidRequestError(
                 f"the KV of layer {name} shares memory with a layer of another size", param=PARAM
             )

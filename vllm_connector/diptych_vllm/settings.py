@@ -44,14 +44,9 @@ class ConnectorSettings(
     def parse(cls, raw: dict[str, Any]) -> ConnectorSettings:
         """Validate the settings. Raises `InvalidRequestError` naming the field."""
         try:
-            settings = msgspec.convert(raw, cls)
+            return msgspec.convert(raw, cls)
         except msgspec.ValidationError as exc:
             raise InvalidRequestError(f"{PARAM}: {exc}", param=PARAM) from exc
-        if settings.staging != "auto":
-            raise InvalidRequestError(
-                f"{PARAM}: staging is not supported by vLLM's connector; leave it out", param=PARAM
-            )
-        return settings
 
     def require_ports(self, num_ranks: int) -> None:
         """Raises `InvalidRequestError` unless each of so many ranks has a port of its own, which

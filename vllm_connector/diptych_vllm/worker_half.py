@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from diptych_kv_transfer import LeaseEnded, LoadEnded, PrefixAsked
@@ -40,10 +40,21 @@ ONLY_RANK = Ranks()
 class WorkerHalf:
     """Carries out the scheduler half's orders, and collects what has ended. Never waits."""
 
-    def __init__(self, driver: HingeDriver, ranks: Ranks = ONLY_RANK) -> None:
-        """`ranks`: which rank of its engine the worker is."""
+    def __init__(
+        self,
+        driver: HingeDriver,
+        ranks: Ranks = ONLY_RANK,
+        launched: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            ranks: which rank of its engine the worker is.
+            launched: tells the copies of KV on a device that they have to wait for all that has
+                been launched on the device so far.
+        """
         self._driver = driver
         self._ranks = ranks
+        self._launched = launched
         self._transfers = Transfers()
         self._growth = Growth()
         self._unread: dict[str, list[LeaseRef]] = {}
@@ -51,7 +62,12 @@ class WorkerHalf:
         is given back when all else was read: until then it may be wanted yet."""
 
     def obey(self, orders: Iterable[Order]) -> None:
-        """Carry out the orders of a step, in order."""
+        """Carry out the orders of a step, in order. The thread that launches the steps calls it."""
+        orders = list(orders)
+        if orders:
+            # The KV that is lent now was computed by earlier steps, and the blocks that are to be
+            # filled may have been written by them.
+            self._launched()
         for order in orders:
             self._enter(order)
             self._act(order)

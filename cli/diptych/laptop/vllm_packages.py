@@ -13,6 +13,7 @@ from diptych_operator.api.service import InferenceService
 IMPORTED: Final = (
     "diptych_protocol",
     "diptych_frontend",
+    "diptych_kernels",
     "diptych_kv_transfer",
     "diptych_vllm",
     "libucx",

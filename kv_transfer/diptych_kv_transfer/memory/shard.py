@@ -20,16 +20,20 @@ class DeviceCopies(Protocol):
     and has been made when the call returns.
     """
 
-    def host_room(self, num_bytes: int) -> MemoryRegion:
+    def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
         """Memory of the host that copies reach quickly, and the transport too. Nobody else uses it
-        for as long as the region is kept."""
+        for as long as the array is kept."""
 
-    def gather(self, block_ids: Sequence[int], room: MemoryRegion) -> None:
+    def gather(
+        self, block_ids: Sequence[int], room: NDArray[np.uint8], index: int = 0, count: int = 1
+    ) -> None:
         """Copy block block_ids[i] to place i of the room, which has as many places as there are
-        ids."""
+        ids. Only part `index` of `count` equal parts of each block is copied."""
 
-    def scatter(self, room: MemoryRegion, block_ids: Sequence[int]) -> None:
-        """Copy place i of the room to block block_ids[i]; no id comes twice."""
+    def scatter(
+        self, room: NDArray[np.uint8], block_ids: Sequence[int], index: int = 0, count: int = 1
+    ) -> None:
+        """Copy place i of the room to block block_ids[i], or to a part of it; no id comes twice."""
 
 
 @dataclass(frozen=True, slots=True)

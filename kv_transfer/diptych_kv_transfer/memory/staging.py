@@ -1,7 +1,8 @@
 """Blocks that cannot come straight into ours land in a staging area, and are unpacked when they are
 valid. Pure.
 
-That is so where the peer's blocks have another geometry, and where ours are on a device.
+That is so where the peer's blocks have another geometry (`Staging`), and where ours are on a device
+(`StagedCopies`, if the geometry is equal).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from diptych_kv_transfer.memory.layout import Layout
+from diptych_kv_transfer.memory.shard import WHOLE, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,42 @@ class Staging:
     def places(self) -> dict[int, int]:
         """Block of the lease -> block of the staging area."""
         return {self.first + place: place for place in range(self.num_blocks)}
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCopies:
+    """What one load receives in our own geometry. Nobody needs to know what is inside a block."""
+
+    blocks: list[int]
+    """The blocks of the lease, in the order in which they land."""
+    local_block_ids: list[int]
+    """Where each of them goes."""
+    block_bytes: int
+    """Size of one of our blocks, in bytes, over all ranks."""
+    part: Part = WHOLE
+    """The part of each of our blocks that is filled."""
+
+    def shortened(self, end: int, num_local: int) -> StagedCopies:
+        """The same for the first `num_local` blocks only, which end with token `end`."""
+        return replace(
+            self, blocks=self.blocks[:num_local], local_block_ids=self.local_block_ids[:num_local]
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes // self.part.count
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Block of the lease -> block of the staging area."""
+        return {block: place for place, block in enumerate(self.blocks)}
+
+
+AnyStaging = Staging | StagedCopies
 
 
 def plan_staging(theirs: Layout, ours: Layout, wanted: dict[int, int], num_tokens: int) -> Staging:

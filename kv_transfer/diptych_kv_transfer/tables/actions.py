@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych_kv_transfer.memory.shard import WHOLE, Part
-from diptych_kv_transfer.memory.staging import Staging
+from diptych_kv_transfer.memory.staging import AnyStaging
 from diptych_kv_transfer.tables.messages import AnyMessage
 
 Peer = int
@@ -75,7 +75,7 @@ class Stage:
     says that fewer blocks will come."""
 
     request_id: str
-    staging: Staging
+    staging: AnyStaging
 
 
 @dataclass(frozen=True, slots=True)

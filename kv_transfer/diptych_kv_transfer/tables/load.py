@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from diptych_kv_transfer.memory.layout import Layout
 from diptych_kv_transfer.memory.shard import WHOLE, Part
-from diptych_kv_transfer.memory.staging import Staging, plan_staging
+from diptych_kv_transfer.memory.staging import AnyStaging, StagedCopies, plan_staging
 from diptych_kv_transfer.tables.actions import Address, Fence, Peer
 from diptych_kv_transfer.tables.messages import Hello, Open, Opened, Run
 from diptych_kv_transfer.tables.shares import share_named
@@ -113,7 +113,7 @@ class Load:
     """The number of tokens whose KV the lease is for."""
     part: Part = WHOLE
     """The part of each of our blocks that is filled. Other loads fill the other parts."""
-    staging: Staging | None = None
+    staging: AnyStaging | None = None
     """Set if the peer has another geometry or if our blocks are on a device. `wanted` then maps to
     blocks of the staging area, not to our own blocks."""
     asked: bool = False
@@ -135,17 +135,22 @@ class Load:
     problem: str = ""
     """Why the load cannot succeed any more; empty if it can."""
 
-    def fit_to(self, theirs: Hello, mine: Hello, *, stages_all: bool = False) -> None:
+    def fit_to(self, theirs: Hello, mine: Hello, copied_block_bytes: int = 0) -> None:
         """Plan how to receive from an engine for which `mismatch` found no problem.
 
-        `stages_all`: stage the blocks even if their geometry is equal to ours.
+        `copied_block_bytes`: see `LoadTable`.
         """
-        there, here = layout_of(theirs), layout_of(mine)
-        direct = theirs.geometry == mine.geometry and not stages_all
-        if self.staging is not None or direct or not self.wanted:
+        if self.staging is not None or not self.wanted:
             return
-        if there is not None and here is not None:
+        there, here = layout_of(theirs), layout_of(mine)
+        if theirs.geometry == mine.geometry:
+            if not copied_block_bytes:
+                return
+            blocks, ours = list(self.wanted), list(self.wanted.values())
+            self.staging = StagedCopies(blocks, ours, copied_block_bytes, self.part)
+        elif there is not None and here is not None:
             self.staging = plan_staging(there, here, self.wanted, self.num_tokens)
+        if self.staging is not None:
             self.wanted = self.staging.places
 
     @property
@@ -214,7 +219,7 @@ class Load:
         return places
 
 
-def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, Staging]]:
+def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, AnyStaging]]:
     """Return the waiting loads that get room now. `room` is in bytes.
 
     Loads of arrived requests come first, in order. If none of these has room yet, the first may

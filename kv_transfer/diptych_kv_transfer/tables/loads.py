@@ -76,8 +76,9 @@ class LoadTable:
     load_timeout_s: float
     staging_bytes: int = 256 << 20
     """Room for the staged blocks of all loads together. A single load may take more."""
-    stages_all: bool = False
-    """Stage all loads, because our blocks are on a device, which no transfer reaches."""
+    copied_block_bytes: int = 0
+    """Size of one of our blocks, over all ranks, if they are on a device, which no transfer
+    reaches: then all loads are staged. 0: they are on the host."""
     loads: dict[str, Load] = field(default_factory=dict)
     remotes: dict[Address, Remote] = field(default_factory=dict)
     rejects: list[LeaseRef] = field(default_factory=list)
@@ -306,7 +307,7 @@ class LoadTable:
             load.problem = load.problem or load.prefix.misfit(remote.hello)
         if not load.problem:
             if not load.asked:
-                load.fit_to(remote.hello, self.me, stages_all=self.stages_all)
+                load.fit_to(remote.hello, self.me, self.copied_block_bytes)
             if load.waits_for_room:
                 actions = self._open_staged()
                 if load.waits_for_room and not load.early and load.prefix is None:

@@ -82,11 +82,12 @@ class End:
     ) -> None:
         said = dict(zip(GEOMETRY, geometry, strict=True))
         me = Hello(name, name, COMPAT, geometry=said)
-        loads = LoadTable(me, LOAD_SECONDS, room, stages_all=on_device)
-        self.hinge = Hinge(me, LeaseTable(LEASE_SECONDS), loads)
         layout = Layout.of(COMPAT, said)
         assert layout is not None
         self.layout = layout
+        copied = layout.block_bytes * layout.num_ranks if on_device else 0
+        loads = LoadTable(me, LOAD_SECONDS, room, copied)
+        self.hinge = Hinge(me, LeaseTable(LEASE_SECONDS), loads)
         self.memory = [
             np.full((blocks, layout.block_bytes), UNUSED, np.uint8) for _ in range(layout.num_ranks)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from diptych_kv_transfer.memory.staging import Staging
 from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,
@@ -293,9 +294,11 @@ def test_less_room_is_needed_when_less_comes() -> None:
     wanted = {index: index + 10 for index in range(1, 6)}
     [stage, _] = table.start("r", LEASE, "", TAG, wanted, 96, 0.0, prefix=names)
     assert isinstance(stage, Stage)
+    assert isinstance(stage.staging, Staging)
     assert (stage.staging.start, stage.staging.end, stage.staging.num_blocks) == (16, 96, 3)
     [shorter] = table.receive(READER, Opened("lease", TAG, 2), 1.0)
     assert isinstance(shorter, Stage)
+    assert isinstance(shorter.staging, Staging)
     assert (shorter.staging.start, shorter.staging.end) == (16, 64)
     assert shorter.staging.local_block_ids == [11, 12, 13]
     [receive] = table.receive(READER, Sending("lease", TAG, TAG, [(0, 2)]), 1.0)

@@ -27,16 +27,19 @@ class CopiedMemory:
         region = MemoryRegion(host.address, host.length, MemoryKind.DEVICE, "copied", self.blocks)
         return Shard(region, self.blocks.shape[1], self)
 
-    def host_room(self, num_bytes: int) -> MemoryRegion:
-        return MemoryRegion.of(np.full(num_bytes, 251, np.uint8))
+    def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
+        return np.full(num_bytes, 251, np.uint8)
 
-    def gather(self, block_ids: Sequence[int], room: MemoryRegion) -> None:
-        _places(room, block_ids)[:] = self.blocks[list(block_ids)]
+    def gather(
+        self, block_ids: Sequence[int], room: NDArray[np.uint8], index: int = 0, count: int = 1
+    ) -> None:
+        room.reshape(len(block_ids), -1)[:] = self._parts(count)[list(block_ids), index]
 
-    def scatter(self, room: MemoryRegion, block_ids: Sequence[int]) -> None:
+    def scatter(
+        self, room: NDArray[np.uint8], block_ids: Sequence[int], index: int = 0, count: int = 1
+    ) -> None:
         assert len(set(block_ids)) == len(block_ids)
-        self.blocks[list(block_ids)] = _places(room, block_ids)
+        self._parts(count)[list(block_ids), index] = room.reshape(len(block_ids), -1)
 
-
-def _places(room: MemoryRegion, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-    return room.array().reshape(len(block_ids), -1)
+    def _parts(self, count: int) -> NDArray[np.uint8]:
+        return self.blocks.reshape(len(self.blocks), count, -1)
