@@ -102,18 +102,20 @@ VLLM: dict[str, Any] = {
 }
 
 
+PROGRAMS = {"vllm": "/home/me/vllm/bin/vllm"}
+
+
 def test_vllm_is_the_one_that_is_installed_here_with_the_users_own_home() -> None:
     objects = rendered(**VLLM)
     ports = range(20000, 20000 + sum(port_runs(objects)))
-    programs = {"vllm": "/home/me/vllm/bin/vllm"}
-    made = local_pods(objects, RUN_DIR, ports, 8080, programs=programs)
+    made = local_pods(objects, RUN_DIR, ports, 8080, programs=PROGRAMS)
     local = {pod.name: pod for pod in made}
     assert local.keys() == {"svc-decode-0", "svc-decode-1", "svc-router-0"}
     engines = [local[f"svc-decode-{index}"] for index in range(2)]
     for engine in engines:
         port = engine.ports["http"]
         assert engine.command[:4] == (
-            programs["vllm"], "serve", "/models/llama", "--max-num-seqs=8",
+            PROGRAMS["vllm"], "serve", "/models/llama", "--max-num-seqs=8",
         )  # fmt: skip
         assert {"--host=127.0.0.1", f"--port={port}"} <= set(engine.command)
         assert engine.env["VLLM_HOST_IP"] == "127.0.0.1"
@@ -131,7 +133,8 @@ def vllm_pods(ranks: int = 1, **transfer: Any) -> dict[str, LocalPod]:
     engine = VLLM["engine"] | {"tensorParallelSize": ranks}
     objects = rendered(**VLLM | {"transfer": transfer, "engine": engine} | pools)
     ports = range(20000, 20000 + sum(port_runs(objects)))
-    return {pod.name: pod for pod in local_pods(objects, RUN_DIR, ports, 8080)}
+    made = local_pods(objects, RUN_DIR, ports, 8080, programs=PROGRAMS)
+    return {pod.name: pod for pod in made}
 
 
 def transfer_config(pod: LocalPod) -> dict[str, Any]:
@@ -236,6 +239,10 @@ def test_prefill_may_use_all_cores_and_decode_its_share(
 def test_decode_gives_way_to_prefill() -> None:
     local = pods()
     assert local["svc-decode-0"].niceness > local["svc-prefill-0"].niceness == 0
+
+
+def test_no_vllm_gives_way_to_one_whose_threads_never_rest() -> None:
+    assert {pod.niceness for pod in vllm_pods(connector="nixl").values()} == {0}
 
 
 def test_a_cpu_limit_overrules_the_sharing() -> None:

@@ -80,7 +80,9 @@ class HttpProbe:
 
 DECODE_NICENESS = 10
 """Prefill goes first where both want a core, as in an engine that does both: who waits for a first
-token waits less, and decoding loses little, because memory is what it waits for."""
+token waits less, and decoding loses little, because memory is what it waits for. This is for our
+own engine, which leaves its cores when it has nothing to do. vLLM and NIXL have threads that never
+do so: a decode server of vLLM that gave way to them would hardly run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,7 @@ def _local_pod(
         command += ["--admin-host", LOOPBACK]
     if not container.get("command"):
         raise UnsupportedPodError(f"{pod.name}: command is missing; images do not run on a laptop")
+    of_an_image = command[0] in programs
     return LocalPod(
         name=pod.name,
         role=pod.role,
@@ -262,7 +265,7 @@ def _local_pod(
         startup=_probe(pod, "startupProbe"),
         readiness=_probe(pod, "readinessProbe"),
         grace_s=pod.spec.get("terminationGracePeriodSeconds", 30),
-        niceness=DECODE_NICENESS if pod.role == "decode" else 0,
+        niceness=DECODE_NICENESS if pod.role == "decode" and not of_an_image else 0,
     )
 
 
