@@ -13,11 +13,17 @@ Figure = float | int | str
 
 
 class Figures:
-    """Rows of figures, written at once: a run that is cut short keeps what it has."""
+    """Rows of figures, written at once: a run that is cut short keeps what it has.
+
+    Rows that a run does not measure stay as an earlier run left them.
+    """
 
     def __init__(self, folder: Path = RESULTS) -> None:
         self._folder = folder
-        self._rows: dict[str, dict[str, Figure]] = {}
+        known = folder / "latest.json"
+        self._rows: dict[str, dict[str, Figure]] = (
+            json.loads(known.read_text()) if known.exists() else {}
+        )
 
     def add(self, row: str, figures: Mapping[str, Figure]) -> None:
         """More figures of one row, such as a disruption."""

@@ -77,15 +77,6 @@ class Failing(BlockCopies):
         super().scatter(room, block_ids, index, count)
 
 
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    """Those that a test has started."""
-    started: list[Engine] = []
-    yield started
-    for engine in started:
-        engine.close()
-
-
 def device_of(engine: Engine) -> LateDevice:
     [bus] = engine.buses
     assert isinstance(bus, LateDevice)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -26,15 +25,6 @@ PAIRS = [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4), (1, 4), (4, 1)]
 
 def has_sent(worker: WorkerHalf) -> bool:
     return "r" in worker.collect().sent
-
-
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    """Those that a test has started."""
-    started: list[Engine] = []
-    yield started
-    for engine in started:
-        engine.close()
 
 
 def cpu_bus() -> Bus:

@@ -44,7 +44,7 @@ from diptych_vllm.request import Arrival, identity_of
 from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings, require_tested
 from diptych_vllm.versions import series_of
-from diptych_vllm.worker_half import WorkerHalf
+from diptych_vllm.worker_half import WorkerHalf, no_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,7 +176,7 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
     # --- in the worker ------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        copies, launched = None, _nothing
+        copies, launched = None, no_device
         if needs_copies(kv_caches, self._settings.staging):
             # Only here does the connector itself need torch.
             from diptych_vllm.device_copies import copies_of
@@ -281,10 +281,6 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-
-def _nothing() -> None:
-    """Blocks of the host need no copies, so nothing waits for a device."""
 
 
 def _log_as_vllm_does() -> None:

@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 ONLY_RANK = Ranks()
 
 
+def no_device() -> None:
+    """Blocks of the host need no copies, so nothing waits for a device."""
+
+
 class WorkerHalf:
     """Carries out the scheduler half's orders, and collects what has ended. Never waits."""
 
@@ -44,7 +48,7 @@ class WorkerHalf:
         self,
         driver: HingeDriver,
         ranks: Ranks = ONLY_RANK,
-        launched: Callable[[], None] = lambda: None,
+        launched: Callable[[], None] = no_device,
     ) -> None:
         """
         Args:

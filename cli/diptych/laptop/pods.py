@@ -81,8 +81,8 @@ class HttpProbe:
 DECODE_NICENESS = 10
 """Prefill goes first where both want a core, as in an engine that does both: who waits for a first
 token waits less, and decoding loses little, because memory is what it waits for. This is for our
-own engine, which leaves its cores when it has nothing to do. vLLM and NIXL have threads that never
-do so: a decode server of vLLM that gave way to them would hardly run."""
+own engine, which leaves its cores when it has nothing to do. NIXL's threads in vLLM never do: a
+decode server that gave way to them would hardly run."""
 
 
 @dataclass(frozen=True, slots=True)
