@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from diptych.errors import BadInputError, RunError
+from diptych.known_models import Source
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.kill_switch import KillSwitch
 from diptych.laptop.pods import (
@@ -50,14 +51,14 @@ WhileReady = Callable[[RunState], Awaitable[None]]
 
 
 async def up(
-    file: Path,
+    source: Source,
     service: InferenceService,
     api: ApiAccess,
     programs: Mapping[str, str],
     progress: Progress,
     while_ready: WhileReady,
 ) -> None:
-    """Run a service, read from `file`, from start to end. `programs`: see `local_pods`.
+    """Run a service, read from `source`, from start to end. `programs`: see `local_pods`.
 
     Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
 
@@ -65,10 +66,10 @@ async def up(
         BadInputError: the file is wrong, its model is not here, or the API cannot have its address.
         RunError: the port is taken, a pod cannot start, or the service never became ready.
     """
-    service = api.fit(file, service)
-    objects = rendered(file, service)
-    check_model(file, service)
-    packages = connector_packages(file, service)
+    service = api.fit(source, service)
+    objects = rendered(source, service)
+    check_model(source, service)
+    packages = connector_packages(source, service)
     _check_address(api)
     with RunDirectory(service.metadata.name) as run_dir:
         try:
@@ -77,7 +78,7 @@ async def up(
                 for pod in _local_pods(objects, run_dir, api, programs)
             ]
         except UnsupportedPodError as exc:
-            raise BadInputError(f"{file}: {exc}") from exc
+            raise BadInputError(f"{source}: {exc}") from exc
         threads = model_threads(usable_processors())
         token_file = ""
         for relative, content in files(objects, threads).items():
