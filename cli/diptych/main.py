@@ -67,11 +67,19 @@ def main() -> None:
     "run where there must be one.",
 )
 @click.option("--tls", type=FOLDER, help="Serve HTTPS with the tls.crt and tls.key in it.")
-def up(source: Source, port: int, host: str, api_keys: Path | None, tls: Path | None) -> None:
+@click.option("--plain", is_flag=True, help="Lines instead of a live table, as in a pipe.")
+def up(
+    source: Source, port: int, host: str, api_keys: Path | None, tls: Path | None, plain: bool
+) -> None:
     """Run a service on this machine until Ctrl-C.
 
     MODEL is a name that `diptych models` lists, FILE an InferenceService in YAML; without either,
     smollm2:135m is served. A model that is not here is fetched first, into ~/.cache/diptych/models.
+
+    On a terminal one live table shows the pods and their figures: restarts, queue and rows
+    (requests that wait and that are computed), blocks of KV in use, tokens computed a second, and
+    of the router how many requests were answered and what was handed over. It is drawn anew only
+    when it changes. A pod that fails shows the end of its log.
 
     Renders the same objects as a cluster would get and runs each pod's command as a process:
     restarted with back-off if it ends, all of them ended with this command. The cores are shared
@@ -82,13 +90,14 @@ def up(source: Source, port: int, host: str, api_keys: Path | None, tls: Path | 
     Example:
       diptych up
       diptych up qwen3:0.6b --port 9000
+      diptych up --plain | tee up.log
       diptych up examples/smollm2.yaml
       diptych up examples/smollm2.yaml --host 0.0.0.0 --api-keys keys/
     """
     from diptych.foreground import serve
     from diptych.laptop.api_access import ApiAccess
 
-    serve(source, ApiAccess(port, host, api_keys, tls), MODEL_CACHE.expanduser())
+    serve(source, ApiAccess(port, host, api_keys, tls), MODEL_CACHE.expanduser(), plain=plain)
 
 
 @main.command()
