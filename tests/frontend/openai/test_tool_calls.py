@@ -1,4 +1,4 @@
-"""Calls of tools: found in answers however they arrive, and told as the OpenAI API tells them."""
+"""Calls of tools, told as the OpenAI API tells them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from diptych_frontend.openai.tool_calls import ParsedCall, ToolCallParser
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diptych_frontend.text.chat_template import ChatTemplate
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
 ONE_LINE = CALL.replace("\n", "")
 OTHER = '<tool_call>{"name": "g", "parameters": {}}</tool_call>'
-F, G = ParsedCall("f", '{"x":"<b>"}'), ParsedCall("g", "{}")
 TOOLS: Any = [
     {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},
     {"type": "function", "function": {"name": "g"}},

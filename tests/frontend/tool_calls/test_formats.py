@@ -39,10 +39,7 @@ LLAMA_G = '{"name": "g", "parameters": {}}'
 LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "<b>"}, "id": "abcdefghi"}]'
 NAMED = '[TOOL_CALLS]f[ARGS]{"x": "<b>"}'
 
-V3 = (
-    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
-    '{"x": "<b>"}\n```<｜tool▁call▁end｜>'
-)
+V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"x": "<b>"}\n```<｜tool▁call▁end｜>'
 V31 = '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": "<b>"}<｜tool▁call▁end｜>'
 V31_G = "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 ALL, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
