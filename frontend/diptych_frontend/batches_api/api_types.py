@@ -57,7 +57,7 @@ class FileDeleted(msgspec.Struct, frozen=True):
     object: Literal["file"] = "file"
 
 
-class FileForm(msgspec.Struct, frozen=True, kw_only=True):
+class FileForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of an upload. They come as multipart/form-data."""
 
     file: str

@@ -53,7 +53,8 @@ class Folder:
         """Makes the directory. Raises `InvalidRequestError` if it cannot be written to."""
         self._root = root
         try:
-            self._open.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._open.mkdir(mode=0o700, exist_ok=True)
             write_whole(self._open / ".writable", b"")
         except OSError as exc:
             raise InvalidRequestError(
@@ -74,8 +75,9 @@ class Folder:
 
     def prepare(self, client: str) -> None:
         """Make the folders of a client."""
-        for folder in (self.files(client), self.batches(client)):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files = self.files(client)
+        for folder in (files.parent, files, self.batches(client)):
+            folder.mkdir(mode=0o700, exist_ok=True)
 
     def mark_open(self, client: str, batch_id: str) -> None:
         """Let runners look at this batch."""
