@@ -13,7 +13,9 @@ import httpx
 import openai
 import pytest
 from engine_kit.echo_engine import EchoEngine
+from waits import PATIENCE_S
 
+from diptych_frontend.app import build_app
 from diptych_frontend.batches_api import file_store, form, upload
 from diptych_frontend.batches_api.api_types import KEPT_S
 
@@ -210,18 +212,20 @@ async def test_files_are_bounded_in_size_and_number(
 
 
 async def test_a_client_that_sends_nothing_is_not_waited_for(
-    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(upload, "BODY_TIMEOUT_S", 0.05)
-
-    async def stalled() -> AsyncIterator[bytes]:
-        yield b"--b\r\n"
-        await asyncio.sleep(60)
-
-    headers = {"content-type": "multipart/form-data; boundary=b"}
-    answer = await http.post("/v1/files", content=stalled(), headers=headers)
-    assert answer.status_code == 408
+    url = httpx.URL(server.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(
+        b"POST /v1/files HTTP/1.1\r\nhost: h\r\nauthorization: Bearer key-of-bob\r\n"
+        b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 100\r\n\r\n--b\r\n"
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        head = await reader.readuntil(b"\r\n")
+    assert b" 408 " in head
     assert contents(tmp_path) == []
+    writer.close()
 
 
 async def test_a_client_sends_few_files_at_a_time(
@@ -257,8 +261,6 @@ async def test_files_and_folders_are_private(ann: openai.AsyncOpenAI, tmp_path: 
 
 
 async def test_a_server_without_a_directory_says_so(engine: EchoEngine, serve: Any) -> None:
-    from diptych_frontend.app import build_app
-
     async with serve(build_app(engine)) as url, httpx.AsyncClient(base_url=url) as http:
         for method, path in (("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/batches")):
             answer = await http.request(method, path)
