@@ -365,7 +365,7 @@ class Batches(
         Meta(
             ge=1 << 20,
             le=1 << 50,
-            description="The most that all files and batches may take on the disk. One client may "
+            description="The most that all files and batches may take on the disk. One API key may "
             "have half of it.",
         ),
     ] = 10 << 30

@@ -36,14 +36,16 @@ class FileStore:
     """The files in a folder."""
 
     def __init__(self, folder: Folder, max_bytes: int) -> None:
-        """max_bytes: of everything in the folder. One client may have half of it."""
+        """max_bytes: of everything in the folder. One API key may have half of it."""
         self._folder = folder
         self._max_bytes = max_bytes
 
     def room(self, client: str) -> int:
         """How many bytes a client may still store."""
-        own = self._max_bytes // 2 - self._folder.bytes_of(client)
-        return max(0, min(own, self._max_bytes - self._folder.bytes_of_all()))
+        free = self._max_bytes - self._folder.bytes_of_all()
+        if client:  # else there are no others
+            free = min(free, self._max_bytes // 2 - self._folder.bytes_of(client))
+        return max(0, free)
 
     def begin(self, client: str, size: int) -> Path:
         """Where the bytes of a new file of about this size go, before it is one.
