@@ -26,7 +26,7 @@ from diptych_protocol import RouterConfig
 from diptych_protocol.config import Batches
 
 ENDED = {"failed", "completed", "expired", "cancelled"}
-LINES = 12
+LINES = 8
 PROMPT = "The lighthouse keeper climbed the stairs and counted: "
 
 
@@ -106,7 +106,7 @@ def routers(
             router.kill()
 
 
-def content(tokens: int = 24) -> bytes:
+def content(tokens: int = 16) -> bytes:
     """A batch whose lines differ."""
     lines = [
         {
