@@ -44,6 +44,5 @@ class Leaving:
     async def drain(self) -> None:
         """Fail readiness, and serve on until the cluster has had time to see it."""
         self._client.leaving = True
-        if self._batches is not None:
-            await self._batches.close()
-        await asyncio.sleep(self._linger_s)
+        stopping = [self._batches.close()] if self._batches is not None else []
+        await asyncio.gather(asyncio.sleep(self._linger_s), *stopping)
