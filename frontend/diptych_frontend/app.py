@@ -125,8 +125,8 @@ def build_app(
     )
     app: ASGIApp = BodyReader(router, max_body_bytes, frozenset({FILES_PATH}))
     if batches is not None:
-        asked = AskedByBatch(app)
-        batches.start(Boundary(asked, on_answer=metrics.count_answer, access_log=access_log))
+        asked = Boundary(AskedByBatch(app), on_answer=metrics.count_answer, access_log=access_log)
+        batches.start(RejectionCleanup(asked, engine))
     if api_keys is not None:
         app = KeyGate(app, api_keys, OPEN_PATHS | extra_open_paths)
     app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log, dialects=DIALECTS)

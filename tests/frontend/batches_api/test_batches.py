@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
@@ -13,7 +14,9 @@ from engine_kit.echo_engine import EchoEngine
 from openai.types import Batch
 from waits import PATIENCE_S
 
-from diptych_frontend.batches_api import states
+from diptych_frontend.batches_api import batch_run, states
+from diptych_frontend.batches_api.file_store import FileStore
+from diptych_frontend.batches_api.journal import Journal
 from diptych_frontend.batches_api.service import PRIORITY, Manners
 from diptych_protocol import (
     EngineGenerateError,
@@ -363,6 +366,69 @@ async def test_a_wrong_field_is_named(
     with pytest.raises(openai.BadRequestError) as caught:
         await ann.batches.create(**{**usual, **fields})
     assert caught.value.param == named
+
+
+async def test_a_batch_survives_a_disk_that_is_full_for_a_while(
+    server: Any, ann: openai.AsyncOpenAI, engine: HoldingEngine, written: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    failures: list[str] = []
+    real = Journal.append
+
+    def append(self: Journal, sign: bytes, custom_id: str, result: bytes) -> None:
+        if len(failures) < 3:
+            failures.append(custom_id)
+            raise OSError(errno.ENOSPC, "no space left")
+        real(self, sign, custom_id, result)
+
+    monkeypatch.setattr(Journal, "append", append)
+    batch = await ended(ann, await begun(ann, written(*[asked()] * 4)))
+    assert (batch.status, batch.error_file_id) == ("completed", None)
+    assert len(await results(ann, batch.output_file_id)) == 4
+    assert len(failures) == 3
+
+
+async def test_a_batch_waits_while_its_client_has_no_room(
+    start: Any, engine: HoldingEngine, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_run, "TICKS_A_ROOM", 1)
+    looks = 0
+    room = 1 << 30
+
+    def has_room(store: FileStore, client: str) -> int:
+        nonlocal looks
+        looks += room == 0
+        return room
+
+    monkeypatch.setattr(FileStore, "room", has_room)
+    engine.gate.clear()
+    async with start(engine, concurrency=1) as server, server.client("ann") as ann:
+        batch = await begun(ann, written(*[asked()] * 3))
+        await until(lambda: engine.running)
+        room = 0
+        await until(lambda: looks > 1)
+        engine.gate.set()
+        await asyncio.sleep(0.2)
+        assert len(engine.seen) == 1
+        room = 1 << 30
+        assert (await ended(ann, batch)).status == "completed"
+
+
+async def test_a_process_that_leaves_aborts_its_requests_and_the_next_one_asks_them_again(
+    start: Any, engine: HoldingEngine, written: Any
+) -> None:
+    async with start(engine) as first, first.client("ann") as ann:
+        batch = await begun(ann, written(asked(), asked("held")))
+        await until(lambda: first.metric("batch_requests_total", outcome="completed") == 1)
+        await until(lambda: engine.running)
+        await first.service.close()
+        assert engine.running == set()
+        assert (await ann.batches.retrieve(batch.id)).status == "in_progress"
+    sound = EchoEngine()
+    async with start(sound) as second, second.client("ann") as ann:
+        batch = await ended(ann, batch)
+        assert len(await results(ann, batch.output_file_id)) == 2
+    assert [seen[0] for seen in sound.seen] == [f"{batch.id}-2"]
 
 
 async def test_what_batches_did_is_counted(
