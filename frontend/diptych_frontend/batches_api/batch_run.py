@@ -187,10 +187,19 @@ class BatchRun:
 
     async def _turn(self) -> bool:
         """Wait until another request may be sent; False: the batch stops."""
+        while await self._slot():
+            if not self._gives_way():
+                return True
+            self._server.slots.release()  # others may be luckier
+            await self._stops_within(LOOK_S)
+        return False
+
+    def _gives_way(self) -> bool:
         # One at a time it may always have: else it would never end beside busy clients.
-        while (self._asking and self._server.is_busy()) or not self._has_room:
-            if await self._stops_within(LOOK_S):
-                return False
+        return (bool(self._asking) and self._server.is_busy()) or not self._has_room
+
+    async def _slot(self) -> bool:
+        """Wait until there are not too many requests; False: the batch stops."""
         slot = asyncio.create_task(self._server.slots.acquire())
         await asyncio.wait((slot, self._stopped), return_when=asyncio.FIRST_COMPLETED)
         if not self._stop.is_set():

@@ -12,8 +12,8 @@ import pytest
 from diptych_frontend.batches_api import batch_store, states
 from diptych_frontend.batches_api.api_types import KEPT_S, WINDOW_S, BatchRequest, FileObject
 from diptych_frontend.batches_api.batch_store import BatchStore
-from diptych_frontend.batches_api.file_store import FileStore
-from diptych_frontend.batches_api.folder import Folder
+from diptych_frontend.batches_api.file_store import FileStore, synced
+from diptych_frontend.batches_api.folder import Folder, write_whole
 from diptych_frontend.batches_api.journal import DONE, ERROR, Journal
 from diptych_frontend.batches_api.states import Record
 from diptych_protocol import InvalidRequestError
@@ -121,8 +121,8 @@ def test_an_end_that_a_crash_cut_off_is_written_again(
         return write
 
     with monkeypatch.context() as broken:
-        broken.setattr(batch_store, "write_whole", crashing(batch_store.write_whole))
-        broken.setattr(batch_store, "synced", crashing(batch_store.synced))
+        broken.setattr(batch_store, "write_whole", crashing(write_whole))
+        broken.setattr(batch_store, "synced", crashing(synced))
         with pytest.raises(Crashed):
             store.finish(state, record, journal, "completed", iter(()))
     journal.close()
