@@ -6,6 +6,8 @@ from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
+from diptych_frontend.batches_api.usage import BatchUsage
+
 Endpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
 ]  # fmt: skip
@@ -133,6 +135,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = RequestCounts()
+    usage: BatchUsage = BatchUsage()
     metadata: dict[str, str] | None = None
     object: Literal["batch"] = "batch"
 

@@ -228,7 +228,7 @@ class BatchRun:
         else:
             result = _result(line, None, LineError("internal_error", "there was no answer"))
         sign = DONE if answer.status == 200 else ERROR
-        await self._server.disk.run_long(self._journal.append, sign, line.custom_id, result)
+        await self._server.disk.run_long(self._journal.append, sign, result)
         metrics = self._server.metrics
         (metrics.completed if sign == DONE else metrics.failed).inc()
 
@@ -269,7 +269,8 @@ class BatchRun:
         before = self._record
         try:
             known = await disk.run(store.read, self._state) or before
-            record = states.counted(known, self._journal.completed, self._journal.failed)
+            journal = self._journal
+            record = states.counted(known, journal.completed, journal.failed, journal.usage)
             if with_room:
                 room = await disk.run(store.files.room, record.client)
                 self._has_room = room >= LEAST_ROOM_BYTES

@@ -197,7 +197,7 @@ class BatchStore:
                 purpose="batch_output",
             )
             write_whole(content.with_suffix(".json"), msgspec.json.encode(made))
-        counted = states.counted(record, journal.completed, failed)
+        counted = states.counted(record, journal.completed, failed, journal.usage)
         ended = states.ended(counted, end, output=has[DONE], error=has[ERROR], now=now)
         self.write(state, ended)
         self.close(state)

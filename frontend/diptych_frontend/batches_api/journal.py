@@ -16,15 +16,13 @@ from typing import Final, Self
 
 import msgspec
 
+from diptych_frontend.batches_api.usage import BatchUsage, Told, added
+
 DONE: Final = b"+"
 ERROR: Final = b"-"
 
 
-class _Known(msgspec.Struct):
-    custom_id: str
-
-
-_DECODER: Final = msgspec.json.Decoder(_Known)
+_DECODER: Final = msgspec.json.Decoder(Told)
 
 
 class Journal:
@@ -37,6 +35,7 @@ class Journal:
         self._appending = threading.Lock()
         self.completed = 0
         self.failed = 0
+        self.usage = BatchUsage()
         self.done: set[str] = set()
         """The custom ids of the requests that were answered."""
         self._cut(self._read())
@@ -65,17 +64,18 @@ class Journal:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
-    def append(self, sign: bytes, custom_id: str, result: bytes) -> None:
+    def append(self, sign: bytes, result: bytes) -> None:
         """Add the answer to a request. Raises `OSError` if the disk does not take all of it; then
         nothing was added."""
         entry = sign + result + b"\n"
+        told = _DECODER.decode(result)
         with self._appending:
             written = 0
             while written < len(entry):
                 rest = memoryview(entry)[written:]
                 written += os.pwrite(self._descriptor, rest, self._size + written)
             self._size += len(entry)
-            self._count(sign, custom_id)
+            self._count(sign, told)
 
     def parts(self, sign: bytes) -> Iterator[bytes]:
         """The lines of the output file or of the error file. One reader at a time."""
@@ -83,8 +83,9 @@ class Journal:
             if entry.startswith(sign):
                 yield entry[1:]
 
-    def _count(self, sign: bytes, custom_id: str) -> None:
-        self.done.add(custom_id)
+    def _count(self, sign: bytes, told: Told) -> None:
+        self.done.add(told.custom_id)
+        self.usage = added(self.usage, told)
         if sign == DONE:
             self.completed += 1
         else:
@@ -97,10 +98,10 @@ class Journal:
             if not entry.endswith(b"\n"):
                 break
             try:
-                known = _DECODER.decode(entry[1:])
+                told = _DECODER.decode(entry[1:])
             except (msgspec.DecodeError, UnicodeDecodeError):
                 break  # the machine stopped while this was written
-            self._count(entry[:1], known.custom_id)
+            self._count(entry[:1], told)
             size += len(entry)
         return size
 

@@ -85,7 +85,8 @@ class BatchRunner:
 
     async def _take(self, state: Path) -> None:
         try:
-            claimed = await self._server.disk.run(self._server.store.claim, state)
+            # Not given up while it reads: nobody else would ever have the lock.
+            claimed = await self._server.disk.run_long(self._server.store.claim, state)
         except Exception as exc:  # a state that cannot be read must not keep others waiting
             log.error("%s cannot be worked on: %s", state.stem, exc)
             self._rest(state)

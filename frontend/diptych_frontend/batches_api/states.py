@@ -27,6 +27,7 @@ from diptych_frontend.batches_api.api_types import (
     RequestCounts,
     Status,
 )
+from diptych_frontend.batches_api.usage import BatchUsage
 
 ENDED: Final[frozenset[Status]] = frozenset({"failed", "completed", "expired", "cancelled"})
 End = Literal["completed", "expired", "cancelled"]
@@ -82,10 +83,10 @@ def failed(record: Record, errors: list[BatchError], now: int) -> Record:
     return _with(record, status="failed", failed_at=now, errors=BatchErrors(errors))
 
 
-def counted(record: Record, completed: int, failed: int) -> Record:
-    """So many of its lines have ended."""
+def counted(record: Record, completed: int, failed: int, usage: BatchUsage) -> Record:
+    """So many of its lines have ended, and took so many tokens."""
     counts = RequestCounts(record.batch.request_counts.total, completed, failed)
-    return _with(record, request_counts=counts)
+    return _with(record, request_counts=counts, usage=usage)
 
 
 def cancelling(record: Record, since: int) -> Record:

@@ -74,7 +74,7 @@ class Uploads:
         ends_at = time.monotonic() + UPLOAD_TIMEOUT_S
         received, more = 0, True
         pieces = bytearray()
-        with create(content) as file:
+        with await self._disk.run(create, content) as file:
             while more:
                 try:
                     message = await exchange.deadline.within(BODY_TIMEOUT_S, request.receive())

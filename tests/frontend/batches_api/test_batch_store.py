@@ -73,7 +73,7 @@ def test_one_process_works_on_a_batch_and_the_next_one_goes_on(
     assert other.open_batches() == [state]
     assert other.claim(state) is None
     store.write(state, states.validated(record, 2, 1))
-    journal.append(DONE, "a", answer("a"))
+    journal.append(DONE, answer("a"))
     journal.close()
     _, record, journal = claimed(other)
     assert (record.batch.status, journal.done) == ("in_progress", {"a"})
@@ -106,8 +106,8 @@ def test_an_end_that_a_crash_cut_off_is_written_again(
     state, record, journal = claimed(store)
     record = states.finalizing(states.validated(record, 2, 1), 2)
     store.write(state, record)
-    journal.append(DONE, "a", answer("a"))
-    journal.append(ERROR, "b", answer("b"))
+    journal.append(DONE, answer("a"))
+    journal.append(ERROR, answer("b"))
     writes = 0
 
     def crashing(real: Any) -> Any:
@@ -228,7 +228,7 @@ def test_ended_batches_are_kept_for_a_while(
 def test_files_of_answers_are_no_input(store: BatchStore) -> None:
     begun(store, uploaded(store))
     state, record, journal = claimed(store)
-    journal.append(DONE, "a", answer("a"))
+    journal.append(DONE, answer("a"))
     store.finish(state, record, journal, "cancelled", iter(()))
     journal.close()
     with pytest.raises(InvalidRequestError, match="purpose"):

@@ -123,6 +123,10 @@ async def test_a_batch_has_the_answers_of_its_route(ann: openai.AsyncOpenAI, wri
     assert response["body"]["choices"][0]["text"] == direct.choices[0].text == "xyzx"
     assert direct.usage is not None
     assert response["body"]["usage"]["total_tokens"] == direct.usage.total_tokens
+    usage = batch.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (6, 8, 14)
+    assert usage.input_tokens_details.cached_tokens == 2
     assert batch.output_file_id is not None
     file = await ann.files.retrieve(batch.output_file_id)
     assert (file.purpose, file.filename) == ("batch_output", f"{batch.id}_output.jsonl")
@@ -372,14 +376,14 @@ async def test_a_batch_survives_a_disk_that_is_full_for_a_while(
     server: Any, ann: openai.AsyncOpenAI, engine: HoldingEngine, written: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    failures: list[str] = []
+    failures: list[bytes] = []
     real = Journal.append
 
-    def append(self: Journal, sign: bytes, custom_id: str, result: bytes) -> None:
+    def append(self: Journal, sign: bytes, result: bytes) -> None:
         if len(failures) < 3:
-            failures.append(custom_id)
+            failures.append(sign)
             raise OSError(errno.ENOSPC, "no space left")
-        real(self, sign, custom_id, result)
+        real(self, sign, result)
 
     monkeypatch.setattr(Journal, "append", append)
     batch = await ended(ann, await begun(ann, written(*[asked()] * 4)))

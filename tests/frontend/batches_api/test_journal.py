@@ -27,8 +27,8 @@ def path(tmp_path: Path) -> Path:
     """A journal with two answers."""
     path = tmp_path / "b.results"
     journal = opened(path)
-    journal.append(DONE, "a", result("a"))
-    journal.append(ERROR, "b", result("b"))
+    journal.append(DONE, result("a"))
+    journal.append(ERROR, result("b"))
     journal.close()
     return path
 
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 def test_answers_are_there_again(path: Path) -> None:
     journal = opened(path)
     assert (journal.done, journal.completed, journal.failed) == ({"a", "b"}, 1, 1)
-    journal.append(DONE, "c", result("c"))
+    journal.append(DONE, result("c"))
     assert list(journal.parts(DONE)) == [result("a") + b"\n", result("c") + b"\n"]
     assert list(journal.parts(ERROR)) == [result("b") + b"\n"]
     journal.close()
@@ -48,7 +48,7 @@ def test_what_a_crash_cut_off_never_was(path: Path, torn: bytes) -> None:
         file.write(torn)
     journal = opened(path)
     assert journal.done == {"a", "b"}
-    journal.append(DONE, "c", result("c"))
+    journal.append(DONE, result("c"))
     journal.close()
     assert path.read_bytes().splitlines()[2:] == [b"+" + result("c")]
 
@@ -75,10 +75,10 @@ def test_an_answer_that_does_not_fit_on_the_disk_was_not_added(
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", half)
     with pytest.raises(OSError, match="full"):
-        journal.append(DONE, "long", result("long" * 20))
+        journal.append(DONE, result("long" * 20))
     monkeypatch.undo()
     assert "long" not in journal.done
-    journal.append(DONE, "c", result("c"))
+    journal.append(DONE, result("c"))
     assert list(journal.parts(DONE)) == [result("a") + b"\n", result("c") + b"\n"]
     journal.close()
     assert opened(path).done == {"a", "b", "c"}
@@ -88,6 +88,6 @@ def test_who_reads_is_not_told_of_what_is_added_meanwhile(path: Path) -> None:
     journal = opened(path)
     reading = journal.parts(DONE)
     assert next(reading) == result("a") + b"\n"
-    journal.append(DONE, "c", result("c"))
+    journal.append(DONE, result("c"))
     assert list(reading) == []
     journal.close()

@@ -13,6 +13,7 @@ from diptych_frontend.batches_api.api_types import (
     ExpiresAfter,
 )
 from diptych_frontend.batches_api.states import Record
+from diptych_frontend.batches_api.usage import BatchUsage
 
 REQUEST = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
 
@@ -26,7 +27,7 @@ def made(request: BatchRequest = REQUEST) -> Record:
 def test_a_batch_that_succeeds() -> None:
     record = made()
     assert (record.batch.status, record.batch.expires_at) == ("validating", 100 + WINDOW_S)
-    record = states.counted(states.validated(record, 3, 101), 2, 1)
+    record = states.counted(states.validated(record, 3, 101), 2, 1, BatchUsage(7))
     assert (record.batch.status, record.batch.in_progress_at) == ("in_progress", 101)
     record = states.finalizing(record, 102)
     assert states.next_end(record, 102) == "completed"
@@ -35,6 +36,7 @@ def test_a_batch_that_succeeds() -> None:
     assert (batch.output_file_id, batch.error_file_id) == ("file-2", None)
     counts = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (3, 2, 1)
+    assert batch.usage.input_tokens == 7
 
 
 def test_a_batch_whose_input_is_wrong() -> None:
