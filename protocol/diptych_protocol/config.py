@@ -356,6 +356,30 @@ RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 Disaggregate = Literal["auto", "always", "never"]
 
 
+class Batches(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What the batches of a router may take, if it has a directory for them."""
+
+    max_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            le=1 << 50,
+            description="The most that all files and batches may take on the disk. One API key may "
+            "have half of it.",
+        ),
+    ] = 10 << 30
+    concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="The most requests of batches that each process of a router has under way.",
+        ),
+    ] = 16
+
+
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a router needs to know of the service it fronts; travels to it as JSON."""
 
@@ -466,6 +490,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "needs an API key if the API does."
         ),
     ] = False
+    batches: Annotated[
+        Batches, Meta(description="Files and batches, for a router with `--batch-directory`.")
+    ] = Batches()
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
