@@ -220,9 +220,9 @@ def test_another_router_goes_on_with_the_batch_of_one_that_ends(
     with first.client() as ann:
         batch = begun(ann, content())
         wait_until(lambda: completed(ann, batch) >= 2, "some requests are done")
-    wait_until(second.is_ready, "the second router has found the engines")
     before = {line["custom_id"]: line["id"] for line in journal_of(tmp_path, batch)}
     first.process.send_signal(number)
+    wait_until(second.is_ready, "the second router has found the engines")
     with second.client() as ann:
         found = {line["custom_id"]: line["id"] for line in whole(ann, batch)}
     assert before.items() <= found.items()

@@ -8,11 +8,9 @@ more:
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from diptych_frontend.tool_calls.calls import (
-    FUNCTION_NAME,
     BetweenMarkers,
     Marker,
     OpenCall,
@@ -28,9 +26,7 @@ END: Final = "<｜tool▁call▁end｜>"
 SEPARATOR: Final = "<｜tool▁sep｜>"
 MARKERS: Final = (CALLS_BEGIN, CALLS_END, BEGIN)
 
-_FENCED: Final = re.compile(
-    rf"\s*(?P<name>{FUNCTION_NAME})\s*```json\s*(?P<arguments>.*?)\s*```\s*", re.DOTALL
-)
+FENCE: Final = "```"
 
 
 def open_call(marker: str, tools: Tools) -> OpenCall:
@@ -39,8 +35,8 @@ def open_call(marker: str, tools: Tools) -> OpenCall:
 
 
 def _read(written: str) -> ParsedCall | None:
-    first, _, second = written.partition(SEPARATOR)
-    fenced = _FENCED.fullmatch(second) if first.strip() == "function" else None
-    if fenced is not None:
-        return call_of(fenced["name"], fenced["arguments"])
-    return call_of(first.strip(), second)
+    name, _, arguments = written.partition(SEPARATOR)
+    if name.strip() == "function":
+        name, fence, fenced = arguments.partition(f"{FENCE}json")
+        arguments = fenced.strip().removesuffix(FENCE) if fence else ""
+    return call_of(name.strip(), arguments)

@@ -18,11 +18,11 @@ from diptych_frontend.tool_calls.hermes import BEGIN, END, MARKERS
 
 __all__ = ["MARKERS", "open_call"]
 
-_PARAMETER = r"<parameter=(?P<key>[^<>\s]{1,256})>\n?(?P<value>.*?)\n?</parameter>\s*"
-_PARAMETERS: Final = re.compile(_PARAMETER, re.DOTALL)
-_FUNCTION: Final = re.compile(
-    rf"\s*<function=(?P<name>{FUNCTION_NAME})>\s*(?P<body>.*)</function>\s*", re.DOTALL
-)
+FUNCTION: Final = "<function="
+FUNCTION_END: Final = "</function>"
+PARAMETER_END: Final = "</parameter>"
+
+_PARAMETER: Final = re.compile(r"\s*<parameter=(?P<key>[^<>\s]{1,256})>\n?")
 _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 """The template of the model writes these values of an earlier call as Python does."""
 
@@ -33,20 +33,27 @@ def open_call(marker: str, tools: Tools) -> BetweenMarkers:
 
 
 def _read(written: str, tools: Tools) -> ParsedCall | None:
-    function = _FUNCTION.fullmatch(written)
-    if function is None:
+    written = written.strip()
+    if not (written.startswith(FUNCTION) and written.endswith(FUNCTION_END)):
         return None
-    properties = tools.get(function["name"], {}).get("properties")
+    name, _, body = written[len(FUNCTION) : -len(FUNCTION_END)].partition(">")
+    if not re.fullmatch(FUNCTION_NAME, name):
+        return None
+    properties = tools.get(name, {}).get("properties")
     schemas = properties if isinstance(properties, Mapping) else {}
     arguments: dict[str, msgspec.Raw] = {}
-    body, at = function["body"], 0
-    while (parameter := _PARAMETERS.match(body, at)) is not None:
+    at = 0
+    while (parameter := _PARAMETER.match(body, at)) is not None:
+        end = body.find(PARAMETER_END, parameter.end())
+        if end < 0:
+            return None
+        value = body[parameter.end() : end].removesuffix("\n")
         key = parameter["key"]
-        arguments[key] = _value(parameter["value"], schemas.get(key))
-        at = parameter.end()
-    if at < len(body):
+        arguments[key] = _value(value, schemas.get(key))
+        at = end + len(PARAMETER_END)
+    if body[at:].strip():
         return None
-    return ParsedCall(function["name"], msgspec.json.encode(arguments).decode())
+    return ParsedCall(name, msgspec.json.encode(arguments).decode())
 
 
 def _value(written: str, schema: Any) -> msgspec.Raw:
