@@ -2,9 +2,9 @@
 
     python3 install_clients.py langchain litellm
 
-`make clients` calls it. They are apart from Diptych and from each other, because they want
-different releases of the same packages. Only the standard library, and only what Python 3.6 can
-read, as in install.py.
+`make clients` calls it. They are apart from Diptych and from each other, because some of
+them want different releases of the same packages. Only the standard library, and only what Python
+3.6 can read, as in install.py.
 """
 
 import argparse

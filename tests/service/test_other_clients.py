@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from client_kit.environment import OFFLINE, RUN_S, SCRIPTS, needs_client, program
+from client_kit.environment import RUN_S, SCRIPTS, needs_client, program, surroundings
 from client_kit.tokenizer_folder import write_tokenizer
 from model_kit.questions import WHOLE
 from service_kit import Pair
@@ -50,7 +49,7 @@ async def output_of(*command: str, folder: Path | None = None) -> str:
         *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **OFFLINE},
+        env=surroundings(),
         cwd=folder,
     )
     try:

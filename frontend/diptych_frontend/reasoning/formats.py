@@ -22,6 +22,7 @@ class ReasoningFormat:
     opener: str
     """What an output begins with if it begins with reasoning."""
     markers: tuple[str, ...]
+    """What the splitter must find in the text, although it may be special tokens."""
     splitter: Callable[[bool | None], Splitter]
     """A splitter for one output; takes whether reasoning has ended before it, None if the output
     will show that."""
@@ -41,7 +42,7 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
         ),
         "harmony": ReasoningFormat(
             harmony.CHANNEL,
-            harmony.MARKERS,
+            (*harmony.MARKERS, harmony.CONSTRAIN),
             harmony.HarmonySplitter,
             harmony.ended_in_prompt,
             partial(harmony.HarmonySplitter, shows_calls=True),

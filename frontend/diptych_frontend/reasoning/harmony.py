@@ -21,6 +21,8 @@ END: Final = "<|end|>"
 RETURN: Final = "<|return|>"
 CALL: Final = "<|call|>"
 MARKERS: Final = (START, CHANNEL, MESSAGE, END, RETURN, CALL)
+CONSTRAIN: Final = "<|constrain|>"
+"""Only parts the words of a header: without it, two of them may become one."""
 FINAL: Final = "final"
 MAX_HEADER: Final = 256
 """What is longer than this is no message's header, but text."""

@@ -109,6 +109,7 @@ CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("qwen3_coder", XML[:-1], XML[:-1], []),
     ("harmony", TO_F, "", [F]),
     ("harmony", TO_F.removesuffix("<|call|>"), "", [F]),
+    ("harmony", TO_F.replace(" <|constrain|>", "<|constrain|>"), "", [F]),
     ("harmony", f"{TO_F}{TO_G}{FINAL}then", "then", [F, G]),
     ("harmony", TO_G.removeprefix("<|start|>assistant"), "", [G]),
     ("harmony", f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{TO_F}", "", [F]),

@@ -56,6 +56,7 @@ class Family:
     def __init__(self, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = engine
         self.answer = ""
+        self._change = monkeypatch.setattr
         self.rendered: list[Any] = []
         monkeypatch.setattr(engine.renderer, "render_chat", self._render)
 
@@ -66,7 +67,7 @@ class Family:
     def of(self, name: str) -> Family:
         """The template of a model shows its format, but for harmony."""
         sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
-        self.engine.renderer.chat_template = sign
+        self._change(self.engine.renderer, "chat_template", sign)
         self.engine.reasoning_parser = "harmony" if name == "harmony" else "none"
         self.answer = ANSWERS[name]
         return self

@@ -13,13 +13,12 @@ RUN_S = 540.0
 """A busy machine may need minutes to import some of them."""
 FOLDER = Path(os.environ.get("DIPTYCH_CLIENTS") or ROOT / ".clients").absolute()
 """Has a virtual environment for each client, under the client's name."""
-OFFLINE = {
+_SETTINGS = {
     "DO_NOT_TRACK": "1",
     "LANGSMITH_TRACING": "false",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Clients ask nobody but Diptych."""
 
 
 def needs_client(name: str) -> pytest.MarkDecorator:
@@ -29,6 +28,13 @@ def needs_client(name: str) -> pytest.MarkDecorator:
         reason=f"{name} is not installed: `make clients` installs it, or DIPTYCH_CLIENTS names the "
         "folder that has its environment",
     )
+
+
+def surroundings() -> dict[str, str]:
+    """The environment variables of a client, which is to ask nobody but Diptych."""
+    # With this one, aiperf takes a directory for the name of a repository.
+    inherited = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    return inherited | _SETTINGS
 
 
 def program(name: str, command: str) -> str:

@@ -25,7 +25,12 @@ WEATHER = {
         },
     },
 }
-RAIN = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+RAIN = {
+    "type": "object",
+    "properties": {"rain": {"type": "boolean"}},
+    "required": ["rain"],
+    "additionalProperties": False,
+}
 
 
 def calls(url: str, question: str) -> dict[str, Any]:
@@ -50,8 +55,9 @@ def calls(url: str, question: str) -> dict[str, Any]:
     awaited = litellm.acompletion(model="openai/smollm2", messages=messages, **greedy)
     told["async chat"] = asyncio.run(awaited).choices[0].message.content
     form = {"type": "json_schema", "json_schema": {"name": "rain", "schema": RAIN}}
+    weather = [{"role": "user", "content": "Will it rain?"}]
     formed = litellm.completion(
-        model="openai/smollm2", messages=messages, response_format=form, **greedy
+        model="openai/smollm2", messages=weather, response_format=form, **greedy
     )
     told["schema"] = json.loads(formed.choices[0].message.content)
     text = litellm.text_completion(
