@@ -123,7 +123,8 @@ OPERATIONS: Final = (
         "post", "/v1/batches", "Let the requests of a file be answered.", BatchRequest, Batch
     ),
     Operation(
-        "get", "/v1/batches", "The batches of the client.", answer=BatchList, query=("after", "limit")
+        "get", "/v1/batches", "The batches of the client.", answer=BatchList,
+        query=("after", "limit"),
     ),
     Operation("get", "/v1/batches/{batch_id}", "A batch as it is now.", answer=Batch),
     Operation(
