@@ -31,6 +31,7 @@ from diptych_frontend.openai.responses import Health, ModelCard, ModelList, enco
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
 from diptych_frontend.responses_api.store import ResponseStore
+from diptych_frontend.tool_calls.formats import format_for
 from diptych_frontend.vllm_api.scoring import (
     RERANK_PATHS,
     SCORE_PATHS,
@@ -87,7 +88,7 @@ def build_app(
     models = Models(engine, names)
     workers = RequestWorkers()
     completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
-    chat_api = ChatApi(ReasoningParser.of(engine))
+    chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine))
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
     store = ResponseStore() if stores_responses else None
@@ -97,7 +98,7 @@ def build_app(
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
     score = ScoringRoute(ScoreRequest, engine, known, metrics, workers)
     rerank = ScoringRoute(RerankRequest, engine, known, metrics, workers)
-    tokenize = TokenizeRoute(engine, known, workers)
+    tokenize = TokenizeRoute(chat_api, engine, known, workers)
     detokenize = DetokenizeRoute(engine, known, workers)
     router = Router(
         [

@@ -11,6 +11,7 @@ from diptych_protocol.engine_settings import (
     MAX_RANKS,
     EngineSettings,
     ReasoningParserName,
+    ToolCallParserName,
     TracesEndpoint,
 )
 from diptych_protocol.errors import InvalidRequestError
@@ -442,6 +443,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ReasoningParserName,
         Meta(description="How the model marks its reasoning; the same as the engines'."),
     ] = "none"
+    tool_call_parser: Annotated[
+        ToolCallParserName,
+        Meta(description="How the model writes calls of tools; the same as the engines'."),
+    ] = "auto"
     otlp_traces_endpoint: TracesEndpoint | None = None
     processes: Annotated[
         int,

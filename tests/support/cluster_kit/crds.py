@@ -197,6 +197,7 @@ GOOD: dict[str, dict[str, Any]] = {
             "args": ["--enforce-eager", "--max-model-len=8192", "--hf-overrides={\"a\": 1}",
                      "--compilation-config.mode=3", "--hostile=1", "--config-format=hf"],
             "tensorParallelSize": 2, "reasoningParser": "think",
+            "toolCallParser": "hermes",
         },
         decode={"replicas": 3, "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}}},
     ),
