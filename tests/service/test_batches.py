@@ -210,7 +210,9 @@ def test_a_router_that_is_killed_goes_on_where_it_was(routers: Any, tmp_path: Pa
         assert found[line["custom_id"]] == line["id"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_another_router_goes_on_with_the_batch_of_one_that_ends(
     routers: Any, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -113,7 +113,7 @@ OPERATIONS: Final = (
         takes_form=True,
     ),
     Operation(
-        "get", "/v1/files", "One's files.", answer=FileList,
+        "get", "/v1/files", "The files of the client.", answer=FileList,
         query=("after", "limit", "order", "purpose"),
     ),
     Operation("get", "/v1/files/{file_id}", "What is known of a file.", answer=FileObject),
@@ -123,7 +123,8 @@ OPERATIONS: Final = (
         "post", "/v1/batches", "Let the requests of a file be answered.", BatchRequest, Batch
     ),
     Operation(
-        "get", "/v1/batches", "One's batches.", answer=BatchList, query=("after", "limit")
+        "get", "/v1/batches", "The batches of the client.", answer=BatchList,
+        query=("after", "limit"),
     ),
     Operation("get", "/v1/batches/{batch_id}", "A batch as it is now.", answer=Batch),
     Operation(

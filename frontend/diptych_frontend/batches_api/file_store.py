@@ -20,6 +20,7 @@ from diptych_frontend.batches_api.folder import (
     ids_in,
     is_id,
     new_id,
+    put,
     write_whole,
 )
 from diptych_protocol import InvalidRequestError
@@ -169,5 +170,5 @@ def synced(path: Path, pieces: Callable[[BinaryIO], None]) -> int:
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
-    os.replace(partial, path)
+    put(partial, path)
     return size

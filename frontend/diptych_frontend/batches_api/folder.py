@@ -145,6 +145,16 @@ def create(path: Path) -> BinaryIO:
     return open(descriptor, "wb")
 
 
+def put(partial: Path, path: Path) -> None:
+    """Give a whole file its name, for good."""
+    os.replace(partial, path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that is there as a whole or not at all, also if the machine stops."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
@@ -153,7 +163,7 @@ def write_whole(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        put(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
