@@ -142,6 +142,25 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
+BLANKS = " " * 100_000
+LONG = [
+    # format, answer: of blanks where a reader might try each place for the end of something
+    ("deepseek", f"{V3[: V3.index('{')]}{BLANKS}<｜tool▁call▁end｜>"),
+    ("deepseek", f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{BLANKS}<｜tool▁call▁end｜>"),
+    ("qwen3_coder", f"<tool_call>{BLANKS}</tool_call>"),
+    ("qwen3_coder", f"<tool_call><function=f>{BLANKS}</tool_call>"),
+    ("qwen3_coder", f"<tool_call><function=f><parameter=x>v</parameter>{BLANKS}y</tool_call>"),
+    ("mistral", f"[TOOL_CALLS]{BLANKS}x"),
+    ("llama", f"<|python_tag|>{BLANKS}x"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer"), LONG)
+def test_a_long_answer_that_is_no_call_does_not_hold_the_server_up(name: str, answer: str) -> None:
+    """A reader whose time grows with the square of the length is not done when this one is."""
+    assert parse(name, [answer]) == (answer, [])
+
+
 @pytest.mark.parametrize(("name", "answer", "text", "calls"), CASES)
 def test_contract_C05_calls_are_found_however_an_answer_is_cut(
     name: str, answer: str, text: str, calls: list[ParsedCall]
