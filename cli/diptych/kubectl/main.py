@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
@@ -12,10 +11,12 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
-from diptych.main import CONTEXT, SERVICE_FILE, console_for_tables
+from diptych.main import CONTEXT, console_for_tables
 from diptych.main import render as render_file
+from diptych.service_argument import service_argument
 
 if TYPE_CHECKING:
+    from diptych.known_models import Source
     from diptych.kubectl.top import Sample
     from diptych.kubectl.why import Explanation
 
@@ -205,17 +206,19 @@ def top(
 
 
 @main.command()
-@click.argument("file", type=SERVICE_FILE)
+@service_argument
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml")
 @click.pass_context
-def render(ctx: click.Context, file: Path, output: str) -> None:
-    """Print the Kubernetes objects of FILE's service; asks no cluster. The keys are made anew.
+def render(ctx: click.Context, source: Source, output: str) -> None:
+    """Print the Kubernetes objects of a service; asks no cluster. The keys are made anew.
+
+    MODEL is a name that `diptych models` lists, FILE an InferenceService in YAML.
 
     \b
     Example:
       kubectl diptych render examples/smollm2.yaml
     """
-    ctx.invoke(render_file, file=file, output=output)
+    ctx.invoke(render_file, source=source, output=output)
 
 
 def _explain_requests(cluster: Cluster, name: str, request_id: str | None, as_json: bool) -> None:

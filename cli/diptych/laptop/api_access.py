@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from diptych.errors import BadInputError
+from diptych.known_models import Source
 from diptych.laptop.pods import LOOPBACK, reached_at
 from diptych.laptop.rundir import RunDirectory
 from diptych_frontend.openai.api_keys import ApiKeys
@@ -60,14 +61,14 @@ class ApiAccess:
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{reached_at(self.host)}:{self.port}/v1"
 
-    def fit(self, file: Path, service: InferenceService) -> InferenceService:
+    def fit(self, source: Source, service: InferenceService) -> InferenceService:
         """The service with this access instead of a cluster's.
 
         Raises `BadInputError` for keys or a certificate that cannot be used, or that are missing.
         """
         if service.spec.router.tls is not None and self.tls is None and not self.on_loopback:
             raise BadInputError(
-                f"{file}: spec.router.tls: its Secret is a cluster's; give --tls DIR with "
+                f"{source}: spec.router.tls: its Secret is a cluster's; give --tls DIR with "
                 f"{CERTIFICATE_FILE} and tls.key, or listen on {LOOPBACK}"
             )
         if self.api_keys is not None and not ApiKeys(self.api_keys).names:
