@@ -20,6 +20,7 @@ from diptych.laptop.pods import LOOPBACK, reached_at
 from diptych.laptop.rundir import RunDirectory
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.tls import CERTIFICATE_FILE, Certificate
+from diptych_operator.api.batches import Batches
 from diptych_operator.api.pools import ApiKeys as ApiKeysOfSecret
 from diptych_operator.api.pools import Tls
 from diptych_operator.api.service import InferenceService
@@ -28,6 +29,8 @@ from diptych_protocol import InvalidRequestError
 KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"
 """What stands for the names of Secrets; the run directory has folders of these names."""
 MADE_KEY_NAME = "laptop"
+BATCHES_SIZE = "256Mi"
+"""The run directory may be in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class ApiAccess:
             api_keys=ApiKeysOfSecret(KEYS_NAME) if self.has_keys else None,
             tls=Tls(TLS_NAME) if self.tls is not None else None,
             ui=True,
+            batches=service.spec.router.batches or Batches(size=BATCHES_SIZE),
         )
         return replace(service, spec=replace(service.spec, router=router))
 

@@ -1,6 +1,6 @@
 """Tools that a chat may call: what clients send, and the grammar of an answer that must call one.
 
-Calls stand in answers as models are commonly trained to write them:
+A forced call has one form, whatever the format of the model's own calls is:
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
@@ -11,14 +11,13 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from diptych_frontend.text.structured_outputs import WHITESPACE
+from diptych_frontend.tool_calls.hermes import BEGIN, END
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_TOOLS: Final = 128
 MAX_FORCED_CALLS: Final = 16
 """Limit on the forced calls of one answer; without it, a small model that must call something might
 never end."""
-CALL_BEGIN: Final = "<tool_call>"
-CALL_END: Final = "</tool_call>"
 
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
 
@@ -81,8 +80,8 @@ def _call(function: FunctionTool) -> str:
             param="tools",
         )
     schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
-    before = f'{CALL_BEGIN}\n{{"name": "{function.name}", "arguments": '
-    after = f"}}\n{CALL_END}"
+    before = f'{BEGIN}\n{{"name": "{function.name}", "arguments": '
+    after = f"}}\n{END}"
     return f"{_json(before)} %json {_json(schema)} {_json(after)}"
 
 
