@@ -30,7 +30,7 @@ class KnownModel:
     revision: str = ""
     """A commit; empty for a file of a Python package."""
     sha256: str = ""
-    """Of a model that is one file. The files of a folder are checked against the hub's listing."""
+    """The checksum of a model that is one file; a folder is checked against the hub's listing."""
     license: str = APACHE
     package: str = ""
     """The requirement that pip installs, for a file of a Python package."""
