@@ -16,7 +16,10 @@ from diptych.laptop.lifecycle import Phase
 T = TypeVar("T")
 
 WIDE_COLUMNS = 100
-"""From so many columns on, there is room for wider gaps."""
+"""From so many columns on, there is room for wider gaps and for the role, which is usually a part
+of the name, too."""
+OTHERS, WIDE_OTHERS = 56, 72
+"""Columns that all but the name take at most."""
 _STYLES = {
     Phase.READY: "green",
     Phase.STARTING: "yellow",
@@ -39,7 +42,7 @@ class PodRow:
     waited_s: int | None = None
     """In this phase, if somebody waits for its end."""
     doing: str = ""
-    """What it said last of a long task; empty if it said nothing."""
+    """The last line of its log, if its start takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +59,21 @@ class Picture:
 def drawn(picture: Picture, columns: int) -> RenderableType:
     """The picture for a terminal of so many columns."""
     parts: list[RenderableType] = [_table(picture, columns)]
-    parts += [Text(f"{pod.name}: {pod.doing}", style="dim") for pod in picture.pods if pod.doing]
+    parts += [
+        Text(f"{pod.name}: {pod.doing}", style="dim", no_wrap=True, overflow="ellipsis")
+        for pod in picture.pods
+        if pod.doing
+    ]
     parts.append(Text(_router(picture.figures, picture.pace)))
     return Group(*parts)
 
 
 def _table(picture: Picture, columns: int) -> Table:
-    gap = 2 if columns >= WIDE_COLUMNS else 1
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    table.add_column("POD", no_wrap=True, overflow="ellipsis")
-    for column in ("ROLE", "STATE"):
+    is_wide = columns >= WIDE_COLUMNS
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
+    others = WIDE_OTHERS if is_wide else OTHERS
+    table.add_column("POD", no_wrap=True, overflow="ellipsis", max_width=columns - others)
+    for column in ("ROLE", "STATE") if is_wide else ("STATE",):
         table.add_column(column, no_wrap=True, min_width=len(column))
     for column in ("RESTARTS", "QUEUE", "ROWS", "BLOCKS", "TOKENS/S"):
         table.add_column(column, no_wrap=True, justify="right", min_width=len(column))
@@ -74,7 +82,7 @@ def _table(picture: Picture, columns: int) -> Table:
         rate = _figures_of(pod, picture.pace.tokens_per_s)
         table.add_row(
             Text(pod.name),
-            pod.role,
+            *((pod.role,) if is_wide else ()),
             _state(pod, ended=picture.ended),
             str(pod.restarts),
             *_cells(figures),
