@@ -52,7 +52,8 @@ class Terminal:
                 continue
             try:
                 self.shown += os.read(self._end, 65536).decode(errors="replace")
-            except OSError:  # the command has closed the terminal
+            except OSError:  # the command has closed the terminal, and ends
+                self.process.wait(PATIENCE_S)
                 assert is_over(self.shown), self.shown[-3000:]
 
     def close(self) -> None:
