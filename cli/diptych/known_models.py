@@ -40,7 +40,8 @@ class KnownModel:
         return self.name
 
     def manifest(self) -> dict[str, Any]:
-        """Its InferenceService, with one engine in each pool. Clients use the name of the table."""
+        """Its InferenceService, with one engine in each pool; the default has two that decode, so
+        that one may be killed. Clients use the name of the table."""
         pins = {"revision": self.revision, "sha256": self.sha256}
         written = {field: pin for field, pin in pins.items() if pin}
         return {
@@ -50,7 +51,7 @@ class KnownModel:
             "spec": {
                 "model": {"uri": self.uri, "servedName": self.name, **written},
                 "prefill": {"replicas": 1},
-                "decode": {"replicas": 1},
+                "decode": {"replicas": 2 if self.name == DEFAULT else 1},
             },
         }
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from diptych.board.figures import EngineFigures, Figures, Pace, pace, read_figures
+from diptych.board.figures import EngineFigures, Figures, Pace
 from diptych.board.picture import Picture, PodRow, drawn
 from diptych.laptop.lifecycle import Phase
 
@@ -15,7 +15,7 @@ PODS = [
     PodRow("smollm2-135m-router-0", "router", Phase.READY, 0),
     PodRow("smollm2-135m-prefill-0", "prefill", Phase.READY, 0),
     PodRow("smollm2-135m-decode-0", "decode", Phase.BACKING_OFF, 2, waited_s=3),
-    PodRow("smollm2-135m-decode-1", "decode", Phase.STARTING, 0, waited_s=12),
+    PodRow("smollm2-135m-decode-1", "decode", Phase.STARTING, 0, waited_s=12, doing="compiling"),
     PodRow("vllm-decode-0", "decode", Phase.NOT_READY, 1, "127.0.0.1:8000", 0),
 ]
 FIGURES = Figures(
@@ -40,12 +40,13 @@ def text(picture: Picture, columns: int) -> list[str]:
 
 
 EIGHTY = """\
-POD                ROLE    STATE         RESTARTS QUEUE ROWS    BLOCKS TOKENS/S
-…lm2-135m-router-0 router  ready                0     -    -         -        -
-…m2-135m-prefill-0 prefill ready                0     4    1  120/2912    210.5
-…lm2-135m-decode-0 decode  restarting 3s        2     -    -         -        -
-…lm2-135m-decode-1 decode  starting 12s         0     -    -         -        -
-vllm-decode-0      decode  not ready 0s         1     0   16 1900/2000     45.2
+POD                    STATE         RESTARTS QUEUE ROWS    BLOCKS TOKENS/S
+smollm2-135m-router-0  ready                0     -    -         -        -
+smollm2-135m-prefill-0 ready                0     4    1  120/2912    210.5
+smollm2-135m-decode-0  restarting 3s        2     -    -         -        -
+smollm2-135m-decode-1  starting 12s         0     -    -         -        -
+vllm-decode-0          not ready 0s         1     0   16 1900/2000     45.2
+smollm2-135m-decode-1: compiling
 requests 12, hand-offs 13, moved 14.4 MB, first token 98 ms, 255.8 tokens/s
 """.splitlines()
 WIDE = """\
@@ -55,6 +56,7 @@ smollm2-135m-prefill-0  prefill  ready                 0      4     1   120/2912
 smollm2-135m-decode-0   decode   restarting 3s         2      -     -          -         -
 smollm2-135m-decode-1   decode   starting 12s          0      -     -          -         -
 vllm-decode-0           decode   not ready 0s          1      0    16  1900/2000      45.2
+smollm2-135m-decode-1: compiling
 requests 12, hand-offs 13, moved 14.4 MB, first token 98 ms, 255.8 tokens/s
 """.splitlines()
 
@@ -62,45 +64,19 @@ requests 12, hand-offs 13, moved 14.4 MB, first token 98 ms, 255.8 tokens/s
 @pytest.mark.parametrize(("columns", "lines"), [(80, EIGHTY), (120, WIDE)])
 def test_the_table_fits_the_terminal(columns: int, lines: list[str]) -> None:
     assert text(Picture(PODS, FIGURES, PACE), columns) == lines
+    assert max(map(len, lines)) <= columns
 
 
-def test_the_last_table_says_that_the_service_has_ended() -> None:
-    crashed = PodRow("small-prefill-0", "prefill", Phase.CRASHED, 2)
-    lines = text(Picture([*PODS[:2], crashed], FIGURES, PACE, ended=True), 120)
-    assert [line.split()[2] for line in lines[1:4]] == ["ended", "ended", "crashed"]
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_long_name_is_cut_before_a_figure_is(columns: int) -> None:
+    pod = PodRow("a-very-long-name-" * 7, "decode", Phase.BACKING_OFF, 99, waited_s=30)
+    head, row, *_ = text(Picture([pod]), columns)
+    assert head.endswith("TOKENS/S")
+    assert "restarting 30s" in row
+    assert "…" in row
 
 
-METRICS = """\
-# TYPE diptych:num_requests_running gauge
-diptych:num_requests_running{engine="decode/d-0"} 3
-# TYPE diptych:kv_cache_blocks gauge
-diptych:kv_cache_blocks{engine="decode/d-0"} 100
-# TYPE diptych:kv_cache_blocks_free gauge
-diptych:kv_cache_blocks_free{engine="decode/d-0"} 60
-# TYPE diptych:engine_tokens_generated_total counter
-diptych:engine_tokens_generated_total{engine="decode/d-0"} 70
-# TYPE diptych:kv_transfer_bytes_received_total counter
-diptych:kv_transfer_bytes_received_total{engine="decode/d-0"} 2048
-# TYPE diptych:kv_transfer_loads_total counter
-diptych:kv_transfer_loads_total{engine="decode/d-0",outcome="completed"} 2
-diptych:kv_transfer_loads_total{engine="decode/d-0",outcome="failed"} 1
-# TYPE diptych:request_success_total counter
-diptych:request_success_total{finished_reason="stop"} 4
-diptych:request_success_total{finished_reason="length"} 1
-"""
-
-
-def test_the_figures_are_read_off_the_metrics_of_a_router() -> None:
-    found = read_figures(METRICS)
-    assert found.engines == {"d-0": EngineFigures(0, 3, 40, 100, 70)}
-    assert (found.answered, found.hand_offs, found.moved_bytes) == (5, 2, 2048)
-
-
-def test_a_pace_is_what_went_on_between_two_looks() -> None:
-    before = Figures({"a": EngineFigures(tokens=10)}, first_tokens=1, first_token_s=1.0)
-    again = EngineFigures(tokens=6)  # started anew: its totals begin at zero
-    both = {"a": again, "new": EngineFigures(tokens=9)}
-    now = Figures(both, first_tokens=3, first_token_s=1.5)
-    found = pace(before, now, 2.0, Pace())
-    assert found == Pace({"a": 3.0}, 0.25)
-    assert pace(now, now, 1.0, found) == Pace({"a": 0.0, "new": 0.0}, 0.25)
+def test_a_service_that_has_ended_keeps_its_last_figures() -> None:
+    lines = text(Picture(PODS, FIGURES, PACE, ended=True), 120)
+    assert [line.split()[2] for line in lines[1:6]] == ["ended"] * 5
+    assert "requests 12" in lines[-1]

@@ -41,7 +41,7 @@ def test_a_name_stands_for_one_content(model: KnownModel) -> None:
 
 
 @pytest.mark.parametrize("model", KNOWN.values(), ids=str)
-def test_a_name_is_a_service_of_one_engine_in_each_pool(model: KnownModel) -> None:
+def test_a_name_is_a_service_of_its_model(model: KnownModel) -> None:
     service = load(model)
     assert service.served_name == model.name
     assert (service.spec.model.uri, service.spec.model.revision, service.spec.model.sha256) == (
@@ -50,7 +50,8 @@ def test_a_name_is_a_service_of_one_engine_in_each_pool(model: KnownModel) -> No
         model.sha256,
     )
     assert service.spec.prefill is not None
-    assert (service.spec.prefill.replicas, service.spec.decode.replicas) == (1, 1)
+    decoding = 2 if model.name == DEFAULT else 1
+    assert (service.spec.prefill.replicas, service.spec.decode.replicas) == (1, decoding)
 
 
 def test_the_default_is_the_model_of_the_example_and_of_the_installer() -> None:

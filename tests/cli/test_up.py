@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
 import re
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -384,96 +380,3 @@ def test_a_page_for_other_machines_can_kill_nothing(
     up = start(small_service(), host="0.0.0.0")
     up.wait_ready()
     assert httpx.get(f"http://127.0.0.1:{up.port}/control").json() is None
-
-
-class Terminal:
-    """A pseudo-terminal, with what was written to it."""
-
-    def __init__(self) -> None:
-        self.ours, self.theirs = pty.openpty()
-        termios.tcsetwinsize(self.theirs, (40, 120))
-        self._before = termios.tcgetattr(self.theirs)
-        self.written = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            while piece := os.read(self.ours, 65536):
-                self.written += piece
-
-    @property
-    def text(self) -> str:
-        return self.written.decode(errors="replace")
-
-    @property
-    def as_before(self) -> bool:
-        return termios.tcgetattr(self.theirs) == self._before
-
-
-def up_on(terminal: Terminal, file: Path, directory: Path, *options: str) -> Up:
-    """`diptych up` on a terminal."""
-    up = Up.__new__(Up)
-    up.directory, up.port = directory, free_port()
-    environment = os.environ | {"XDG_RUNTIME_DIR": str(directory), "TERM": "xterm"}
-    for variable in ("COLUMNS", "LINES", "NO_COLOR"):
-        environment.pop(variable, None)
-    up.environment = environment
-    up.process = subprocess.Popen(
-        [sys.executable, "-m", "diptych.main", "up", str(file), "--port", str(up.port), *options],
-        stdin=terminal.theirs,
-        stdout=terminal.theirs,
-        stderr=terminal.theirs,
-        env=environment,
-        start_new_session=True,
-    )
-    return up
-
-
-def test_a_terminal_has_a_live_table_and_is_left_clean(
-    small_service: Callable[..., Service],
-    service_file: Callable[[Service], Path],
-    tmp_path: Path,
-) -> None:
-    terminal = Terminal()
-    up = up_on(terminal, service_file(small_service()), tmp_path)
-    try:
-        wait_until(lambda: "Ctrl-C ends it." in terminal.text)
-        up.run("chat", "--once", "What is the capital of France?")
-        # Figures of the router, once it has handed something over.
-        wait_until(lambda: "hand-offs 2, moved 2.2 MB" in terminal.text)
-        os.kill(up.pod("small-decode-0")["pid"], signal.SIGKILL)
-        wait_until(lambda: up.pod("small-decode-0").get("restarts") == 1)
-        assert "small-decode-0 ended with code 137" in terminal.text
-        assert "logs/small-decode-0.log" in terminal.text.replace("\r\n", "")
-        up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(PATIENCE_S) == 0
-        wait_until(lambda: "ended" in terminal.text.rpartition("POD")[2])
-    finally:
-        up.process.kill()
-        up.process.wait()
-    last = terminal.text.rpartition("POD")[2]
-    assert [name in last for name in ("small-router-0", "small-decode-0", "hand-offs")] == [
-        True
-    ] * 3
-    assert terminal.text.rfind("\x1b[?25h") > terminal.text.rfind("\x1b[?25l"), "the cursor is back"
-    assert terminal.as_before
-
-
-def test_plain_writes_lines_on_a_terminal_too(
-    small_service: Callable[..., Service],
-    service_file: Callable[[Service], Path],
-    tmp_path: Path,
-) -> None:
-    terminal = Terminal()
-    up = up_on(terminal, service_file(small_service()), tmp_path, "--plain")
-    try:
-        wait_until(lambda: "Ctrl-C ends it." in terminal.text)
-        up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(PATIENCE_S) == 0
-    finally:
-        up.process.kill()
-        up.process.wait()
-    assert "small-decode-0: ready (port" in terminal.text
-    assert "RESTARTS" not in terminal.text
-    assert "\x1b[?25l" not in terminal.text

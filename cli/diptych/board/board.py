@@ -18,6 +18,8 @@ from diptych.laptop.supervisor import RunningPod
 
 TICK_S = 1.0
 """The table is drawn at most so often, and only if it has changed."""
+SLOW_S = 3
+"""Of a pod that starts for so long the last line is shown: it may compile kernels, for instance."""
 LAST_LINES = 5
 """Lines of a pod's log that are shown when it fails."""
 _WAITING = (Phase.STARTING, Phase.NOT_READY, Phase.BACKING_OFF)
@@ -126,11 +128,14 @@ class Board:
 
 def _row(pod: RunningPod, now: float) -> PodRow:
     life = pod.life
+    waited_s = int(now - life.changed_at) if life.phase in _WAITING else None
+    is_slow = life.phase is Phase.STARTING and waited_s is not None and waited_s >= SLOW_S
     return PodRow(
         name=pod.spec.name,
         role=pod.spec.role,
         phase=life.phase,
         restarts=life.restarts,
         address=f"{LOOPBACK}:{pod.spec.ports['http']}",
-        waited_s=int(now - life.changed_at) if life.phase in _WAITING else None,
+        waited_s=waited_s,
+        doing="".join(pod.last_lines(1)) if is_slow else "",
     )

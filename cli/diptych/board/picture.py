@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diptych.board.figures import Figures, Pace
+from diptych.board.figures import EngineFigures, Figures, Pace
 from diptych.laptop.lifecycle import Phase
 
 T = TypeVar("T")
 
 WIDE_COLUMNS = 100
-"""From so many columns on, there is room for wider gaps."""
-MIN_NAME_COLUMNS = 12
-_HEADS = ("ROLE", "STATE", "RESTARTS", "QUEUE", "ROWS", "BLOCKS", "TOKENS/S")
+"""From so many columns on, there is room for wider gaps and for the role, which is usually a part
+of the name, too."""
+OTHERS, WIDE_OTHERS = 56, 72
+"""Columns that all but the name take at most."""
 _STYLES = {
     Phase.READY: "green",
     Phase.STARTING: "yellow",
@@ -40,6 +41,8 @@ class PodRow:
     """Host and port, by which routers call engines that have no name."""
     waited_s: int | None = None
     """In this phase, if somebody waits for its end."""
+    doing: str = ""
+    """The last line of its log, if its start takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,51 +56,57 @@ class Picture:
     """The service has ended; these are its last figures."""
 
 
-def drawn(picture: Picture, columns: int) -> Group:
+def drawn(picture: Picture, columns: int) -> RenderableType:
     """The picture for a terminal of so many columns."""
-    return Group(_table(picture, columns), Text(_router(picture.figures, picture.pace)))
+    parts: list[RenderableType] = [_table(picture, columns)]
+    parts += [
+        Text(f"{pod.name}: {pod.doing}", style="dim", no_wrap=True, overflow="ellipsis")
+        for pod in picture.pods
+        if pod.doing
+    ]
+    parts.append(Text(_router(picture.figures, picture.pace)))
+    return Group(*parts)
 
 
 def _table(picture: Picture, columns: int) -> Table:
-    gap = 2 if columns >= WIDE_COLUMNS else 1
-    rows = [_cells(pod, picture) for pod in picture.pods]
-    others = sum(max(map(len, column)) + gap for column in zip(_HEADS, *rows, strict=True))
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    # On a narrow terminal the names give way, not the figures; their ends tell pods apart.
-    room = max(MIN_NAME_COLUMNS, columns - others - gap)
-    table.add_column("POD", no_wrap=True)
-    for head in _HEADS:
-        right = head not in ("ROLE", "STATE")
-        table.add_column(head, no_wrap=True, justify="right" if right else "left")
-    for pod, (role, state, *numbers) in zip(picture.pods, rows, strict=True):
-        style = "dim" if picture.ended else _STYLES.get(pod.phase, "dim")
-        name = pod.name if len(pod.name) <= room else f"…{pod.name[1 - room :]}"
-        table.add_row(Text(name), role, Text(state, style=style), *numbers)
+    is_wide = columns >= WIDE_COLUMNS
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
+    others = WIDE_OTHERS if is_wide else OTHERS
+    table.add_column("POD", no_wrap=True, overflow="ellipsis", max_width=columns - others)
+    for column in ("ROLE", "STATE") if is_wide else ("STATE",):
+        table.add_column(column, no_wrap=True, min_width=len(column))
+    for column in ("RESTARTS", "QUEUE", "ROWS", "BLOCKS", "TOKENS/S"):
+        table.add_column(column, no_wrap=True, justify="right", min_width=len(column))
+    for pod in picture.pods:
+        figures = _figures_of(pod, picture.figures.engines)
+        rate = _figures_of(pod, picture.pace.tokens_per_s)
+        table.add_row(
+            Text(pod.name),
+            *((pod.role,) if is_wide else ()),
+            _state(pod, ended=picture.ended),
+            str(pod.restarts),
+            *_cells(figures),
+            "-" if rate is None else f"{rate:.1f}",
+        )
     return table
-
-
-def _cells(pod: PodRow, picture: Picture) -> list[str]:
-    """What stands beside the name of a pod."""
-    figures = _figures_of(pod, picture.figures.engines)
-    rate = _figures_of(pod, picture.pace.tokens_per_s)
-    numbers = ["-"] * 3
-    if figures is not None:
-        blocks = f"{figures.blocks_used}/{figures.blocks}"
-        numbers = [str(figures.waiting), str(figures.running), blocks]
-    state = _state(pod, ended=picture.ended)
-    speed = "-" if rate is None else f"{rate:.1f}"
-    return [pod.role, state, str(pod.restarts), *numbers, speed]
 
 
 def _figures_of(pod: PodRow, known: Mapping[str, T]) -> T | None:
     return known.get(pod.name, known.get(pod.address))
 
 
-def _state(pod: PodRow, *, ended: bool) -> str:
+def _cells(figures: EngineFigures | None) -> tuple[str, str, str]:
+    if figures is None:
+        return "-", "-", "-"
+    blocks = f"{figures.blocks_used}/{figures.blocks}"
+    return str(figures.waiting), str(figures.running), blocks
+
+
+def _state(pod: PodRow, *, ended: bool) -> Text:
     if ended and pod.phase is not Phase.CRASHED:
-        return "ended"
+        return Text("ended", style="dim")
     waited = "" if pod.waited_s is None else f" {pod.waited_s}s"
-    return f"{pod.phase.value}{waited}"
+    return Text(f"{pod.phase.value}{waited}", style=_STYLES.get(pod.phase, "dim"))
 
 
 def _router(figures: Figures, pace: Pace) -> str:
