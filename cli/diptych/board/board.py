@@ -19,7 +19,7 @@ from diptych.laptop.supervisor import RunningPod
 TICK_S = 1.0
 """The table is drawn at most so often, and only if it has changed."""
 SLOW_S = 3
-"""After so long a start, the last line of its log is shown: it may compile kernels, for instance."""
+"""After so long a start, the last line of a log is shown: it may compile kernels, for instance."""
 LAST_LINES = 5
 """Lines of a pod's log that are shown when it fails."""
 _WAITING = (Phase.STARTING, Phase.NOT_READY, Phase.BACKING_OFF)
