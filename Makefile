@@ -11,7 +11,7 @@ WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots audit format bench lock crds images cluster e2e clean vllm clients
+.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench lock crds images cluster e2e clean vllm clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ docs: $(VENV)/.test ## the site, into build/site; a link or a path that leads no
 
 screenshots: $(VENV)/.test ## the pictures of the page in docs/images, from a service on this machine; needs Chromium
 	PYTHONPATH=tests/support $(BIN)/python docs/screenshots.py
+
+cast: $(VENV)/.test ## the recording of a terminal in docs/casts, of a service on this machine
+	$(BIN)/python docs/cast.py
 
 audit: $(VENV)/.test ## known weaknesses of the locked dependencies, where OSV's database can be reached
 	@if $(BIN)/python -c "from urllib.request import urlopen; urlopen('$(OSV)/vulns/OSV-2020-111', timeout=10)" 2>/dev/null; \

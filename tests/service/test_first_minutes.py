@@ -4,7 +4,10 @@ after its engine was killed. The run is recorded: each step, and the seconds tha
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +24,6 @@ INSTALL_S = 1800
 DECODING = ("smollm2-135m-decode-0", "smollm2-135m-decode-1")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM),
     pytest.mark.timeout(INSTALL_S + 600),
 ]
 
@@ -41,6 +43,7 @@ class Record:
         self.lines.append(f"{now - self._began:5.0f} s  (+{now - began:3.0f})  {doing}")
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)
 def test_from_a_clone_to_an_answer_that_outlives_its_engine(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -75,3 +78,18 @@ def test_from_a_clone_to_an_answer_that_outlives_its_engine(
             expect(scene.card(victim)).to_have_attribute("data-state", "ok")
     record_property("first minutes", record.lines)
     print("", *record.lines, sep="\n")
+
+
+def test_the_recorded_terminal_is_as_a_new_recording(tmp_path: Path) -> None:
+    """The recording itself fails unless the engine was killed and came again."""
+    new = tmp_path / "casts" / "kill.cast"
+    subprocess.run([sys.executable, ROOT / "docs" / "cast.py", new], check=True, timeout=600)
+    for cast in (new, ROOT / "docs" / "casts" / "kill.cast"):
+        header, *events = map(json.loads, cast.read_text().splitlines())
+        assert (header["version"], {kind for _, kind, _ in events}) == (2, {"o"})
+        times = [at for at, _, _ in events]
+        assert times == sorted(times)
+        shown = "".join(text for _, _, text in events)
+        assert "kill -9" in shown
+        assert "Once upon a time" in shown
+        assert re.search(r"smollm2-decode-0: ready \(port \d+, restarts 1\)", shown)
