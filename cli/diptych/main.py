@@ -11,13 +11,15 @@ import msgspec
 from click.shell_completion import get_completion_class
 from rich.console import Console
 
+from diptych.console import console_for_tables
+from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
+from diptych.doctor.command import doctor
 from diptych.errors import RunError
 
 if TYPE_CHECKING:
     from diptych.laptop.api_access import ApiAccess
     from diptych.laptop.rundir import RunState
 
-DEFAULT_PORT = 8080
 SERVICE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PORT_OPTION = click.option(
     "--port",
@@ -28,9 +30,6 @@ PORT_OPTION = click.option(
 )
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-PIPE_COLUMNS = 240
-"""Width of tables that do not go to a terminal."""
-MODEL_CACHE = Path("~/.cache/diptych/models")
 
 
 @click.group(context_settings=CONTEXT)
@@ -44,6 +43,7 @@ def main() -> None:
       diptych up examples/smollm2.yaml        serve until Ctrl-C
       diptych chat                            talk to it from another terminal
       diptych why                             the newest requests, and where they went
+      diptych doctor                          what will work on this machine
 
     \b
     Exit codes: 0 well, 1 something failed while running, 2 the input was wrong.
@@ -248,12 +248,6 @@ def why(request_id: str | None, limit: int, as_json: bool) -> None:
         console_for_tables().print(picture)
 
 
-def console_for_tables() -> Console:
-    """On a terminal as wide as it; else wide enough that tables keep one line for each row."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
-
-
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
@@ -269,6 +263,9 @@ def completion(shell: str) -> None:
     if found is None:
         raise click.UsageError(f"no completion for {shell}")
     click.echo(found(main, {}, "diptych", "_DIPTYCH_COMPLETE").source())
+
+
+main.add_command(doctor)
 
 
 def _run(file: Path, api: ApiAccess, console: Console, while_ready: Any) -> None:

@@ -11,8 +11,9 @@ import click
 import msgspec
 from rich.console import Console, RenderableType
 
+from diptych.console import console_for_tables
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
-from diptych.main import CONTEXT, SERVICE_FILE, console_for_tables
+from diptych.main import CONTEXT, SERVICE_FILE
 from diptych.main import render as render_file
 
 if TYPE_CHECKING:
