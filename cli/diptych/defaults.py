@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Final
 
 DEFAULT_PORT: Final = 8080
-"""Of the OpenAI API."""
+"""The port of the OpenAI API."""
 MODEL_CACHE: Final = Path("~/.cache/diptych/models")
 """Where fetched models are kept."""
+TOP_INTERVAL_S: Final = 4.0
+"""Metrics are up to two seconds old: over less, tokens per second would leap."""

@@ -15,6 +15,7 @@ from diptych.console import console_for_tables
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
 from diptych.doctor.command import doctor
 from diptych.errors import RunError
+from diptych.top import top
 
 if TYPE_CHECKING:
     from diptych.laptop.api_access import ApiAccess
@@ -43,6 +44,7 @@ def main() -> None:
       diptych up examples/smollm2.yaml        serve until Ctrl-C
       diptych chat                            talk to it from another terminal
       diptych why                             the newest requests, and where they went
+      diptych top                             what its engines do now
       diptych doctor                          what will work on this machine
 
     \b
@@ -266,6 +268,7 @@ def completion(shell: str) -> None:
 
 
 main.add_command(doctor)
+main.add_command(top)
 
 
 def _run(file: Path, api: ApiAccess, console: Console, while_ready: Any) -> None:

@@ -176,9 +176,7 @@ def test_yama_decides_who_reads_the_memory_of_a_neighbour(
 
 
 def test_transports_are_those_that_ucx_info_lists() -> None:
-    listed = (
-        "#      Transport: self\n#         Device: lo\n#      Transport: tcp\n"
-    )
+    listed = "#      Transport: self\n#         Device: lo\n#      Transport: tcp\n"
     assert transports_in(listed) == ("self", "tcp")
 
 

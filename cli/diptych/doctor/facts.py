@@ -21,7 +21,7 @@ class Package:
 @dataclass(frozen=True, slots=True)
 class Cpu:
     level: str
-    """Of the kernels that engines will use; empty if there is a problem."""
+    """The level of the kernels that engines will use; empty if there is a problem."""
     highest: str
     """The highest level of the machine."""
     problem: str = ""
@@ -34,7 +34,7 @@ class Memory:
     """In bytes."""
 
     total: int
-    """Of the machine, or of the control group where that has less."""
+    """What the machine has, or the control group where that has less."""
     available: int
 
 
