@@ -11,10 +11,10 @@ import msgspec
 from click.shell_completion import get_completion_class
 from rich.console import Console
 
+from diptych.chat.command import chat
 from diptych.console import console_for_tables
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
 from diptych.doctor.command import doctor
-from diptych.errors import RunError
 from diptych.top import top
 
 if TYPE_CHECKING:
@@ -141,54 +141,6 @@ def render(file: Path, output: str) -> None:
 
 
 @main.command()
-@click.option("--url", help="The API to talk to; left out, the newest service on this machine.")
-@click.option("--model", help="Model name; left out, the first one the API lists.")
-@click.option(
-    "--api-key",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    help="For an API elsewhere; a service on this machine has its own.",
-)
-@click.option("--once", metavar="TEXT", help="Say TEXT, print the answer, and end.")
-@click.option("--system", metavar="TEXT", help="A system message to begin with.")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=None)
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-def chat(
-    url: str | None,
-    model: str | None,
-    api_key: str | None,
-    once: str | None,
-    system: str | None,
-    temperature: float | None,
-    max_tokens: int,
-) -> None:
-    """Talk to a running service; answers stream as they are made.
-
-    \b
-    Example:
-      diptych chat
-      diptych chat --once "What is the name of the capital of France?" --temperature 0
-      diptych chat --url http://127.0.0.1:9000
-    """
-    from diptych.chat import ChatError, Conversation, converse, find_service, printer
-
-    service = find_service(url, model, api_key)
-    options: dict[str, Any] = {"max_tokens": max_tokens}
-    if temperature is not None:
-        options["temperature"] = temperature
-    conversation = Conversation(service, options, system)
-    console = Console()
-    if once is None:
-        converse(conversation, console)
-        return
-    try:
-        asyncio.run(conversation.say(once, printer(console)))
-    except ChatError as exc:
-        raise RunError(str(exc)) from exc
-    console.print()
-
-
-@main.command()
 @click.option("--json", "as_json", is_flag=True, help="For programs: a list of services.")
 def status(as_json: bool) -> None:
     """Show the services that run on this machine, their pods, ports and logs.
@@ -267,6 +219,7 @@ def completion(shell: str) -> None:
     click.echo(found(main, {}, "diptych", "_DIPTYCH_COMPLETE").source())
 
 
+main.add_command(chat)
 main.add_command(doctor)
 main.add_command(top)
 
