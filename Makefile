@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 RUNS   ?= 200
 VLLM   ?= .vllm
+CLIENTS ?= langchain litellm guidellm aiperf
 WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 # Schedules that `simulate` runs.
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots audit format bench lock crds images cluster e2e clean vllm
+.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots audit format bench lock crds images cluster e2e clean vllm clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +92,9 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
 	$(PYTHON) install_vllm.py --venv $(VLLM) $(if $(VLLM_VERSION),--version $(VLLM_VERSION))
+
+clients: ## $$CLIENTS (langchain litellm guidellm aiperf), each in .clients, for the tests that need them; docs/clients.md
+	$(PYTHON) install_clients.py $(CLIENTS)
 
 lock: ## write requirements.lock anew, after a change of the pins in pyproject.toml
 	$(INSTALL) lock

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks import aims
 from benchmarks.figures import Record, names_in_order, ratio, spread
+from benchmarks.pictures import looks, new_figure, save
 from benchmarks.scenario import Panel, Scenario
 
 PAGE = "latest.md"
@@ -64,7 +65,7 @@ def page(results: Mapping[str, Result], scenarios: Sequence[Scenario]) -> str:
 
 
 def section(scenario: Scenario, result: Result) -> list[str]:
-    plot = [f"![{scenario.title}]({scenario.name}.png)", ""] if scenario.panels else []
+    plot = [f"![{scenario.title}]({scenario.name}.svg)", ""] if scenario.panels else []
     return [
         f"## {scenario.title}", "",
         scenario.about, "",
@@ -113,22 +114,21 @@ def ratios_table(scenario: Scenario, records: Sequence[Record]) -> list[str]:
 
 
 def plot(scenario: Scenario, records: Sequence[Record], folder: Path) -> bool:
-    """Write the scenario's panels to `NAME.png`; False: there is no matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+    """Write the scenario's panels to `NAME.svg`; False: there is no matplotlib."""
     panels = [(panel, lines) for panel in scenario.panels if (lines := lines_of(panel, records))]
     if not panels:
         return True
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.3 * rows), layout="constrained")
+    try:
+        figure = new_figure(4.2 * columns, 3.3 * rows)
+    except ImportError:
+        return False
     headings = {column.figure: column.heading for column in scenario.columns}
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, (panel, lines) in zip(grid.flat, panels, strict=False):
-        for system, points in lines.items():
-            axes.plot(*zip(*points, strict=True), "-o", label=system, markersize=4)
+        for (system, points), look in zip(lines.items(), looks(), strict=False):
+            axes.plot(*zip(*points, strict=True), label=system, markersize=4, **look)
         if panel.logarithmic:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -142,7 +142,7 @@ def plot(scenario: Scenario, records: Sequence[Record], folder: Path) -> bool:
         axes.set_ylabel(headings[panel.y])
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.savefig(folder / f"{scenario.name}.png", dpi=100)
+    save(figure, folder / f"{scenario.name}.svg")
     return True
 
 

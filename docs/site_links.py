@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that stand in the repository's root."""
     for name in PAGES_OF_THE_ROOT:
         files.append(File.generated(config, name, content=(ROOT / name).read_text()))
-    for picture in (ROOT / "benchmarks" / "results").glob("*.png"):
+    for picture in (ROOT / "benchmarks" / "results").glob("*.svg"):
         files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
     return files
 
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page_path = path.removeprefix("docs/") if path not in PAGES_OF_THE_ROOT else path
         if path.endswith(".md") and (path.startswith("docs/") or path in PAGES_OF_THE_ROOT):
             return f"[{text}]({posixpath.relpath(page_path, own_folder)}{anchor})"
-        if path.endswith(".png"):
+        if path.endswith((".png", ".svg")):
             picture = page_path if path.startswith("docs/") else posixpath.basename(path)
             return f"[{text}]({posixpath.relpath(picture, own_folder)})"
         source = os.environ.get("DOCS_SOURCE_URL")

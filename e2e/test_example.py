@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -23,6 +24,8 @@ KEYS = "clients"
 """A Secret of API keys."""
 KEYS_TIMEOUT_S = 240.0
 """A kubelet looks after Secrets once in one or two minutes."""
+ABOUT = "/ui/api/about"
+"""What the page of a router asks first."""
 FIND_TORCH = "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
 
 
@@ -132,16 +135,18 @@ def test_the_plugin_shows_what_engines_do(
     assert [[load["name"]] for load in loads] == [running.ready_pods(role) for role in ENGINE_ROLES]
 
 
-def test_a_key_lets_in_and_changes_without_a_restart(
+def test_a_key_lets_in_also_to_the_page_and_changes_without_a_restart(
     running: Service, client: Client, kubectl: Kubectl
 ) -> None:
+    site = running.url.removesuffix("/v1")
+
     def store(**keys: str) -> None:
         meta = {"name": KEYS}
         kubectl.apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": keys})
 
-    def refused(key: str = "") -> bool:
+    def refused(key: str = "", path: str = "/v1/models") -> bool:
         try:
-            client.fetch(f"{running.url}/models", key=key)
+            client.fetch(f"{site}{path}", key=key)
         except KubectlError as exc:
             if "401" not in str(exc):
                 raise
@@ -149,7 +154,7 @@ def test_a_key_lets_in_and_changes_without_a_restart(
         return False
 
     store(alice="old")
-    running.patch_spec({"router": {"apiKeys": {"secretName": KEYS}}})
+    running.patch_spec({"router": {"apiKeys": {"secretName": KEYS}, "ui": True}})
     running.settled()
     wait_for("the open router is gone", refused, SEEN_TIMEOUT_S)
     assert running.status()["access"] == f"API keys of Secret {KEYS}, no TLS"
@@ -162,7 +167,12 @@ def test_a_key_lets_in_and_changes_without_a_restart(
     wait_for("the old key is not", lambda: refused("old"), KEYS_TIMEOUT_S)
     assert not refused("new")
     assert running.ready_pods("router") == routers, "and no router was started anew"
-    running.patch_spec({"router": {"apiKeys": None}})
+    # The page is for everybody to load, and shows what it shows to who has a key.
+    assert "<h2" in client.fetch(f"{site}/")
+    assert refused("", ABOUT)
+    about = json.loads(client.fetch(f"{site}{ABOUT}", key="new"))
+    assert (about["model"], about["control"]) == (running.name, None)
+    running.patch_spec({"router": {"apiKeys": None, "ui": None}})
     running.settled()
     wait_for("the API is open again", lambda: not refused(), SEEN_TIMEOUT_S)
 

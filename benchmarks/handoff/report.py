@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pictures import looks, new_figure, save
+
 WAYS = ("memcpy", "process_vm_readv", "cma", "tcp stream", "tcp")
 
 
@@ -86,23 +88,22 @@ def number(value: float | None) -> str:
 
 
 def plot(results: dict[str, Any], folder: Path) -> bool:
-    """Write `handoff-speed.png`; False: there is no matplotlib."""
+    """Write `handoff-speed.svg`; False: there is no matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        figure = new_figure(10, 5)
     except ImportError:
         return False
     rows = [row for row in results["speed"] if row["scattered"] or row["count"] == 1]
-    figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    for way in WAYS:
+    for way, look in zip(WAYS, looks(), strict=False):
         medians = [row["gb_per_s"][way]["median"] for row in rows]
-        style = "-o" if way in ("cma", "tcp") else "--"
-        axes.plot(range(len(rows)), medians, style, label=way)
+        style = "-" if way in ("cma", "tcp") else "--"
+        axes.plot(range(len(rows)), medians, style, label=way, **look)
     axes.set_xticks(
         range(len(rows)), [row["shape"].replace(", ", "\n") for row in rows], rotation=60
     )
     axes.set_ylabel("GB/s")
     axes.set_title("Blocks between two processes; dashed: what the machine allows")
     axes.legend()
-    figure.savefig(folder / "handoff-speed.png", dpi=110)
+    save(figure, folder / "handoff-speed.svg")
     return True

@@ -37,7 +37,7 @@ def main() -> None:
         (RESULTS / "kernels.json").write_text(json.dumps(results, indent=2) + "\n")
         (RESULTS / "kernels.md").write_text(report.markdown(results))
         print(report.markdown(results))
-        if not report.plot(results, RESULTS / "kernels.png"):
+        if not report.plot(results, RESULTS / "kernels.svg"):
             print("no plot: matplotlib is not installed")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.kernels import costs
 from benchmarks.kernels.costs import LLAMA_3_8B as MODEL
+from benchmarks.pictures import LINES, new_figure, save
 
 H200_BANDWIDTH, H200_RATE = 4.8e12, 990e12
 """The vendor's figures: bytes a second, dense bf16 operations a second."""
@@ -72,15 +73,15 @@ def beside(row: dict[str, Any]) -> str:
 
 def plot(results: dict[str, Any], path: Path) -> bool:
     """Shares of the limit as bars; False where matplotlib is not installed."""
+    rows = results["rows"][::-1]
     try:
-        from matplotlib.figure import Figure
+        figure = new_figure(8, 1 + 0.28 * len(rows))
     except ImportError:
         return False
-    rows = results["rows"][::-1]
-    figure = Figure(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    axes.barh([f"{row['kernel']}, {row['size']}" for row in rows], [row["share"] for row in rows])
+    names = [f"{row['kernel']}, {row['size']}" for row in rows]
+    axes.barh(names, [row["share"] for row in rows], color=LINES[0])
     axes.set_xlim(0, 1)
     axes.set_xlabel(f"share of the limit measured on {results['device']}")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
     return True

@@ -79,7 +79,11 @@ def run() -> dict[str, Any]:
 
 
 def main() -> None:
-    results = run()
+    write(run())
+
+
+def write(results: dict[str, Any]) -> None:
+    """Record, page and picture."""
     (RESULTS / "promises.json").write_text(json.dumps(results, indent=2) + "\n")
     rows = results["rows"]
     names = list(rows[0])
@@ -108,6 +112,6 @@ def main() -> None:
         for case in CASES
     }
     plot_lines(
-        drawn, RESULTS / "promises.png", "An 8B model on H200s, costs from its roofline",
+        drawn, RESULTS / "promises.svg", "An 8B model on H200s, costs from its roofline",
         ("load over capacity", "good requests/s"),
     )  # fmt: skip

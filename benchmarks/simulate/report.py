@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.pictures import looks, new_figure, save
 from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.metrics import Summary
-from matplotlib.figure import Figure
 
 HEAD = (
     "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s "
@@ -42,35 +42,36 @@ def errors_line(measured: Calibration) -> str:
 
 def plot_loads(results: Mapping[float, Summary], path: Path, load: str) -> None:
     """TTFT, ITL, goodput and hit rate against load."""
-    figure = Figure(figsize=(16, 4), layout="constrained")
+    figure = new_figure(16, 4)
     ttft, itl, goodput, hits = figure.subplots(1, 4)
     loads, summaries = list(results), list(results.values())
-    for percent in ("p50", "p90", "p99"):
-        ttft.plot(loads, [each.ttft_ms[percent] for each in summaries], "-o", label=percent)
-        itl.plot(loads, [each.itl_ms[percent] for each in summaries], "-o", label=percent)
-    goodput.plot(loads, [each.goodput_per_s for each in summaries], "-o")
-    hits.plot(loads, [each.hit_rate for each in summaries], "-o")
+    for percent, look in zip(("p50", "p90", "p99"), looks(), strict=False):
+        ttft.plot(loads, [each.ttft_ms[percent] for each in summaries], label=percent, **look)
+        itl.plot(loads, [each.itl_ms[percent] for each in summaries], label=percent, **look)
+    only = next(looks())
+    goodput.plot(loads, [each.goodput_per_s for each in summaries], **only)
+    hits.plot(loads, [each.hit_rate for each in summaries], **only)
     ttft.set_yscale("log")
     labels = ("TTFT ms", "ITL ms", "good requests/s", "hit rate")
     for axes, what in zip((ttft, itl, goodput, hits), labels, strict=True):
         axes.set_xlabel(load)
         axes.set_ylabel(what)
     ttft.legend()
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def plot_lines(
     lines: Mapping[str, Mapping[float, float]], path: Path, title: str, labels: Sequence[str]
 ) -> None:
     """One line for each name; labels of both axes."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.subplots()
-    for name, points in lines.items():
-        axes.plot(list(points), list(points.values()), "-o", label=name)
+    for (name, points), look in zip(lines.items(), looks(), strict=False):
+        axes.plot(list(points), list(points.values()), label=name, **look)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     axes.set_ylim(bottom=0)
     axes.set_title(title)
     axes.legend()
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    save(figure, path)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 from benchmarks.machine import RESULTS, machine
+from benchmarks.pictures import looks, new_figure, save
 from benchmarks.simulate import mocker
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.cluster import Simulation
@@ -25,7 +26,6 @@ from benchmarks.simulate.metrics import Objectives
 from benchmarks.simulate.workload import of_trace
 from benchmarks.traces.generate import generate
 from benchmarks.traces.recorded import Trace
-from matplotlib.figure import Figure
 
 from diptych_protocol.config import Disaggregate
 from diptych_router.policies import POLICIES
@@ -133,7 +133,7 @@ def main(peer: Path | None, only: Sequence[str]) -> None:
     facts = {"machine": machine(), "objectives": asdict(OBJECTIVES), "rows": rows}
     (RESULTS / "routing.json").write_text(json.dumps(facts, indent=1) + "\n")
     (RESULTS / "routing.md").write_text(_table(rows))
-    _plot(rows, RESULTS / "routing.png")
+    _plot(rows, RESULTS / "routing.svg")
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -160,7 +160,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Mean and p90 TTFT and hits against load, 4+4 engines."""
-    figure = Figure(figsize=(15, 8), layout="constrained")
+    figure = new_figure(15, 8)
     grid = figure.subplots(2, 3)
     whats = {"ttft_mean_ms": "TTFT mean ms", "ttft_p90_ms": "TTFT p90 ms"}
     whats["hits_of_ideal"] = "hits of the ideal"
@@ -168,12 +168,12 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         mine = [r for r in rows if (r["trace"], r["pods"]) == (trace, 4)]
         mine = [r for r in mine if r.get("engines", "mocker") == "mocker"]
         for axes, (what, label) in zip(line, whats.items(), strict=True):
-            for name in sorted({_name(row) for row in mine}):
+            for name, look in zip(sorted({_name(row) for row in mine}), looks(), strict=False):
                 points = sorted((r["speed"], r[what]) for r in mine if _name(r) == name)
-                axes.plot(*zip(*points, strict=True), "-o", label=name)
+                axes.plot(*zip(*points, strict=True), label=name, **look)
             axes.set_title(f"{trace}, 4+4 engines")
             axes.set_xlabel("multiple of the trace's rate")
             axes.set_ylabel(label)
             axes.set_yscale("linear" if what == "hits_of_ideal" else "log")
         line[0].legend()
-    figure.savefig(path, dpi=110)
+    save(figure, path)

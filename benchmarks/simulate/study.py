@@ -249,7 +249,7 @@ def write(results: dict[str, Any]) -> None:
             }
             for w in WORKLOADS
         },
-        RESULTS / "capacity-ratio.png",
+        RESULTS / "capacity-ratio.svg",
         "An 8B model on H200s, costs from its roofline",
         ("part of the pods that prefill", "good requests/s a pod"),
     )
@@ -262,7 +262,7 @@ def write(results: dict[str, Any]) -> None:
             }
             for policy in POLICIES
         },
-        RESULTS / "capacity-prefixes.png",
+        RESULTS / "capacity-prefixes.svg",
         "Common prefixes: what the router does, and what affinity would do",
         ("requests/s a pod", "TTFT p99 ms"),
     )

@@ -30,7 +30,7 @@ def find_service(url: str | None, model: str | None, api_key: str | None = None)
     if url is None:
         states = [state for state in rundir.running() if state.ready]
         if not states:
-            raise RunError("no service runs here; start one with `diptych up FILE`, or give --url")
+            raise RunError("no service runs here; start one with `diptych up`, or give --url")
         found = states[0]
         return Service(found.url, model or found.model, options(found))
     base = url.rstrip("/")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -15,13 +14,12 @@ from diptych.chat.command import chat
 from diptych.console import console_for_tables
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
 from diptych.doctor.command import doctor
+from diptych.service_argument import service_argument
 from diptych.top import top
 
 if TYPE_CHECKING:
-    from diptych.laptop.api_access import ApiAccess
-    from diptych.laptop.rundir import RunState
+    from diptych.known_models import Source
 
-SERVICE_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 PORT_OPTION = click.option(
     "--port",
     type=click.IntRange(1, 65535),
@@ -40,12 +38,14 @@ def main() -> None:
 
     \b
     Example:
-      diptych demo examples/smollm2.yaml      one question, and what the hand-off took
-      diptych up examples/smollm2.yaml        serve until Ctrl-C
-      diptych chat                            talk to it from another terminal
-      diptych why                             the newest requests, and where they went
-      diptych top                             what its engines do now
-      diptych doctor                          what will work on this machine
+      diptych demo                        one question, and what the hand-off took
+      diptych up                          serve the default model until Ctrl-C
+      diptych up qwen3:0.6b               serve another one; `diptych models` lists them
+      diptych up examples/smollm2.yaml    serve what a file says
+      diptych chat                        talk to it from another terminal
+      diptych top                         what its engines do now
+      diptych why                         the newest requests, and where they went
+      diptych doctor                      what will work on this machine
 
     \b
     Exit codes: 0 well, 1 something failed while running, 2 the input was wrong.
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("file", type=SERVICE_FILE)
+@service_argument
 @PORT_OPTION
 @click.option(
     "--host",
@@ -68,8 +68,19 @@ def main() -> None:
     "run where there must be one.",
 )
 @click.option("--tls", type=FOLDER, help="Serve HTTPS with the tls.crt and tls.key in it.")
-def up(file: Path, port: int, host: str, api_keys: Path | None, tls: Path | None) -> None:
-    """Run the service of FILE on this machine until Ctrl-C.
+@click.option("--plain", is_flag=True, help="Lines instead of a live table, as in a pipe.")
+def up(
+    source: Source, port: int, host: str, api_keys: Path | None, tls: Path | None, plain: bool
+) -> None:
+    """Run a service on this machine until Ctrl-C.
+
+    MODEL is a name that `diptych models` lists, FILE an InferenceService in YAML; without either,
+    smollm2:135m is served. A model that is not here is fetched first, into ~/.cache/diptych/models.
+
+    On a terminal one live table shows the pods and their figures: restarts, queue and rows
+    (requests that wait and that are computed), blocks of KV in use, tokens computed a second, and
+    of the router how many requests were answered and what was handed over. It is drawn anew only
+    when it changes. A pod that fails shows the end of its log.
 
     Renders the same objects as a cluster would get and runs each pod's command as a process:
     restarted with back-off if it ends, all of them ended with this command. The cores are shared
@@ -78,66 +89,81 @@ def up(file: Path, port: int, host: str, api_keys: Path | None, tls: Path | None
 
     \b
     Example:
+      diptych up
+      diptych up qwen3:0.6b --port 9000
+      diptych up --plain | tee up.log
       diptych up examples/smollm2.yaml
-      diptych up examples/smollm2.yaml --port 9000
       diptych up examples/smollm2.yaml --host 0.0.0.0 --api-keys keys/
     """
+    from diptych.foreground import serve
     from diptych.laptop.api_access import ApiAccess
 
-    console = Console()
-
-    async def serve(state: RunState) -> None:
-        lines = (
-            "try:",
-            f"  curl {state.url}/chat/completions -H 'Content-Type: application/json' \\",
-            *_example_credentials(state),
-            f"    -d '{_example_request(state.model)}'",
-            "  diptych chat",
-            "  diptych status",
-            "Ctrl-C ends it.",
-        )
-        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        await asyncio.Event().wait()
-
-    _run(file, ApiAccess(port, host, api_keys, tls), console, serve)
+    serve(source, ApiAccess(port, host, api_keys, tls), MODEL_CACHE.expanduser(), plain=plain)
 
 
 @main.command()
-@click.argument("file", type=SERVICE_FILE)
+@service_argument
 @PORT_OPTION
-def demo(file: Path, port: int) -> None:
-    """Run the service of FILE, ask it one question, show what it took, and end it.
+def demo(source: Source, port: int) -> None:
+    """Run a service, ask it one question, show what it took, and end it.
+
+    MODEL or FILE says which, as for `diptych up`.
 
     \b
     Example:
+      diptych demo
       diptych demo examples/smollm2.yaml
     """
-    from diptych.demo import demonstrate
+    from diptych.foreground import ask_once
     from diptych.laptop.api_access import ApiAccess
 
-    console = Console()
-    _run(file, ApiAccess(port), console, lambda state: demonstrate(state, console))
+    ask_once(source, ApiAccess(port), MODEL_CACHE.expanduser())
 
 
 @main.command()
-@click.argument("file", type=SERVICE_FILE)
+@service_argument
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml")
-def render(file: Path, output: str) -> None:
-    """Print the Kubernetes objects of FILE's service. They hold keys made for this call.
+def render(source: Source, output: str) -> None:
+    """Print the Kubernetes objects of a service. They hold keys made for this call.
+
+    MODEL or FILE says which, as for `diptych up`.
 
     \b
     Example:
+      diptych render qwen3:0.6b
       diptych render examples/smollm2.yaml
       diptych render examples/smollm2.yaml -o json | jq '.items[].kind'
     """
     from diptych.manifest import load, rendered, to_yaml
 
-    objects = rendered(file, load(file))
+    objects = rendered(source, load(source))
     if output == "yaml":
         click.echo(to_yaml(objects), nl=False)
         return
     listing = {"apiVersion": "v1", "kind": "List", "items": objects}
     click.echo(msgspec.json.format(msgspec.json.encode(listing), indent=2))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="For programs: a list of models.")
+def models(as_json: bool) -> None:
+    """List the models that have a short name, with their size, license and place.
+
+    HERE says whether a model's files are on this machine already. Each name stands for one commit,
+    so it means the same weights everywhere. Any other model is served from a FILE that names it.
+
+    \b
+    Example:
+      diptych models
+      diptych models --json | jq -r '.[] | select(.here) | .name'
+    """
+    from diptych import models as view
+
+    rows = view.listed(MODEL_CACHE.expanduser())
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(view.as_json(rows)), indent=2))
+    else:
+        console_for_tables().print(view.table(rows))
 
 
 @main.command()
@@ -217,39 +243,14 @@ def completion(shell: str) -> None:
     if found is None:
         raise click.UsageError(f"no completion for {shell}")
     click.echo(found(main, {}, "diptych", "_DIPTYCH_COMPLETE").source())
+    if shell == "bash":
+        # To bash a colon ends a word unless it is told otherwise; names of models have one.
+        click.echo('COMP_WORDBREAKS="${COMP_WORDBREAKS//:}"')
 
 
 main.add_command(chat)
 main.add_command(doctor)
 main.add_command(top)
-
-
-def _run(file: Path, api: ApiAccess, console: Console, while_ready: Any) -> None:
-    from diptych.laptop.model import with_local_model
-    from diptych.laptop.programs import other_programs
-    from diptych.manifest import load
-    from diptych.progress import Progress
-    from diptych.up import up as run_service
-
-    service = load(file)
-    programs = other_programs(file, service)  # before anything is fetched in vain
-    service = with_local_model(service, MODEL_CACHE.expanduser(), console)
-    with Progress(console) as progress:
-        asyncio.run(run_service(file, service, api, programs, progress, while_ready))
-
-
-def _example_credentials(state: RunState) -> list[str]:
-    """What curl needs beside the request: nothing on plain loopback."""
-    key = f"""-H "Authorization: Bearer $(cat '{state.key_file}')" """ if state.key_file else ""
-    trust = f"--cacert '{state.certificate}' " if state.certificate else ""
-    return [f"    {key}{trust}\\"] if key or trust else []
-
-
-def _example_request(model: str) -> str:
-    from diptych.demo import MAX_TOKENS, QUESTION
-
-    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
-    return msgspec.json.encode({**body, "max_tokens": MAX_TOKENS}).decode()
 
 
 if __name__ == "__main__":

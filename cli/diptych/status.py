@@ -76,7 +76,7 @@ def as_json(states: list[RunState]) -> str:
 def show(states: list[RunState], console: Console) -> None:
     """One table for each service."""
     if not states:
-        console.print("no service runs here; start one with `diptych up FILE`", markup=False)
+        console.print("no service runs here; start one with `diptych up`", markup=False)
     for state in states:
         ready = "ready" if state.ready else "starting"
         minutes = (time.time() - state.started_at) / 60

@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 import psutil
 
+from diptych.board.board import Board
 from diptych.errors import BadInputError, RunError
+from diptych.known_models import Source
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.kill_switch import KillSwitch
 from diptych.laptop.pods import (
@@ -32,7 +34,6 @@ from diptych.laptop.rundir import PodState, RunDirectory, RunState
 from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
 from diptych.laptop.vllm_packages import connector_packages
 from diptych.manifest import check_model, rendered
-from diptych.progress import Progress
 from diptych_frontend.openai.server import Site, listen, serve_aside
 from diptych_frontend.processors import usable_processors
 from diptych_operator.api.service import InferenceService
@@ -50,14 +51,14 @@ WhileReady = Callable[[RunState], Awaitable[None]]
 
 
 async def up(
-    file: Path,
+    source: Source,
     service: InferenceService,
     api: ApiAccess,
     programs: Mapping[str, str],
-    progress: Progress,
+    board: Board,
     while_ready: WhileReady,
 ) -> None:
-    """Run a service, read from `file`, from start to end. `programs`: see `local_pods`.
+    """Run a service, read from `source`, from start to end. `programs`: see `local_pods`.
 
     Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
 
@@ -65,10 +66,10 @@ async def up(
         BadInputError: the file is wrong, its model is not here, or the API cannot have its address.
         RunError: the port is taken, a pod cannot start, or the service never became ready.
     """
-    service = api.fit(file, service)
-    objects = rendered(file, service)
-    check_model(file, service)
-    packages = connector_packages(file, service)
+    service = api.fit(source, service)
+    objects = rendered(source, service)
+    check_model(source, service)
+    packages = connector_packages(source, service)
     _check_address(api)
     with RunDirectory(service.metadata.name) as run_dir:
         try:
@@ -77,7 +78,7 @@ async def up(
                 for pod in _local_pods(objects, run_dir, api, programs)
             ]
         except UnsupportedPodError as exc:
-            raise BadInputError(f"{file}: {exc}") from exc
+            raise BadInputError(f"{source}: {exc}") from exc
         threads = model_threads(usable_processors())
         token_file = ""
         for relative, content in files(objects, threads).items():
@@ -87,7 +88,7 @@ async def up(
         for name, folder in packages.items():
             run_dir.link(f"{PACKAGES_FOLDER}/{name}", folder)
         async with _kill_switch(api, pods, run_dir):
-            run = _Run(service, api, pods, run_dir, progress, token_file)
+            run = _Run(service, api, pods, run_dir, board, token_file)
             await run.until_done(while_ready)
 
 
@@ -144,7 +145,7 @@ class _Run:
         api: ApiAccess,
         pods: list[RunningPod],
         run_dir: RunDirectory,
-        progress: Progress,
+        board: Board,
         admin_token_file: str,
     ) -> None:
         self._service = service
@@ -154,28 +155,27 @@ class _Run:
         self._access = api.access()
         self._pods = pods
         self._run_dir = run_dir
-        self._progress = progress
+        self._board = board
         self._started_at = time.time()
         self._pid_created = psutil.Process().create_time()
-        self._supervisor = Supervisor(pods, changed=self._changed, crashed=progress.crashed)
+        self._supervisor = Supervisor(pods, changed=self._changed, crashed=board.crashed)
 
     async def until_done(self, while_ready: WhileReady) -> None:
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self._interrupted)
-        self._progress.begin(self._pods)
-        running = asyncio.create_task(self._supervisor.run())
-        work = asyncio.create_task(self._work(while_ready))
-        try:
-            await asyncio.wait({running, work}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            work.cancel()
-            self._supervisor.stop()
-            await asyncio.wait({running, work})
-            self._progress.settle()
-            for number in signals:
-                loop.remove_signal_handler(number)
+        with self._board.showing(self._pods):
+            running = asyncio.create_task(self._supervisor.run())
+            work = asyncio.create_task(self._work(while_ready))
+            try:
+                await asyncio.wait({running, work}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                work.cancel()
+                self._supervisor.stop()
+                await asyncio.wait({running, work})
+                for number in signals:
+                    loop.remove_signal_handler(number)
         try:
             running.result()
         except CrashLoopError as exc:
@@ -193,23 +193,21 @@ class _Run:
         except TimeoutError as exc:
             waiting = [pod.spec.name for pod in self._pods if not pod.life.ever_ready]
             raise RunError(f"not ready within {READY_TIMEOUT_S:g} s: {', '.join(waiting)}") from exc
-        self._progress.settle()
-        self._progress.say(f"ready in {time.monotonic() - begun:.1f} s: {self._api.url}")
+        self._board.say(f"ready in {time.monotonic() - begun:.1f} s: {self._api.url}")
         key = self._key_file.read_text().strip() if self._key_file is not None else ""
-        self._progress.say(f"the API: {self._api.access(key)}")
-        self._progress.say(f"the page: {self._api.url.removesuffix('/v1')}/")
+        self._board.say(f"the API: {self._api.access(key)}")
+        self._board.say(f"the page: {self._api.url.removesuffix('/v1')}/")
         await while_ready(self._state())
 
     def _interrupted(self) -> None:
-        self._progress.settle()
         if self._supervisor.stopping:
             self._supervisor.kill()
             return
-        self._progress.say("stopping (Ctrl-C again kills at once)")
+        self._board.say("stopping (Ctrl-C again kills at once)")
         self._supervisor.stop()
 
     def _changed(self) -> None:
-        self._progress.changed()
+        self._board.changed()
         self._run_dir.save(self._state())
 
     def _state(self) -> RunState:

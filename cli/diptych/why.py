@@ -46,7 +46,7 @@ def recent(limit: int) -> tuple[list[Listed], list[str]]:
 def _ask(path: str, kind: type[T]) -> tuple[list[tuple[str, T]], list[str]]:
     states = rundir.running()
     if not states:
-        raise RunError("no service runs here; start one with `diptych up FILE`")
+        raise RunError("no service runs here; start one with `diptych up`")
     try:
         return ask_all(_routers(states), path, kind)
     except UnknownRequestError as exc:

@@ -15,6 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych_frontend.anthropic.errors import ANTHROPIC
 from diptych_frontend.anthropic.routes import CountTokensRoute, MessagesApi
 from diptych_frontend.api_docs.routes import docs_routes
+from diptych_frontend.batches_api.in_process import AskedByBatch
+from diptych_frontend.batches_api.routes import FILES_PATH, BatchRoutes
+from diptych_frontend.batches_api.service import BatchService
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
@@ -28,6 +31,7 @@ from diptych_frontend.openai.responses import Health, ModelCard, ModelList, enco
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
 from diptych_frontend.responses_api.store import ResponseStore
+from diptych_frontend.tool_calls.formats import format_for
 from diptych_frontend.vllm_api.scoring import (
     RERANK_PATHS,
     SCORE_PATHS,
@@ -57,6 +61,7 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     access_log: AccessLogStyle = "off",
     stores_responses: bool = True,
+    batches: BatchService | None = None,
     extra_routes: Sequence[BaseRoute] = (),
     extra_open_paths: frozenset[str] = frozenset(),
 ) -> ASGIApp:
@@ -72,6 +77,8 @@ def build_app(
         access_log: one line a request on the logger `diptych.access`.
         stores_responses: /v1/responses keeps answers for clients that ask for it; several
             processes of one server must not, because the next request may reach another one.
+        batches: started here with the routes of this app, and closed by the caller; None keeps no
+            files.
         extra_routes: further Starlette routes, behind the same layers.
         extra_open_paths: paths of them that want no key.
     """
@@ -81,7 +88,7 @@ def build_app(
     models = Models(engine, names)
     workers = RequestWorkers()
     completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
-    chat_api = ChatApi(ReasoningParser.of(engine))
+    chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine))
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
     store = ResponseStore() if stores_responses else None
@@ -91,7 +98,7 @@ def build_app(
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
     score = ScoringRoute(ScoreRequest, engine, known, metrics, workers)
     rerank = ScoringRoute(RerankRequest, engine, known, metrics, workers)
-    tokenize = TokenizeRoute(engine, known, workers)
+    tokenize = TokenizeRoute(chat_api, engine, known, workers)
     detokenize = DetokenizeRoute(engine, known, workers)
     router = Router(
         [
@@ -104,6 +111,7 @@ def build_app(
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             *(Route(path, score, methods=["POST"]) for path in SCORE_PATHS),
             *(Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS),
+            *BatchRoutes(batches).routes(),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
             Route("/v1/kv_transfer/reject", RejectRoute(engine, workers), methods=["POST"]),
@@ -116,7 +124,10 @@ def build_app(
         redirect_slashes=False,
         default=_unknown_path,
     )
-    app: ASGIApp = BodyReader(router, max_body_bytes)
+    app: ASGIApp = BodyReader(router, max_body_bytes, frozenset({FILES_PATH}))
+    if batches is not None:
+        asked = Boundary(AskedByBatch(app), on_answer=metrics.count_answer, access_log=access_log)
+        batches.start(RejectionCleanup(asked, engine))
     if api_keys is not None:
         app = KeyGate(app, api_keys, OPEN_PATHS | extra_open_paths)
     app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log, dialects=DIALECTS)

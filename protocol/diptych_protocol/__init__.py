@@ -5,6 +5,7 @@ Imports nothing but msgspec and the standard library.
 
 from diptych_protocol.arrays import Array
 from diptych_protocol.config import (
+    Batches,
     CurveKeys,
     EngineConfig,
     KVTransferConfig,
@@ -76,6 +77,7 @@ __all__ = [
     "FINISH_REASON_STRINGS",
     "AnyControlCall",
     "Array",
+    "Batches",
     "ClientClosedError",
     "CompletionOutput",
     "ControlCall",

@@ -11,6 +11,7 @@ from diptych_protocol.engine_settings import (
     MAX_RANKS,
     EngineSettings,
     ReasoningParserName,
+    ToolCallParserName,
     TracesEndpoint,
 )
 from diptych_protocol.errors import InvalidRequestError
@@ -355,6 +356,30 @@ RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 Disaggregate = Literal["auto", "always", "never"]
 
 
+class Batches(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What the batches of a router may take, if it has a directory for them."""
+
+    max_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            le=1 << 50,
+            description="The most that all files and batches may take on the disk. One API key may "
+            "have half of it.",
+        ),
+    ] = 10 << 30
+    concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="The most requests of batches that each process of a router has under way.",
+        ),
+    ] = 16
+
+
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a router needs to know of the service it fronts; travels to it as JSON."""
 
@@ -418,6 +443,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ReasoningParserName,
         Meta(description="How the model marks its reasoning; the same as the engines'."),
     ] = "none"
+    tool_call_parser: Annotated[
+        ToolCallParserName,
+        Meta(description="How the model writes calls of tools; the same as the engines'."),
+    ] = "auto"
     otlp_traces_endpoint: TracesEndpoint | None = None
     processes: Annotated[
         int,
@@ -461,6 +490,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "needs an API key if the API does."
         ),
     ] = False
+    batches: Annotated[
+        Batches, Meta(description="Files and batches, for a router with `--batch-directory`.")
+    ] = Batches()
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

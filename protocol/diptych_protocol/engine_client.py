@@ -69,6 +69,10 @@ EngineInput = TokensPrompt | EmbedsPrompt
 class Renderer(Protocol):
     """Turns what users write into tokens."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the model's chat template, if it has one."""
+
     def render_prompt(self, prompt: PromptType) -> TokensPrompt:
         """Tokenise a completion prompt; token ids pass through, range-checked.
 
@@ -148,6 +152,11 @@ class EngineClient(ABC):
     def reasoning_parser(self) -> str:
         """The format of the model's reasoning; `none` if nobody is to look for it."""
         return self.vllm_config.reasoning_parser
+
+    @property
+    def tool_call_parser(self) -> str:
+        """The format in which the model calls tools; `auto` if its chat template is to show it."""
+        return self.vllm_config.tool_call_parser
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:

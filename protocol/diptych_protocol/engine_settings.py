@@ -18,6 +18,7 @@ MAX_RANKS = 64
 BlockSize = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ReasoningParserName = Literal["none", "think", "harmony"]
+ToolCallParserName = Literal["auto", "hermes", "llama", "mistral", "deepseek", "qwen3_coder"]
 TracesEndpoint = Annotated[
     str,
     Meta(
@@ -171,6 +172,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "is the answer."
         ),
     ] = "none"
+    tool_call_parser: Annotated[
+        ToolCallParserName,
+        Meta(
+            description="How the model writes calls of tools (docs/answers.md). auto: as its chat "
+            "template shows, or in channels where `reasoning_parser` is harmony."
+        ),
+    ] = "auto"
     seed: Annotated[
         int, Meta(description="Seeds dummy weights and requests that bring no seed.")
     ] = 0

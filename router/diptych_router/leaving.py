@@ -13,13 +13,22 @@ from collections.abc import Awaitable
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diptych_frontend.batches_api.service import BatchService
 from diptych_router.pool_client import PoolClient
 
 
 class Leaving:
     """The router's app; `drain` is what its server does first when it is told to end."""
 
-    def __init__(self, app: ASGIApp, client: PoolClient, linger_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        client: PoolClient,
+        linger_s: float,
+        batches: BatchService | None = None,
+    ) -> None:
+        """batches: nobody waits for their requests, so they stop at once."""
+        self._batches = batches
         self._app = app
         self._client = client
         self._linger_s = linger_s
@@ -35,4 +44,5 @@ class Leaving:
     async def drain(self) -> None:
         """Fail readiness, and serve on until the cluster has had time to see it."""
         self._client.leaving = True
-        await asyncio.sleep(self._linger_s)
+        stopping = [self._batches.close()] if self._batches is not None else []
+        await asyncio.gather(asyncio.sleep(self._linger_s), *stopping)

@@ -65,7 +65,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_the_page_names_machine_command_and_notes() -> None:
     page = report.page({"online": result(OURS)}, [scenario()])
-    for text in ("a machine", "`python -m benchmarks`", "- sic", "About it.", "(online.png)"):
+    for text in ("a machine", "`python -m benchmarks`", "- sic", "About it.", "(online.svg)"):
         assert text in page
 
 

@@ -14,6 +14,7 @@ from diptych.laptop import client
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.pods import LOOPBACK, local_pods, port_runs
 from diptych.laptop.rundir import RunDirectory, RunState
+from diptych_operator.api.batches import Batches
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render import ServiceSecrets, render
@@ -38,6 +39,12 @@ def service(**router: Any) -> InferenceService:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_laptop_always_has_the_page(router: dict[str, Any], host: str) -> None:
     assert ApiAccess(8080, host).fit(FILE, service(**router)).spec.router.ui
+
+
+def test_a_laptop_always_has_files_and_batches() -> None:
+    fitted = ApiAccess(8080, "127.0.0.1").fit
+    assert fitted(FILE, service()).spec.router.batches == Batches(size="256Mi")
+    assert fitted(FILE, service(batches={"size": "5Gi"})).spec.router.batches == Batches(size="5Gi")
 
 
 @pytest.fixture

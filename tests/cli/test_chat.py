@@ -143,7 +143,7 @@ def test_without_a_service_chat_says_how_to_start_one(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     result = CliRunner().invoke(main, ["chat", "--once", "hi"])
     assert result.exit_code == 1
-    assert "start one with `diptych up FILE`, or give --url" in result.stderr
+    assert "start one with `diptych up`, or give --url" in result.stderr
 
 
 @pytest.mark.parametrize(

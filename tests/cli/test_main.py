@@ -58,7 +58,8 @@ def test_a_pod_template_that_does_not_fit_is_named(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("up",), ("up", "/no/such/file"), ("up", str(EXAMPLE), "--port", "0"), ("x",)]
+    "arguments",
+    [("up", "no-such-model"), ("up", "/no/such/file"), ("up", str(EXAMPLE), "--port", "0"), ("x",)],
 )
 def test_wrong_usage_ends_with_two(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2

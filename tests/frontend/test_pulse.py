@@ -21,6 +21,10 @@ def heard(steps: int, running: int = 1, waiting: int = 0) -> Happening:
     return lambda pulse: pulse.heard(stats)
 
 
+def excused(seconds: float, now: float) -> Happening:
+    return lambda pulse: pulse.excuse_seconds(seconds, now)
+
+
 @pytest.mark.parametrize(
     ("happened", "doubtful_s"),
     [
@@ -33,10 +37,14 @@ def heard(steps: int, running: int = 1, waiting: int = 0) -> Happening:
         ([heard(5), asked(10), heard(5), asked(20), heard(6)], 0),
         ([heard(5, 0, 3), asked(10), heard(5, 0, 3)], 90),
         ([heard(5, 0, 0), asked(10), heard(5, 0, 0)], 0),
+        ([excused(30, now=60)], 0),
+        ([asked(10), excused(30, now=60)], 60),
+        ([asked(10), excused(70, now=60)], 40),
     ],
     ids=[
         "nobody asked", "no answer", "no answer to two questions", "an answer", "steps are made",
         "the same step", "a long step", "waiting only", "nothing to do",
+        "nothing to excuse", "some seconds have a reason", "no excuse is for later",
     ],
 )  # fmt: skip
 def test_doubt_counts_from_the_first_question_without_progress(

@@ -176,11 +176,20 @@ async def test_an_answer_has_the_form_that_was_asked_for(router: httpx.AsyncClie
 async def test_a_client_that_goes_ends_its_request_in_vllm(
     router: httpx.AsyncClient, servers: list[RealVllm], eventually: Any
 ) -> None:
-    stream = deltas(router, **LONG)
-    await anext(stream)
-    await eventually(lambda: sum(server.num_running() for server in servers) == 1)
-    await stream.aclose()  # type: ignore[attr-defined]
-    await eventually(lambda: sum(server.num_running() for server in servers) == 0)
+    def total(figure: str) -> int:
+        return sum(getattr(server.stats(), figure) for server in servers)
+
+    async def was_cut_short() -> bool:
+        """On a busy machine an answer may be over before anybody goes, and then proves nothing."""
+        before = total("tokens_generated")
+        stream = deltas(router, **LONG)
+        await anext(stream)
+        was_seen = total("num_running") == 1
+        await stream.aclose()  # type: ignore[attr-defined]
+        await eventually(lambda: total("num_running") == 0)
+        return was_seen and total("tokens_generated") - before < LONG["max_tokens"]
+
+    await eventually(was_cut_short)
 
 
 def in_process(model: str, servers: list[RealVllm]) -> PoolClient:
@@ -242,8 +251,9 @@ async def test_a_stream_goes_on_at_another_server(
     victim = None
     async for piece in deltas(router, **LONG):
         pieces.append(piece)
-        if victim is None and len(pieces) == 5:
-            victim = next(server for server in servers if server.num_running())
-            await asyncio.to_thread(victim.kill)
+        if victim is None:
+            victim = next((server for server in servers if server.num_running()), None)
+            if victim is not None:
+                await asyncio.to_thread(victim.kill)
     assert victim is not None
     assert "".join(pieces) == expected

@@ -80,11 +80,19 @@ def shown_service(model: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def laptop(folder: Path, service: dict[str, Any], port: int, *options: str) -> Iterator[Laptop]:
     """`diptych up`, until the end of the block. `options`: further ones of its command line."""
-    folder.chmod(0o700)
     file = folder / "service.yaml"
     file.write_text(yaml.safe_dump(service))
+    command = [sys.executable, "-m", "diptych.main", "up", str(file), *options]
+    with served(command, folder, port) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def served(command: list[str], folder: Path, port: int) -> Iterator[Laptop]:
+    """What this `diptych up` serves at a port, until the end of the block."""
+    folder.chmod(0o700)
     process = subprocess.Popen(
-        [sys.executable, "-m", "diptych.main", "up", str(file), "--port", str(port), *options],
+        [*command, "--port", str(port)],
         env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
         start_new_session=True,
     )

@@ -25,16 +25,25 @@ class Scene:
     """An open page of a service like that of `browser_kit.shown_service`."""
 
     page: Page
+    decoding: tuple[str, ...] = DECODING
+    """The names of the decode engines."""
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, browser: Browser, url: str, scheme: Any, viewport: Any) -> Iterator[Scene]:
+    def opened(
+        cls,
+        browser: Browser,
+        url: str,
+        scheme: Any = "light",
+        viewport: Any = DESK,
+        decoding: tuple[str, ...] = DECODING,
+    ) -> Iterator[Scene]:
         """Open the page of a service without keys."""
         context = browser.new_context(viewport=viewport, color_scheme=scheme)
         try:
             page = context.new_page()
             page.goto(url)
-            yield cls(page)
+            yield cls(page, decoding)
         finally:
             context.close()
 
@@ -77,13 +86,13 @@ class Scene:
 
     def rows(self) -> dict[str, int]:
         """Rows of the decode engines, as they are shown."""
-        return {name: int(self.figure(name, "rows")) for name in DECODING}
+        return {name: int(self.figure(name, "rows")) for name in self.decoding}
 
     # --- whole scenes -------------------------------------------------------------------------
 
     def answered(self) -> None:
         """One answer, with all that is told of it, and both pools idle again."""
-        for engine in ("smollm2-prefill-0", *DECODING):
+        for engine in ("smollm2-prefill-0", *self.decoding):
             expect(self.card(engine)).to_have_attribute("data-state", "ok")
         self.set_numbers(temperature=0)
         self.ask(WHOLE.words)

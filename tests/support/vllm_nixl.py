@@ -87,20 +87,21 @@ class Pair:
         )
 
     @contextlib.contextmanager
-    def counts(self, expected: Counters) -> Iterator[None]:
-        """The counters rise by this in the block, and by no more."""
+    def counts(self, *expected: Counters) -> Iterator[None]:
+        """The counters rise by this in the block, or by another of these, and by no more."""
         before = self.counters()
         yield
         seen: list[Counters] = []
 
         def as_expected() -> bool:
             seen.append(self.counters() - before)
-            return seen[-1] == expected
+            return seen[-1] in expected
 
         try:
             wait_until(as_expected, seconds=30)
         except AssertionError:
-            raise AssertionError(f"counted {seen[-1]}, and not {expected}") from None
+            wanted = " or ".join(map(str, expected))
+            raise AssertionError(f"counted {seen[-1]}, and not {wanted}") from None
 
     def seconds_until(self, condition: Callable[[], bool]) -> float:
         started = time.monotonic()

@@ -67,6 +67,7 @@ def test_they_answer_as_one_engine_does_and_free_what_nobody_wants(
             server.wait_until_ready()
         # On a busy machine, ranks may be too slow for the time that a new connection has.
         wait_until(lambda: hand_off(p, d, first) == first.answer)
+        wait_until(lambda: p.holds_nothing() and d.holds_nothing())
         before = p.figures(), d.figures()
         with ThreadPoolExecutor(4) as users:
             answers = list(users.map(partial(hand_off, p, d), asked))

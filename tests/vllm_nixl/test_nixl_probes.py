@@ -306,8 +306,10 @@ def test_a_client_that_goes_in_ds_leg_frees_both(
 def test_d_waits_without_end_for_a_p_that_stands_still_and_keeps_the_blocks_of_a_client_that_went(
     pair: Pair, fresh: Iterator[Question], record_property: Record
 ) -> None:
+    """P goes on behind the end of the lease, and finds that end or D's notification first."""
     question = next(fresh)
-    with pair.counts(Counters(transfers=1, expired=1, after_expiry=1)):
+    late = Counters(transfers=1, expired=1, after_expiry=1)
+    with pair.counts(late, Counters(transfers=1)):
         params = pair.p.prefill(question.prompt)
         pair.p.signal(signal.SIGSTOP)
         try:
@@ -338,10 +340,12 @@ def started_again(pair: Pair, engine: NixlEngine, model: str, log: Path, side_po
 def test_a_p_that_was_started_again_under_its_name_never_hands_over_to_the_same_d_again(
     pair: Pair, fresh: Iterator[Question], model: str, side_port: int, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """D keeps the dead connection of that name."""
+    """D keeps the dead connection of that name. What it does not read stays with P for the lease,
+    and of such leases any number may end meanwhile."""
     started_again(pair, P, model, tmp_path / "p", side_port)
+    failed = [Counters(failed=2, failed_notifications=1, expired=ended) for ended in range(5)]
     for _ in range(4):
-        with pair.counts(Counters(failed=2, failed_notifications=1)):
+        with pair.counts(*failed):
             assert handed_over(pair, next(fresh)) is None
     question = next(fresh)
     assert pair.d.answer(question.prompt, ANSWER_TOKENS) == question.answer

@@ -133,7 +133,7 @@ def check_ports(facts: Facts) -> Check:
     if ports.api_is_free:
         return Check("ports", State.OK, f"{ports.api} is free, and so are others on 127.0.0.1")
     who = f"the service {ports.taken_by}" if ports.taken_by else "another program"
-    found, remedy = f"{ports.api} is taken by {who}", "diptych up FILE --port ANOTHER"
+    found, remedy = f"{ports.api} is taken by {who}", "diptych up --port ANOTHER"
     return Check("ports", State.WARN, found, remedy)
 
 

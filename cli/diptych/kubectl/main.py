@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,12 +12,14 @@ from rich.console import Console, RenderableType
 from diptych.console import console_for_tables
 from diptych.defaults import TOP_INTERVAL_S
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
-from diptych.main import CONTEXT, SERVICE_FILE
+from diptych.main import CONTEXT
 from diptych.main import render as render_file
+from diptych.service_argument import service_argument
 from diptych.watching import loads_over, show
 
 if TYPE_CHECKING:
     from diptych.engine_load import Sample
+    from diptych.known_models import Source
     from diptych.kubectl.why import Explanation
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -194,17 +195,19 @@ def top(
 
 
 @main.command()
-@click.argument("file", type=SERVICE_FILE)
+@service_argument
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml")
 @click.pass_context
-def render(ctx: click.Context, file: Path, output: str) -> None:
-    """Print the Kubernetes objects of FILE's service; asks no cluster. The keys are made anew.
+def render(ctx: click.Context, source: Source, output: str) -> None:
+    """Print the Kubernetes objects of a service; asks no cluster. The keys are made anew.
+
+    MODEL is a name that `diptych models` lists, FILE an InferenceService in YAML.
 
     \b
     Example:
       kubectl diptych render examples/smollm2.yaml
     """
-    ctx.invoke(render_file, file=file, output=output)
+    ctx.invoke(render_file, source=source, output=output)
 
 
 def _explain_requests(cluster: Cluster, name: str, request_id: str | None, as_json: bool) -> None:

@@ -15,10 +15,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from diptych.errors import BadInputError
+from diptych.known_models import Source
 from diptych.laptop.pods import LOOPBACK, reached_at
 from diptych.laptop.rundir import RunDirectory
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.tls import CERTIFICATE_FILE, Certificate
+from diptych_operator.api.batches import Batches
 from diptych_operator.api.pools import ApiKeys as ApiKeysOfSecret
 from diptych_operator.api.pools import Tls
 from diptych_operator.api.service import InferenceService
@@ -27,6 +29,8 @@ from diptych_protocol import InvalidRequestError
 KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"
 """What stands for the names of Secrets; the run directory has folders of these names."""
 MADE_KEY_NAME = "laptop"
+BATCHES_SIZE = "256Mi"
+"""The run directory may be in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +61,14 @@ class ApiAccess:
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{reached_at(self.host)}:{self.port}/v1"
 
-    def fit(self, file: Path, service: InferenceService) -> InferenceService:
+    def fit(self, source: Source, service: InferenceService) -> InferenceService:
         """The service with this access instead of a cluster's.
 
         Raises `BadInputError` for keys or a certificate that cannot be used, or that are missing.
         """
         if service.spec.router.tls is not None and self.tls is None and not self.on_loopback:
             raise BadInputError(
-                f"{file}: spec.router.tls: its Secret is a cluster's; give --tls DIR with "
+                f"{source}: spec.router.tls: its Secret is a cluster's; give --tls DIR with "
                 f"{CERTIFICATE_FILE} and tls.key, or listen on {LOOPBACK}"
             )
         if self.api_keys is not None and not ApiKeys(self.api_keys).names:
@@ -81,6 +85,7 @@ class ApiAccess:
             api_keys=ApiKeysOfSecret(KEYS_NAME) if self.has_keys else None,
             tls=Tls(TLS_NAME) if self.tls is not None else None,
             ui=True,
+            batches=service.spec.router.batches or Batches(size=BATCHES_SIZE),
         )
         return replace(service, spec=replace(service.spec, router=router))
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 
 from diptych.errors import BadInputError, RunError
@@ -27,7 +33,8 @@ def with_local_model(service: InferenceService, cache: Path, console: Console) -
     if not parse_model_uri(model.uri).is_fetched:
         return service
     columns = TextColumn("fetching {task.description}"), BarColumn(), DownloadColumn()
-    with Bar(*columns, TransferSpeedColumn(), console=console, transient=True) as bar:
+    speed = TransferSpeedColumn(), TimeRemainingColumn()
+    with Bar(*columns, *speed, console=console, transient=True) as bar:
         task = bar.add_task(model.uri, total=None)
 
         def report(progress: Progress) -> None:

@@ -5,9 +5,9 @@ What differs from a cluster, and nothing else does:
 - every container port becomes a free port of 127.0.0.1, in the environment and in probes, and
   neighbours stay neighbours; only the API of routers may listen elsewhere;
 - a Service's `name.namespace.svc:port` becomes the list of loopback addresses of its pods;
-- mounted ConfigMaps and Secrets are folders of the run directory, and so is the volume that has
-  our connector for vLLM; other volumes are left out, and with them the variables that name places
-  in them;
+- mounted ConfigMaps and Secrets are folders of the run directory, and so are the volume that has
+  our connector for vLLM and that of files and batches, which all routers share; other volumes are
+  left out, and with them the variables that name places in them;
 - the first container of a pod runs as a process of the user, with the user's environment below its
   own; init containers, sidecars, resources, security contexts and liveness probes are left out;
 - an engine without a CPU limit gets threads by what it does: the prefill engines share them all
@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from diptych_operator.api.names import (
+    BATCHES_VOLUME,
     BIND_HOST_VARIABLE,
     COMPONENT_LABEL,
     CONNECTOR_CONTAINER,
@@ -305,6 +306,8 @@ def _mounted_folders(pod: _Placed, run_dir: Path) -> dict[str, Path]:
             folders[mount["mountPath"]] = run_dir / "secrets" / volume["secret"]["secretName"]
         elif mount["name"] == CONNECTOR_CONTAINER:
             folders[mount["mountPath"]] = run_dir / PACKAGES_FOLDER
+        elif mount["name"] == BATCHES_VOLUME:
+            folders[mount["mountPath"]] = run_dir / BATCHES_VOLUME
     return folders
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from diptych.errors import BadInputError
+from diptych.known_models import Source
 from diptych_operator.api.service import InferenceService
 
 VLLM_VARIABLE: Final = "DIPTYCH_VLLM"
@@ -19,7 +20,7 @@ _INSTALL: Final = (
 )
 
 
-def other_programs(file: Path, service: InferenceService) -> Mapping[str, str]:
+def other_programs(source: Source, service: InferenceService) -> Mapping[str, str]:
     """Where each program is that the engines of a service need: name -> path.
 
     Raises `BadInputError`, saying what to install, if it is not on this machine.
@@ -29,10 +30,10 @@ def other_programs(file: Path, service: InferenceService) -> Mapping[str, str]:
     try:
         found = vllm_program()
     except BadInputError as exc:
-        raise BadInputError(f"{file}: spec.engine.runtime: {exc}") from exc
+        raise BadInputError(f"{source}: spec.engine.runtime: {exc}") from exc
     if found is None:
         raise BadInputError(
-            f"{file}: spec.engine.runtime: vLLM is not installed here: no vllm is on the PATH. "
+            f"{source}: spec.engine.runtime: vLLM is not installed here: no vllm is on the PATH. "
             f"{_INSTALL}"
         )
     return {"vllm": found}

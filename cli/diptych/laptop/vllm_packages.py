@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from diptych.errors import BadInputError
+from diptych.known_models import Source
 from diptych_operator.api.service import InferenceService
 
 IMPORTED: Final = (
@@ -22,7 +23,7 @@ IMPORTED: Final = (
 found there: vLLM has numpy, ZMQ and torch in other versions."""
 
 
-def connector_packages(file: Path, service: InferenceService) -> Mapping[str, Path]:
+def connector_packages(source: Source, service: InferenceService) -> Mapping[str, Path]:
     """Folders to be found in a folder of vLLM's `PYTHONPATH`: name -> where it is.
 
     Empty for a service that needs none. Raises `BadInputError`, saying what to install.
@@ -34,8 +35,8 @@ def connector_packages(file: Path, service: InferenceService) -> Mapping[str, Pa
         spec = find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             raise BadInputError(
-                f"{file}: spec.transfer.connector: diptych needs the package {name}, which is not "
-                "installed here: pip install 'diptych[vllm]', or choose the connector nixl"
+                f"{source}: spec.transfer.connector: diptych needs the package {name}, which is "
+                "not installed here: pip install 'diptych[vllm]', or choose the connector nixl"
             )
         folders[name] = Path(spec.submodule_search_locations[0])
     # Libraries that a wheel brings lie beside its package, where its own look for them.

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from diptych_engine.serving.llm_engine import LLMEngine
 from diptych_frontend.core_client.engine_args import EngineArgs
+from diptych_frontend.observability.metric_snapshot import Metric
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     EngineGenerateError,
@@ -121,6 +122,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """Raises `InvalidRequestError` if there is none."""
         return self.llm_engine.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """The values of all metrics now. Raises `UnsupportedFeatureError` without `log_stats`."""
+        return self.llm_engine.get_metrics()
 
     def _run(
         self,

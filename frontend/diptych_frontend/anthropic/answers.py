@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from diptych_frontend.openai.answer_parts import AnswerParts
 from diptych_frontend.openai.responses import AnswerWriter, PlainEvents, Tally, encode
-from diptych_frontend.openai.tool_calls import ParsedCall
+from diptych_frontend.tool_calls.calls import ParsedCall
 from diptych_protocol import EngineGenerateError, RequestOutput
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Neutral
-from diptych_frontend.openai.tools import MAX_TOOLS, ToolName
+from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
 from diptych_protocol.sampling import MAX_STOP_CHARS, MAX_STOPS
 
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]

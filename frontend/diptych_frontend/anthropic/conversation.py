@@ -26,7 +26,7 @@ from diptych_frontend.anthropic.api_types import (
     ToolUseBlock,
     Turn,
 )
-from diptych_frontend.openai import response_format, tools
+from diptych_frontend.openai import response_format
 from diptych_frontend.openai.api_types import (
     MAX_MESSAGES,
     CalledFunction,
@@ -39,6 +39,7 @@ from diptych_frontend.openai.api_types import (
     check_neutral,
 )
 from diptych_frontend.reasoning.request_options import SWITCHES
+from diptych_frontend.tool_calls import tools
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 FAILED: Final = "Error:"

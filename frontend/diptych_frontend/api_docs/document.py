@@ -16,6 +16,7 @@ from diptych_frontend.responses_api import api_types as responses
 OPENAPI: Final = "3.1.0"
 REFS: Final = "#/components/schemas/{name}"
 JSON: Final = "application/json"
+FORM: Final = "multipart/form-data"
 PARTS: Final = (
     anthropic.Tool,
     anthropic.OutputConfig,
@@ -87,13 +88,19 @@ def _described(operation: Operation, ref_of: dict[Kind, Schema]) -> Schema:
         },
         "security": [{"bearer": []}, {"x-api-key": []}, {}] if operation.needs_key else [],
     }
-    if operation.parameters:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    text = {"type": "string"}
+    parameters = [
+        *(
+            {"name": name, "in": "path", "required": True, "schema": text}
             for name in operation.parameters
-        ]
+        ),
+        *({"name": name, "in": "query", "schema": text} for name in operation.query),
+    ]
+    if parameters:
+        described["parameters"] = parameters
     if operation.request is not None:
-        content = {JSON: {"schema": ref_of[operation.request]}}
+        kind = FORM if operation.takes_form else JSON
+        content = {kind: {"schema": ref_of[operation.request]}}
         described["requestBody"] = {"required": True, "content": content}
     return described
 

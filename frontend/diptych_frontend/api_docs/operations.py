@@ -11,6 +11,15 @@ from diptych_frontend.anthropic.answers import Message
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.anthropic.errors import FailureBody
 from diptych_frontend.anthropic.routes import TokenCount
+from diptych_frontend.batches_api.api_types import (
+    Batch,
+    BatchList,
+    BatchRequest,
+    FileDeleted,
+    FileForm,
+    FileList,
+    FileObject,
+)
 from diptych_frontend.openai.api_types import ChatCompletionRequest, CompletionRequest
 from diptych_frontend.openai.embeddings import EmbeddingList, EmbeddingRequest
 from diptych_frontend.openai.errors import ErrorBody
@@ -52,8 +61,12 @@ class Operation:
     request: Kind | None = None
     answer: Kind | None = None
     """None: an answer of another kind, such as a text."""
+    takes_form: bool = False
+    """The request is multipart/form-data, not JSON."""
     streams: bool = False
     """With `stream: true` the answer comes in server-sent events."""
+    query: tuple[str, ...] = ()
+    """The parameters after the path."""
     failure: Kind = ErrorBody
     needs_key: bool = True
     """On a server with API keys."""
@@ -94,6 +107,29 @@ OPERATIONS: Final = (
     *(
         Operation("post", path, "The documents nearest to a text.", RerankRequest, RerankList)
         for path in RERANK_PATHS
+    ),
+    Operation(
+        "post", "/v1/files", "Upload the requests of a batch.", FileForm, FileObject,
+        takes_form=True,
+    ),
+    Operation(
+        "get", "/v1/files", "The files of the client.", answer=FileList,
+        query=("after", "limit", "order", "purpose"),
+    ),
+    Operation("get", "/v1/files/{file_id}", "What is known of a file.", answer=FileObject),
+    Operation("delete", "/v1/files/{file_id}", "Delete a file.", answer=FileDeleted),
+    Operation("get", "/v1/files/{file_id}/content", "The bytes of a file."),
+    Operation(
+        "post", "/v1/batches", "Let the requests of a file be answered.", BatchRequest, Batch
+    ),
+    Operation(
+        "get", "/v1/batches", "The batches of the client.", answer=BatchList,
+        query=("after", "limit"),
+    ),
+    Operation("get", "/v1/batches/{batch_id}", "A batch as it is now.", answer=Batch),
+    Operation(
+        "post", "/v1/batches/{batch_id}/cancel", "Let a batch end with what is done.",
+        answer=Batch,
     ),
     Operation(
         "get", "/v1/models", "The model under each of its names, and its adapters.",

@@ -34,6 +34,11 @@ class Pulse:
         """There was a reason for the silence up to now."""
         self._doubted_since = None
 
+    def excuse_seconds(self, seconds: float, now: float) -> None:
+        """There was a reason for so many of the seconds up to now."""
+        if self._doubted_since is not None:
+            self._doubted_since = min(now, self._doubted_since + seconds)
+
     def doubtful_s(self, now: float) -> float:
         """For how many seconds there has been no proof of progress."""
         return 0.0 if self._doubted_since is None else now - self._doubted_since

@@ -55,7 +55,7 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, stats_by_engine: StatsByEngine | None = None) -> None:
         self.registry = CollectorRegistry()
-        self._model_name = model_name
+        self._model_name = self.model_name = model_name
         ProcessCollector(registry=self.registry)
         if stats_by_engine is not None:
             self.registry.register(EngineStatsCollector(model_name, stats_by_engine))

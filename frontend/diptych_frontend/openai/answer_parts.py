@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from diptych_frontend.openai.tool_calls import ParsedCall, ToolCallParser
+from collections.abc import Callable
+
 from diptych_frontend.reasoning.parser import AnswerReaders
+from diptych_frontend.tool_calls.calls import ParsedCall
+from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import CompletionOutput
 
 
 class AnswerParts:
     """Reads the answers to one request, output by output."""
 
-    def __init__(self, parallel_calls: bool | None, reasoning: AnswerReaders | None) -> None:
-        """parallel_calls: whether one answer may call several tools; None if it may call none.
+    def __init__(
+        self, calls: Callable[[], ToolCallParser] | None, reasoning: AnswerReaders | None
+    ) -> None:
+        """calls: makes what finds the calls of tools in one answer; None if it may call none.
 
         reasoning: read the model's reasoning; None if the answers are all of the text.
         """
-        self._parallel_calls = parallel_calls
+        self._new_parser = calls
         self._reasoning = reasoning
         self._parsers: dict[int, ToolCallParser] = {}
         """By the answer's index."""
@@ -23,7 +28,7 @@ class AnswerParts:
     @property
     def are_whole(self) -> bool:
         """There is nothing but text in any answer."""
-        return self._reasoning is None and self._parallel_calls is None
+        return self._reasoning is None and self._new_parser is None
 
     @property
     def num_reasoning_tokens(self) -> int | None:
@@ -42,12 +47,11 @@ class AnswerParts:
         reasoning, text = "", output.text
         if self._reasoning is not None:
             reasoning, text = self._reasoning.read(output)
-        if self._parallel_calls is None:
+        if self._new_parser is None:
             return reasoning, text, [], finish_reason
         parser = self._parsers.get(output.index)
         if parser is None:
-            parser = ToolCallParser(parallel=self._parallel_calls)
-            self._parsers[output.index] = parser
+            parser = self._parsers[output.index] = self._new_parser()
         text, calls = parser.push(text, last=output.finished)
         if finish_reason == "stop" and parser.num_calls:
             finish_reason = "tool_calls"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from diptych_frontend.openai.response_format import ResponseFormat, form_of
-from diptych_frontend.openai.tools import MAX_TOOLS, Tool, ToolChoice, forced_call
+from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool, ToolChoice, forced_call
 from diptych_protocol import (
     InvalidRequestError,
     KVTransferParams,
@@ -333,6 +333,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """The answer is a call, whose form is given."""
+        return self.tool_choice not in (None, "none", "auto")
 
     @property
     def parallel_calls(self) -> bool:

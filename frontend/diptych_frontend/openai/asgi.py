@@ -66,8 +66,15 @@ class Exchange:
     """The last byte of the answer was handed over."""
     tenant: str = ""
     """Whose request it is: the name of the API key that it came with; empty without keys."""
+    least_priority: int | None = None
+    """It is no more urgent than this, whatever its body says; None: as its body says."""
     admitted: bool = False
     """An engine took the request: what it holds for it is the engine's to clean up."""
+
+    def priority(self, asked: int | None) -> int:
+        """How urgent it is, if its body asks for this. The lower number goes first."""
+        floor = self.least_priority
+        return (asked or 0) if floor is None else max(asked or 0, floor)
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -231,13 +238,18 @@ async def send_bytes(
 class BodyReader:
     """Reads the body of a POST before its route runs, within bounds of size and time."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, streamed: frozenset[str] = frozenset()
+    ) -> None:
+        """streamed: the paths of routes that read a body themselves, within bounds of their own."""
         self._app = app
         self._max_bytes = max_bytes
+        self._streamed = streamed
         self._room = BodyRoom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        is_read_here = scope["type"] == "http" and scope["method"] == "POST"
+        if not is_read_here or scope["path"] in self._streamed:
             await self._app(scope, receive, send)
             return
         declared = header(scope, b"content-length") or "0"

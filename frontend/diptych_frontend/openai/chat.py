@@ -47,6 +47,9 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_frontend.reasoning.parser import ReasoningParser
+from diptych_frontend.tool_calls.earlier import Arguments
+from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
+from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
     CompletionOutput,
     InvalidRequestError,
@@ -99,14 +102,17 @@ def joined(parts: list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
 
 def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
     """A call as chat templates know it: its arguments are an object, not JSON."""
+    written = call.function.arguments or "{}"
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}")
+        arguments = msgspec.json.decode(written)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise InvalidRequestError(
             f"messages[{index}].tool_calls: the arguments of {call.function.name[:64]!r} are not "
             f"JSON: {exc}",
             param="messages",
         ) from exc
+    if isinstance(arguments, dict):
+        arguments = Arguments(arguments, written)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -119,9 +125,15 @@ class ChatApi:
     prompt_field = "messages"
     reasoning_ended: bool | None = None
 
-    def __init__(self, reasoning: ReasoningParser | None = None) -> None:
-        """reasoning: tells the model's reasoning from its answers; None if nobody is to."""
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, calls: ToolCallFormat = HERMES
+    ) -> None:
+        """reasoning: tells the model's reasoning from its answers; None if nobody is to.
+
+        calls: how the model calls tools.
+        """
         self.reasoning = reasoning
+        self._calls = calls
 
     def request(self, body: ChatCompletionRequest, scope: Scope) -> ChatCompletionRequest:
         return body
@@ -132,14 +144,18 @@ class ChatApi:
             raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
         # max_tokens is the older name of max_completion_tokens.
         max_tokens = request.max_completion_tokens
-        return request.to_sampling_params(
+        params = request.to_sampling_params(
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
+        if self._format_of(request).has_special_markers and request.callable_tools:
+            params.skip_special_tokens = False
+        return params
 
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
+        messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
         prompt = renderer.render_chat(
-            [plain_message(message, index) for index, message in enumerate(request.messages)],
+            self._calls.prepare(messages),
             add_generation_prompt=request.add_generation_prompt is not False,
             tools=msgspec.to_builtins(request.callable_tools) or None,
             template_kwargs=request.chat_template_kwargs,
@@ -156,9 +172,22 @@ class ChatApi:
         readers = None
         kwargs = self.reasoning_parser_kwargs(request)
         if self.reasoning is not None and kwargs is not None:
-            shown = request.include_reasoning is not False
-            readers = self.reasoning.readers(prompt["prompt_token_ids"], kwargs, shown=shown)
-        return AnswerParts(request.parallel_calls if request.callable_tools else None, readers)
+            readers = self.reasoning.readers(
+                prompt["prompt_token_ids"],
+                kwargs,
+                shown=request.include_reasoning is not False,
+                calls=bool(request.callable_tools) and not request.must_call,
+            )
+        functions = [tool.function for tool in request.callable_tools]
+        if not functions:
+            return AnswerParts(None, readers)
+        tools = {function.name: function.parameters or {} for function in functions}
+        style, parallel = self._format_of(request), request.parallel_calls
+        return AnswerParts(lambda: ToolCallParser(style, tools, parallel=parallel), readers)
+
+    def _format_of(self, request: ChatCompletionRequest) -> ToolCallFormat:
+        """How an answer calls tools: one that must has the form of `forced_call`."""
+        return HERMES if request.must_call else self._calls
 
     def writer(
         self,

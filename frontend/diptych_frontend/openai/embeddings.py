@@ -197,7 +197,7 @@ class EmbeddingRoute:
                 header(scope, b"traceparent"), header(scope, b"tracestate")
             )
             params = PoolingParams(dimensions=request.dimensions)
-            priority = request.priority or 0
+            priority = exchange.priority(request.priority)
             job = Job(prompts, params, priority, adapter, trace_headers, exchange, "input")
             # Each is written as soon as it is there, so that no answer blocks the others for long,
             # and numbers do not lie around as Python objects.

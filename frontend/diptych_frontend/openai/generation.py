@@ -143,7 +143,7 @@ class GenerationRoute(Generic[B, R]):
             exchange.request_id,
             sound.prompts,
             params,
-            request.priority or 0,
+            exchange.priority(request.priority),
             _data_parallel_rank(scope),
             sound.adapter,
             trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -21,6 +22,7 @@ class ReasoningFormat:
     opener: str
     """What an output begins with if it begins with reasoning."""
     markers: tuple[str, ...]
+    """What the splitter must find in the text, although it may be special tokens."""
     splitter: Callable[[bool | None], Splitter]
     """A splitter for one output; takes whether reasoning has ended before it, None if the output
     will show that."""
@@ -29,6 +31,8 @@ class ReasoningFormat:
 
     Only the very end counts: elsewhere a user may have written what looks like a marker.
     """
+    call_splitter: Callable[[bool | None], Splitter] | None = None
+    """A splitter that leaves calls of tools in the answer, if `splitter` does not."""
 
 
 FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
@@ -37,7 +41,11 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
             think.OPEN, (think.OPEN, think.CLOSE), think.ThinkSplitter, think.ended_in_prompt
         ),
         "harmony": ReasoningFormat(
-            harmony.CHANNEL, harmony.MARKERS, harmony.HarmonySplitter, harmony.ended_in_prompt
+            harmony.CHANNEL,
+            (*harmony.MARKERS, harmony.CONSTRAIN),
+            harmony.HarmonySplitter,
+            harmony.ended_in_prompt,
+            partial(harmony.HarmonySplitter, shows_calls=True),
         ),
     }
 )

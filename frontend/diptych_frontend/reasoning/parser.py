@@ -13,6 +13,7 @@ from diptych_frontend.reasoning.formats import (
     format_of,
 )
 from diptych_frontend.reasoning.request_options import said_ended
+from diptych_frontend.reasoning.splitter import Splitter
 from diptych_protocol import CompletionOutput, EngineClient
 
 TokenText = Callable[[int], str]
@@ -37,19 +38,22 @@ class ReasoningParser:
         return cls(style, lambda ids: renderer.decode(ids, skip_special_tokens=False))
 
     def readers(
-        self, prompt: Sequence[int], kwargs: dict[str, Any], *, shown: bool
+        self, prompt: Sequence[int], kwargs: dict[str, Any], *, shown: bool, calls: bool = False
     ) -> AnswerReaders:
         """For the answers to a prompt.
 
         kwargs: the request's `reasoning_parser_kwargs`.
         shown: without it the reasoning is counted and left out.
+        calls: calls of tools belong to the answer.
         """
         ended = begins_ended(
             self._style,
             said_ended(None, kwargs),
             lambda: self._decode(list(prompt[-PROMPT_TAIL:])),
         )
-        return AnswerReaders(lambda: AnswerReader(self._style, ended, self._token_text), shown)
+        style = self._style
+        splitter = style.call_splitter if calls and style.call_splitter else style.splitter
+        return AnswerReaders(lambda: AnswerReader(splitter, ended, self._token_text), shown)
 
     def _token_text(self, token_id: int) -> str:
         text = self._texts.get(token_id)
@@ -79,9 +83,14 @@ class AnswerReaders:
 class AnswerReader:
     """Splits one answer, output by output."""
 
-    def __init__(self, style: ReasoningFormat, ended: bool | None, token_text: TokenText) -> None:
-        self._text = style.splitter(ended)
-        self._tokens = style.splitter(ended)
+    def __init__(
+        self,
+        splitter: Callable[[bool | None], Splitter],
+        ended: bool | None,
+        token_text: TokenText,
+    ) -> None:
+        self._text = splitter(ended)
+        self._tokens = splitter(ended)
         """Reads the tokens one by one: a text says nothing of how many tokens are in it."""
         self._token_text = token_text
         self._undecided = 0

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
-
-FIRST: Final = "<"
-"""What every marker begins with."""
+from typing import Protocol
 
 
 class Splitter(Protocol):
@@ -27,11 +24,12 @@ class Splitter(Protocol):
 
 def certain_length(text: str, markers: Sequence[str]) -> int:
     """How many characters at the beginning of a text cannot be the first part of a marker that the
-    text does not show as a whole."""
+    text does not show as a whole. All markers begin with the same character."""
     longest = max(map(len, markers)) - 1
-    begin = text.find(FIRST, max(0, len(text) - longest))
+    first = markers[0][0]
+    begin = text.find(first, max(0, len(text) - longest))
     while begin >= 0:
         if any(marker.startswith(text[begin:]) for marker in markers):
             return begin
-        begin = text.find(FIRST, begin + 1)
+        begin = text.find(first, begin + 1)
     return len(text)

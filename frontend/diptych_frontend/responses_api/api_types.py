@@ -13,7 +13,7 @@ import msgspec
 from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Neutral
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
-from diptych_frontend.openai.tools import MAX_TOOLS, ToolName
+from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
 from diptych_protocol import InvalidRequestError
 
 MAX_METADATA: Final = 16

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import msgspec
 
-from diptych_frontend.openai import response_format, tools
+from diptych_frontend.openai import response_format
 from diptych_frontend.openai.api_types import (
     MAX_MESSAGES,
     CalledFunction,
@@ -34,6 +34,7 @@ from diptych_frontend.responses_api.api_types import (
     ReasoningItem,
     ResponsesRequest,
 )
+from diptych_frontend.tool_calls import tools
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 Parts = Iterable[InputText | InputImage | OutputText]

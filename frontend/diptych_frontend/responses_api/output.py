@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from diptych_frontend.openai.responses import encode
-from diptych_frontend.openai.tool_calls import ParsedCall
+from diptych_frontend.tool_calls.calls import ParsedCall
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -52,6 +52,11 @@ class TextRenderer:
         self.vision = vision
         self._images = None if vision is None else ImageProcessor(vision)
 
+    @property
+    def chat_template(self) -> str | None:
+        """See `Renderer.chat_template`."""
+        return None if self.tokenizer is None else self.tokenizer.chat_template
+
     def render_prompt(
         self, prompt: PromptType, *, tokenization: Tokenization = AS_USUAL
     ) -> TokensPrompt:

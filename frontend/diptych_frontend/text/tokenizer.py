@@ -42,6 +42,8 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
+        self.chat_template = chat_template
+        """Its source."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._template = (
             None if chat_template is None else ChatTemplate(chat_template, bos_token, eos_token)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -88,8 +89,8 @@ class RerankDocument(msgspec.Struct):
 
 class RerankResult(msgspec.Struct):
     index: int
-    document: RerankDocument
     relevance_score: float
+    document: RerankDocument | UnsetType = UNSET
 
 
 class RerankList(msgspec.Struct):
@@ -147,6 +148,8 @@ class RerankRequest(_Scoring, kw_only=True):
     documents: Texts
     top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """At most so many results; 0 means all."""
+    return_documents: bool | None = None
+    """False leaves the texts out of the results."""
 
     def texts(self) -> tuple[list[str], list[str]]:
         """The query and the documents. Raises `InvalidRequestError` naming the field."""
@@ -158,9 +161,11 @@ class RerankRequest(_Scoring, kw_only=True):
         documents = _listed(self.documents, "documents")
         nearest = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
-            RerankResult(index, RerankDocument(documents[index]), scores[index])
-            for index in nearest[: self.top_n or len(nearest)]
+            RerankResult(index, scores[index]) for index in nearest[: self.top_n or len(nearest)]
         ]
+        if self.return_documents is not False:
+            for result in results:
+                result.document = RerankDocument(documents[result.index])
         usage = EmbeddingUsage(tokens, tokens)
         return encode(RerankList(f"rerank-{request_id}", self.model, usage, results))
 

@@ -26,7 +26,7 @@ from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import encode
-from diptych_frontend.openai.tools import MAX_TOOLS, Tool
+from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool
 from diptych_protocol import EngineClient, InvalidRequestError
 
 PIECE: Final = 8192
@@ -109,8 +109,13 @@ class TokenizeRoute:
     """The ASGI endpoint: a prompt or a chat as tokens."""
 
     def __init__(
-        self, engine: EngineClient, served_names: frozenset[str], workers: RequestWorkers
+        self,
+        chat: ChatApi,
+        engine: EngineClient,
+        served_names: frozenset[str],
+        workers: RequestWorkers,
     ) -> None:
+        self._chat = chat
         self._engine = engine
         self._served_names = served_names
         self._workers = workers
@@ -133,7 +138,7 @@ class TokenizeRoute:
             special = request.add_special_tokens is not False
             ids = renderer.tokenize(request.prompt, add_special_tokens=special)
         else:
-            [rendered] = ChatApi().render(_as_chat(request), renderer)
+            [rendered] = self._chat.render(_as_chat(request), renderer)
             ids = rendered["prompt_token_ids"]
         strings = in_pieces(renderer.token_names(ids)) if request.return_token_strs else None
         return encode(Tokens(len(ids), engine.max_model_len, in_pieces(ids), strings))

@@ -48,6 +48,8 @@ HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
 """The further ports of vLLM's pods, by how they hand KV over."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
 
+BATCHES_VOLUME = "batches"
+"""The volume of router pods that has the files and batches of clients."""
 PORT_VARIABLES = {
     "http": "DIPTYCH_HTTP_PORT",
     "api": "DIPTYCH_API_PORT",
@@ -78,6 +80,7 @@ KEYS_DIR = "/etc/diptych/keys"
 SERVING_DIR = "/etc/diptych/serving"
 API_KEYS_DIR = "/etc/diptych/api-keys"
 TLS_DIR = "/etc/diptych/tls"
+BATCHES_DIR = "/var/lib/diptych/batches"
 ENGINE_FILE = "engine.json"
 ROUTER_FILE = "router.json"
 SERVING_FILE = "serving.json"

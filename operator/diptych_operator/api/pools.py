@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
+from diptych_operator.api.batches import Batches
 from diptych_operator.api.prefill_engine import PrefillEngine
 from diptych_protocol.config import Disaggregate
 
@@ -336,6 +337,14 @@ class Router(SpecPart, frozen=True):
             "What it shows needs a key if the API does."
         ),
     ] = False
+    batches: Annotated[
+        Batches | None,
+        Meta(
+            description="Serve /v1/files and /v1/batches: requests in files, answered when there "
+            "is room; left out, these routes are off.",
+            examples=["{pvc: {claimName: batches}}"],
+        ),
+    ] = None
     resources: Annotated[Resources, Meta(description="Compute resources of each router pod.")] = (
         Resources()
     )

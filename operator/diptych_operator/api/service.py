@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.batches import ONE_ROUTER_WITHOUT_VOLUME
 from diptych_operator.api.engine import ENGINE_RULES, Engine
 from diptych_operator.api.model import MODEL_RULES, Model
 from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool, Router
@@ -252,7 +253,11 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         ),
     ]
     router: Annotated[
-        Router, Meta(description="The proxy that clients talk to; serves the OpenAI API.")
+        Router,
+        Meta(
+            description="The proxy that clients talk to; serves the OpenAI API.",
+            **ruled(ONE_ROUTER_WITHOUT_VOLUME),
+        ),
     ] = Router()
     slo: Annotated[
         Slo,

@@ -19,6 +19,7 @@ from diptych_operator.api.names import (
 from diptych_operator.api.pools import Pool, PoolName
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import (
+    Batches,
     EngineConfig,
     EngineSettings,
     KVTransferConfig,
@@ -82,9 +83,11 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         hold_seconds=service.spec.router.hold_seconds,
         processes=service.spec.router.processes,
         ui=service.spec.router.ui,
+        batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,
+        tool_call_parser=service.spec.engine.tool_call_parser,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
         slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
@@ -95,6 +98,13 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
             config, connector=service.connector, lease_seconds=service.lease_seconds
         )
     return config
+
+
+def _batches(service: InferenceService) -> Batches:
+    asked = service.spec.router.batches
+    if asked is None:
+        return Batches()
+    return Batches(max_bytes=int(_amount(asked.size)), concurrency=asked.concurrency)
 
 
 def engine_config_map(

@@ -6,8 +6,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from diptych_operator.api.batches import Batches
 from diptych_operator.api.names import (
     API_KEYS_DIR,
+    BATCHES_DIR,
+    BATCHES_VOLUME,
     CONFIG_DIR,
     CURRENT_KEYS_ANNOTATION,
     ENGINE_FILE,
@@ -184,6 +187,7 @@ def router_deployment(
             *chain.from_iterable((f"--{role}", f"$({_TARGETS[role]})") for role in service.pools),
             *(("--api-keys", API_KEYS_DIR) if router.api_keys is not None else ()),
             *(("--tls", TLS_DIR) if router.tls is not None else ()),
+            *(("--batch-directory", BATCHES_DIR) if router.batches is not None else ()),
         ],
         "env": variables,
         "ports": container_ports(ROUTER_PORTS),
@@ -203,12 +207,20 @@ def router_deployment(
     pods = Pods("router", router, replicas, container, volumes, config_hash(config), model)
     if router.tls is not None:
         pods = replace(pods, annotations=SCHEME_ANNOTATION)
+    if router.batches is not None:
+        pods = replace(pods, scratch={BATCHES_VOLUME: (BATCHES_DIR, _batch_volume(router.batches))})
     made = deployment(service, pods)
     made["metadata"]["annotations"] = {
         CURRENT_KEYS_ANNOTATION: keys.current,
         PREVIOUS_KEYS_ANNOTATION: keys.previous,
     }
     return made
+
+
+def _batch_volume(batches: Batches) -> dict[str, Any]:
+    if batches.pvc is None:
+        return {"emptyDir": {}}
+    return {"persistentVolumeClaim": {"claimName": batches.pvc.claim_name}}
 
 
 def _over_https(probes: dict[str, Any]) -> dict[str, Any]:

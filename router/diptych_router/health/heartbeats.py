@@ -44,9 +44,14 @@ class Heartbeats:
         self.in_call = heartbeat.in_call
         self._due = now + promised
 
+    def stood_still_s(self, now: float) -> float:
+        """For how long this process stood still before a look at `now`; 0: it did not."""
+        late_s = now - self._next_look
+        return late_s if late_s > LATE_LOOK_S else 0.0
+
     def look(self, now: float) -> float:
         """Judge. Returns after how many seconds to look again, if it has ever sent one."""
-        stood_still = now > self._next_look + LATE_LOOK_S
+        stood_still = self.stood_still_s(now) > 0
         if now < self._due:
             self._next_look = self._due
         elif self._missed_at is None or (stood_still and not self.silent):

@@ -53,7 +53,9 @@ class Liveness:
         return self.silent or was_in_call or heartbeat.in_call
 
     def look(self, now: float) -> float:
-        """See `Heartbeats.look`."""
+        """See `Heartbeats.look`. Seconds in which this process stood still are not held against the
+        engine."""
+        self._pulse.excuse_seconds(self._heartbeats.stood_still_s(now), now)
         return self._heartbeats.look(now)
 
     def judge(self, now: float) -> str:

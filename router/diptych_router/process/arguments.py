@@ -39,6 +39,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="serve HTTPS with DIR/tls.crt and DIR/tls.key, read again when they change",
     )
     parser.add_argument(
+        "--batch-directory",
+        type=Path,
+        metavar="DIR",
+        help="keep the files and batches of clients here, which the routers of a service may share",
+    )
+    parser.add_argument(
         "--linger-seconds",
         type=_seconds,
         default=0.0,

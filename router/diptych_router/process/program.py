@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from diptych_frontend.app import build_app
+from diptych_frontend.batches_api.service import BatchService, Manners
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -80,15 +81,17 @@ async def started(
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
     metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
     page = build_page(config, client, make_view(client)) if config.ui else None
+    batches = _batches(config, args, client, metrics, keys)
     app = build_app(
         client,
         metrics=metrics,
         api_keys=keys,
         stores_responses=config.processes == 1,
+        batches=batches,
         extra_routes=page.routes() if page is not None else (),
         extra_open_paths=page.open_paths if page is not None else frozenset(),
     )
-    leaving = Leaving(app, client, args.linger_seconds)
+    leaving = Leaving(app, client, args.linger_seconds, batches)
     client.start()
     _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
@@ -96,9 +99,33 @@ async def started(
         yield Program(client, metrics, app, leaving, certificate)
     finally:
         following.cancel()
+        if batches is not None:
+            await batches.close()
         client.shutdown()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def _batches(
+    config: RouterConfig,
+    args: argparse.Namespace,
+    client: PoolClient,
+    metrics: ServerMetrics,
+    keys: ApiKeys | None,
+) -> BatchService | None:
+    if args.batch_directory is None:
+        return None
+
+    def is_busy() -> bool:
+        waiting = (stats.num_waiting for stats in client.stats_by_engine().values())
+        return client.num_held > 0 or any(waiting)
+
+    manners = Manners(
+        is_busy,
+        has_priorities=lambda: client.input_processor.scheduling_policy == "priority",
+        is_client=lambda name: name in keys.names if keys is not None else not name,
+    )
+    return BatchService(args.batch_directory, config.batches, metrics, manners)
 
 
 def build_page(config: RouterConfig, client: PoolClient, view: RouterView) -> Page:

@@ -288,7 +288,7 @@ class VllmClient:
 
     async def _beat(self) -> None:
         """Pass its statistics on as heartbeats, until it is lost."""
-        answered_at = time.monotonic()
+        answered_at, overslept_s = time.monotonic(), 0.0
         suspicion = Suspicion(self._service.lease_seconds)
         while self._connected:
             num_sent = self._num_sent
@@ -312,10 +312,14 @@ class VllmClient:
                         heartbeat=Heartbeat(WITHIN_S),
                     )
                 )
-                self._judge(suspicion, figures, silent_s)
+                self._judge(suspicion, figures, silent_s, overslept_s)
+            asleep_at = time.monotonic()
             await asyncio.sleep(BEAT_S)
+            overslept_s = time.monotonic() - asleep_at - BEAT_S
 
-    def _judge(self, suspicion: Suspicion, figures: ServerFigures, silent_s: float) -> None:
+    def _judge(
+        self, suspicion: Suspicion, figures: ServerFigures, silent_s: float, own_s: float
+    ) -> None:
         """Look for what speaks against this server's hand-offs, and those that read from it."""
         if not self._service.reads_unchecked:
             return
@@ -327,7 +331,8 @@ class VllmClient:
                 line.forget()  # other processes may have had it read
                 if address in readers:
                     line.doubt(f"it has read from {self._address}: {why}")
-        if why := suspicion.long_silence(silent_s, reads=references.reads(self._address, now)):
+        reads = references.reads(self._address, now)
+        if why := suspicion.long_silence(silent_s, own_s, reads=reads):
             self.forget()
             self.doubt(why)
 

@@ -18,6 +18,9 @@ from diptych_protocol.wire import PREFIX_KEY_BYTES
 
 ON_THE_DEVICE: Final = (None, "GPU")
 """The `medium` of blocks that a request can use at once; the CPU build says GPU, too."""
+WHOLE: Final = ("full_attention", "mla_attention", "sink_full_attention")
+"""Kinds of layers that need the whole prefix, and so keep all its blocks. Others give back those
+behind their window, though the prefix can still be used."""
 
 _Hash = bytes | int
 _Token = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -36,6 +39,7 @@ class BlockStored(_Event):
     lora_name: str | None = None
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
 
 class BlockRemoved(_Event):
@@ -66,6 +70,8 @@ class RememberedBlocks:
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
         self._block_size, self._max_blocks = block_size, max_blocks
+        self._group, self._is_whole = 0, False
+        """Which KV cache group is followed, and whether its layers need whole prefixes."""
         self._hashes: dict[_Hash, bytes] = {}
         """vLLM's hash -> ours."""
         self._added: set[bytes] = set()
@@ -105,9 +111,17 @@ class RememberedBlocks:
         return b"".join({_key(mine) for mine in self._hashes.values()})
 
     def _store(self, event: BlockStored) -> None:
-        """Blocks of an adapter, of another group than the first, or elsewhere than on the device
-        are left out, as those whose beginning is not known."""
-        if event.medium not in ON_THE_DEVICE or event.lora_name is not None or event.group_idx:
+        """Blocks of an adapter, of another group, or elsewhere than on the device are left out, as
+        those whose beginning is not known. Followed is the first group of whole prefixes, and the
+        first of all as long as none is known."""
+        if event.medium not in ON_THE_DEVICE or event.lora_name is not None:
+            return
+        group = event.group_idx or 0
+        if not self._is_whole and event.kv_cache_spec_kind in WHOLE:
+            if group != self._group:
+                self.clear()
+            self._group, self._is_whole = group, True
+        if group != self._group:
             return
         if event.block_size != self._block_size:
             raise EventsError(f"it has blocks of {event.block_size} and {self._block_size} tokens")
@@ -141,7 +155,7 @@ class RememberedBlocks:
         return root_hash(salted(salt)) if isinstance(salt, str) and not more else None
 
     def _remove(self, event: BlockRemoved) -> None:
-        if event.medium not in ON_THE_DEVICE or event.group_idx:
+        if event.medium not in ON_THE_DEVICE or (event.group_idx or 0) != self._group:
             return
         for theirs in event.block_hashes:
             mine = self._hashes.pop(theirs, None)

@@ -25,11 +25,15 @@ class Suspicion:
             return ""
         return "blocks were read after their lease had ended"
 
-    def long_silence(self, silent_s: float, *, reads: bool) -> str:
-        """It stood still for so long that leases may have ended before it read their blocks.
+    def long_silence(self, silent_s: float, own_s: float, *, reads: bool) -> str:
+        """Nothing shows that it did not stand still for so long that leases ended before it read
+        their blocks.
 
-        reads: it was asked to read blocks lately.
+        own_s: how many of the seconds this process stood still. They prove nothing either way, so
+        they are told, and count. reads: it was asked to read blocks lately.
         """
         if not reads or silent_s <= self._patience_s:
             return ""
-        return f"it did not answer for {silent_s:.0f} s, and then may have read blocks too late"
+        own = f" (for {own_s:.0f} s of it, this router did not ask)" if own_s >= 1 else ""
+        silence = f"it did not answer for {silent_s:.0f} s{own}"
+        return f"{silence}, and then may have read blocks too late"

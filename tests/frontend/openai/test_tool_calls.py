@@ -1,4 +1,4 @@
-"""Calls of tools: found in answers however they arrive, and told as the OpenAI API tells them."""
+"""Calls of tools, told as the OpenAI API tells them."""
 
 from __future__ import annotations
 
@@ -8,54 +8,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from diptych_frontend.openai.tool_calls import ParsedCall, ToolCallParser
 from diptych_frontend.text.chat_template import ChatTemplate
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
 ONE_LINE = CALL.replace("\n", "")
 OTHER = '<tool_call>{"name": "g", "parameters": {}}</tool_call>'
-F, G = ParsedCall("f", '{"x":"<b>"}'), ParsedCall("g", "{}")
 TOOLS: Any = [
     {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},
     {"type": "function", "function": {"name": "g"}},
 ]
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "calls"),
-    [
-        ("", "", []),
-        ("plain", "plain", []),
-        (CALL, "", [F]),
-        (f"First. {CALL}\n{OTHER}\n", "First. ", [F, G]),
-        (f"{CALL}\n then", "then", [F]),
-        ("a < b <tool", "a < b <tool", []),
-        (CALL[:-3], CALL[:-3], []),
-        ("<tool_call>{no json}</tool_call>", "<tool_call>{no json}</tool_call>", []),
-        ('<tool_call>{"name": 1}</tool_call>!', '<tool_call>{"name": 1}</tool_call>!', []),
-        (f"<tool_<tool_call>[]</tool_call>{OTHER}", "<tool_<tool_call>[]</tool_call>", [G]),
-    ],
-)
-@given(data=st.data())
-@settings(max_examples=30)
-def test_contract_C05_calls_are_found_however_an_answer_is_cut(
-    answer: str, text: str, calls: list[ParsedCall], data: st.DataObject
-) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=8)))
-    pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
-    parser = ToolCallParser(parallel=True)
-    told = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
-    assert "".join(piece for piece, _ in told) == text
-    assert [call for _, found in told for call in found] == calls
-    assert parser.num_calls == len(calls)
-
-
-def test_contract_C05_without_parallel_calls_the_first_counts() -> None:
-    parser = ToolCallParser(parallel=False)
-    assert parser.push(CALL + OTHER + "!", last=True) == ("!", [F])
 
 
 def echo(text: str, **changes: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 
-MARKED = "<|channel|>analysis<|message|>hm<|end|><|other|><|start|>assistant"
+MARKED = "<|channel|>analysis<|constrain|>x<|message|>hm<|end|><|other|><|start|>assistant"
 KWARGS: dict[str, Any] = {"chat_template_kwargs": {}}
 
 
@@ -31,7 +31,7 @@ def harmonious() -> Tokenizer:
     letters = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz ?")}
     backend = Backend(models.BPE(letters, [], unk_token="?"))
     backend.decoder = decoders.Fuse()
-    names = ("channel", "message", "end", "start", "return", "call", "other")
+    names = ("channel", "message", "end", "start", "return", "call", "constrain", "other")
     backend.add_special_tokens([f"<|{name}|>" for name in names])
     return Tokenizer(backend)
 
@@ -40,9 +40,9 @@ def harmonious() -> Tokenizer:
     ("parser", "kwargs", "text"),
     [
         ("harmony", KWARGS, MARKED.replace("<|other|>", "")),
-        ("harmony", None, "analysishmassistant"),
-        ("think", KWARGS, "analysishmassistant"),
-        ("none", None, "analysishmassistant"),
+        ("harmony", None, "analysisxhmassistant"),
+        ("think", KWARGS, "analysisxhmassistant"),
+        ("none", None, "analysisxhmassistant"),
     ],
 )
 @pytest.mark.parametrize("skip", [True, False])

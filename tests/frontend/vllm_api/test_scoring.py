@@ -60,6 +60,8 @@ async def test_the_nearest_documents_come_first(http: httpx.AsyncClient, path: s
     assert [each["index"] for each in told["results"]] == [1, 2]
     told = await ask(http, path, query="ab", documents=documents, top_n=0)
     assert len(told["results"]) == 3
+    told = await ask(http, path, query="ab", documents=documents, return_documents=False)
+    assert [sorted(each) for each in told["results"]] == [["index", "relevance_score"]] * 3
 
 
 async def test_options_reach_the_engine(http: httpx.AsyncClient, engine: Any) -> None:

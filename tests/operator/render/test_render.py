@@ -25,7 +25,7 @@ from diptych_operator.render import (
     render_shared,
 )
 from diptych_operator.revision import revision
-from diptych_protocol import CurveKeys, EngineConfig, RouterConfig, Slo
+from diptych_protocol import Batches, CurveKeys, EngineConfig, RouterConfig, Slo
 
 GOLDEN = Path(__file__).parent / "golden"
 SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
@@ -49,6 +49,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "front_door": {
         "router": {"apiKeys": {"secretName": "clients"}, "tls": {"secretName": "llm.example.org"}},
         "network": {"engineApi": "OwnPods"},
+    },
+    "batches": {
+        "router": {
+            "replicas": 2,
+            "batches": {"pvc": {"claimName": "batches"}, "size": "64Gi", "concurrency": 128},
+        },
     },
     "vllm": {
         "model": {"uri": "pvc://models/llama", "servedName": "llama"},
@@ -186,6 +192,38 @@ def test_routers_promise_what_the_service_says(said: dict[str, Any], slo: Slo) -
     assert msgspec.json.decode(text, type=RouterConfig).slo == slo
     assert ("slo" in msgspec.json.decode(text)) == bool(said)
     assert revision(promising) == revision(service({})), "no engine pod is replaced for it"
+
+
+@pytest.mark.parametrize(
+    ("said", "settings", "volume"),
+    [
+        (None, Batches(), None),
+        ({}, Batches(), {"emptyDir": {}}),
+        (
+            {"pvc": {"claimName": "b"}, "size": "3Mi", "concurrency": 2},
+            Batches(max_bytes=3 << 20, concurrency=2),
+            {"persistentVolumeClaim": {"claimName": "b"}},
+        ),
+    ],
+)
+def test_routers_keep_batches_where_the_service_says(
+    said: dict[str, Any] | None, settings: Batches, volume: dict[str, Any] | None
+) -> None:
+    asking = service({} if said is None else {"router": {"batches": said}})
+    objects = render(asking, SECRETS)
+    text = by_kind(objects, "ConfigMap")["svc-router"]["data"]["router.json"]
+    assert msgspec.json.decode(text, type=RouterConfig).batches == settings
+    pod = by_kind(objects, "Deployment")["svc-router"]["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    arguments = container["args"]
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert ("--batch-directory" in arguments) == (said is not None)
+    assert volumes.get("batches") == volume
+    if said is not None:
+        (mount,) = (m for m in container["volumeMounts"] if m["name"] == "batches")
+        path = arguments[arguments.index("--batch-directory") + 1]
+        assert mount == {"name": "batches", "mountPath": path}
+    assert revision(asking) == revision(service({})), "no engine pod is replaced for it"
 
 
 @pytest.mark.parametrize(

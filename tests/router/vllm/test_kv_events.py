@@ -23,6 +23,7 @@ from diptych_router.vllm.kv_events import EventsError, RememberedBlocks
 
 SIZE = 4
 TOKENS = list(range(12))
+FULL, WINDOW = "full_attention", "sliding_window"
 
 
 def stored(*hashes: bytes, parent: bytes | None = None, start: int = 0, **more: Any) -> Any:
@@ -31,7 +32,7 @@ def stored(*hashes: bytes, parent: bytes | None = None, start: int = 0, **more: 
     return {
         "type": "BlockStored", "block_hashes": list(hashes), "parent_block_hash": parent,
         "token_ids": tokens, "block_size": SIZE, "lora_id": None, "medium": "GPU",
-        "lora_name": None, "extra_keys": None, "group_idx": 0, "kv_cache_spec_kind": "full",
+        "lora_name": None, "extra_keys": None, "group_idx": 0, "kv_cache_spec_kind": FULL,
         **more,
     }  # fmt: skip
 
@@ -86,7 +87,7 @@ def test_blocks_get_the_keys_that_prompts_are_looked_up_by(salt: str | None) -> 
         stored(b"c", parent=b"unknown"),
         stored(b"a", medium="CPU"),
         stored(b"a", lora_name="sql"),
-        stored(b"a", group_idx=1),
+        stored(b"a", group_idx=1, kv_cache_spec_kind=WINDOW),
         stored(b"a", extra_keys=[["image", 3]]),
         stored(b"a", b"b", extra_keys=[None, [["image", 3]]]),
         removed(b"unknown"),
@@ -94,6 +95,26 @@ def test_blocks_get_the_keys_that_prompts_are_looked_up_by(salt: str | None) -> 
 )
 def test_what_a_prompt_of_text_cannot_use_is_left_out(event: Any) -> None:
     assert remembered(batch(event)).everything() == b""
+
+
+def test_of_several_groups_the_first_that_keeps_whole_prefixes_is_followed() -> None:
+    blocks = remembered(batch(stored(b"w", kv_cache_spec_kind=WINDOW)))
+    assert cut(blocks.everything()) == set(keys(blocks=1)), "until another is known"
+    for event in (
+        stored(b"a", b"b", group_idx=1),
+        removed(b"w", group_idx=0),
+        stored(b"x", b"y", b"z", group_idx=2),
+        removed(b"b", group_idx=2),
+    ):
+        blocks.take(batch(event))
+    assert cut(blocks.everything()) == set(keys(blocks=2))
+    blocks.take(batch(removed(b"b", group_idx=1)))
+    assert cut(blocks.everything()) == set(keys(blocks=1))
+
+
+def test_a_model_with_windows_alone_is_followed_by_its_first_group() -> None:
+    events = [stored(b"a", kv_cache_spec_kind=WINDOW), removed(b"b", group_idx=1)]
+    assert cut(remembered(batch(*events)).everything()) == set(keys(blocks=1))
 
 
 def test_each_change_is_told_once_and_what_was_undone_is_not() -> None:

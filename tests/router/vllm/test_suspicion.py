@@ -30,4 +30,11 @@ def test_late_reads_speak_against_a_server_when_their_number_rises() -> None:
 def test_a_server_that_stood_still_may_have_read_blocks_of_others(
     silent_s: float, reads: bool, speaks: bool
 ) -> None:
-    assert bool(Suspicion(30.0).long_silence(silent_s, reads=reads)) is speaks
+    assert bool(Suspicion(30.0).long_silence(silent_s, 0.0, reads=reads)) is speaks
+
+
+@pytest.mark.parametrize(
+    ("own_s", "told"), [(0.1, "for 14 s, and"), (12.0, "for 14 s (for 12 s of it, this router")]
+)
+def test_a_router_that_stood_still_itself_says_so(own_s: float, told: str) -> None:
+    assert told in Suspicion(30.0).long_silence(14.0, own_s, reads=True)

@@ -18,6 +18,7 @@ from celpy.adapter import json_to_cel
 from celpy.celtypes import DoubleType, MapType, StringType
 
 from diptych_operator.api.base import Rule
+from diptych_operator.api.batches import ONE_ROUTER_WITHOUT_VOLUME
 from diptych_operator.api.crd import custom_resource_definition
 from diptych_operator.api.engine import (
     ARGS_FOR_VLLM,
@@ -184,6 +185,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "one keeps its promise": {"slo": {"ttftMs": 500}, "prefill": _ATTAINS},
     "both sleep": {"prefill": _ASLEEP, "decode": _ASLEEP},
     "nobody waits, nobody sleeps": {"router": {"holdSeconds": 0}},
+    "batches of one router": {"router": {"batches": {}}},
+    "batches of several routers": {
+        "router": {"replicas": 2, "batches": {"pvc": {"claimName": "batches"}, "size": "1Ti"}},
+    },
     "a sidecar": {"decode": _template(name="sidecar", image="example.org/sidecar:1")},
     "an engine of another mind": {"prefill": _template(name="engine", workingDir="/tmp")},
     "vLLM": vllm_spec(),
@@ -192,6 +197,7 @@ GOOD: dict[str, dict[str, Any]] = {
             "args": ["--enforce-eager", "--max-model-len=8192", "--hf-overrides={\"a\": 1}",
                      "--compilation-config.mode=3", "--hostile=1", "--config-format=hf"],
             "tensorParallelSize": 2, "reasoningParser": "think",
+            "toolCallParser": "hermes",
         },
         decode={"replicas": 3, "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}}},
     ),
@@ -271,6 +277,11 @@ BROKEN: dict[str, Broken] = {
         _uri("pvc://claim/a", credentials={"secretName": "a"}),
         "spec.model.credentials",
         CREDENTIALS_OF_FETCHED,
+    ),
+    "batches that other routers do not find": Broken(
+        {"router": {"replicas": 2, "batches": {}}},
+        "spec.router.batches",
+        ONE_ROUTER_WITHOUT_VOLUME,
     ),
     "two caches": Broken(
         _uri("hf://org/repo", cache=_PVC | {"ephemeral": "1Gi"}), "spec.model.cache", ONE_CACHE

@@ -33,6 +33,8 @@ EOS = 256
 
 
 class ByteRenderer:
+    chat_template: str | None = None
+
     def render_prompt(self, prompt: Any) -> TokensPrompt:
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -89,6 +91,7 @@ class EchoEngine(WithoutControl):
     model_name = "echo"
     model_config = SimpleNamespace(vocab_size=EOS + 1)
     reasoning_parser = "none"
+    tool_call_parser = "auto"
     max_model_len = 2048
     is_running = True
     is_stopped = errored = False

@@ -16,6 +16,7 @@ from free_ports import free_port
 from vllm_kit.environment import ENVIRONMENT, OPTIONS, SERVE, START_S
 from waits import wait_until
 
+from diptych_protocol import SchedulerStats
 from diptych_router.vllm.metrics import read_metrics
 
 
@@ -59,7 +60,11 @@ class RealVllm:
 
     def num_running(self) -> int:
         """Requests that it computes now, as its own gauge says."""
-        return read_metrics(httpx.get(f"{self.url}/metrics").text).stats.num_running
+        return self.stats().num_running
+
+    def stats(self) -> SchedulerStats:
+        """What its metrics tell now."""
+        return read_metrics(httpx.get(f"{self.url}/metrics").text).stats
 
     def kill(self) -> None:
         """At once, with all its processes."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
 from diptych_frontend.model_files.fetch.errors import BadSourceError, FetchError
-from diptych_frontend.model_files.fetch.fetch import fetch_model
+from diptych_frontend.model_files.fetch.fetch import fetch_model, is_cached
 from diptych_frontend.model_files.fetch.progress import Progress
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "FetchError",
     "Progress",
     "fetch_model",
+    "is_cached",
     "read_credentials",
 ]

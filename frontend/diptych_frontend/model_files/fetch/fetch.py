@@ -70,6 +70,12 @@ def fetch_model(
     return cache / cached_path(parsed, revision, sha256, reader)
 
 
+def is_cached(uri: str, cache: Path, *, revision: str = "", sha256: str = "") -> bool:
+    """Whether `cache` has all of an engine's files of a model; its source is not asked."""
+    name = cache_name(parse_model_uri(uri), revision, sha256, "engine")
+    return CacheEntry(cache, name).published() is not None
+
+
 def _wanted(
     source: Source, uri: ModelUri, reader: Reader, sha256: str, found: Record | None
 ) -> list[RemoteFile] | None:

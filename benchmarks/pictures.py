@@ -1,0 +1,72 @@
+"""Plots that can be read on light and on dark pages.
+
+A plot is an SVG that asks the reader's browser for its scheme, and brings its own background. Its
+text stays text. Lines differ by colour and by marker.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Scheme(NamedTuple):
+    """Colours of a page."""
+
+    ink: str
+    paper: str
+
+
+LIGHT: Final = Scheme("#1f2328", "#ffffff")
+DARK: Final = Scheme("#e6edf3", "#0d1117")
+LINES: Final = ("#3a7ebf", "#d9622b", "#2f9e66", "#b066cc", "#c8475f", "#8a7f2b", "#5f8a94")
+"""Colours of lines. Each has a contrast of 3 at least with both papers."""
+MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+
+_DRAWN: Final = Scheme("#010203", "#fdfefc")
+"""What matplotlib is told. Nothing else has these colours, so they can be found again."""
+_STYLE: Final = f"""<style>
+:root {{ --ink: {LIGHT.ink}; --paper: {LIGHT.paper}; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: {DARK.ink}; --paper: {DARK.paper}; }} }}
+</style>"""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches. Raises `ImportError` without matplotlib."""
+    from matplotlib import rc
+    from matplotlib.figure import Figure
+
+    ink, paper = _DRAWN
+    rc("text", color=ink)
+    rc("xtick", color=ink)
+    rc("ytick", color=ink)
+    rc("grid", color=ink)
+    rc("figure", facecolor=paper)
+    rc("axes", facecolor=paper, edgecolor=ink, labelcolor=ink, titlecolor=ink)
+    rc("legend", facecolor=paper, edgecolor=ink, labelcolor=ink)
+    rc("svg", fonttype="none", hashsalt="diptych")  # the same plot is the same file
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def looks() -> Iterator[dict[str, Any]]:
+    """How one line after another looks, as arguments of matplotlib's `plot`."""
+    for color, marker in cycle(zip(LINES, MARKERS, strict=True)):
+        yield {"color": color, "marker": marker}
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure as an SVG."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None})
+    text = written.getvalue()
+    for drawn, name in zip(_DRAWN, ("ink", "paper"), strict=True):
+        text = text.replace(drawn, f"var(--{name})")
+    head, tag, rest = text.partition("<defs>")
+    lines = (line.rstrip() for line in f"{head}{_STYLE}\n{tag}{rest}".splitlines())
+    path.write_text("\n".join(lines) + "\n")

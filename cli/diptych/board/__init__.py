@@ -1,0 +1,1 @@
+"""What `diptych up` and `diptych demo` show while they run."""

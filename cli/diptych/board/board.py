@@ -1,0 +1,141 @@
+"""What `diptych up` shows while it works: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from diptych.board.figures import Figures, Pace
+from diptych.board.picture import Picture, PodRow, drawn
+from diptych.laptop.lifecycle import Phase
+from diptych.laptop.pods import LOOPBACK
+from diptych.laptop.supervisor import RunningPod
+
+TICK_S = 1.0
+"""The table is drawn at most so often, and only if it has changed."""
+SLOW_S = 3
+"""After so long a start, the last line of a log is shown: it may compile kernels, for instance."""
+LAST_LINES = 5
+"""Lines of a pod's log that are shown when it fails."""
+_WAITING = (Phase.STARTING, Phase.NOT_READY, Phase.BACKING_OFF)
+
+
+class Board:
+    """The pods of one service. Without a terminal, or if asked, one line for each change."""
+
+    def __init__(self, console: Console, *, plain: bool = False) -> None:
+        self._console = console
+        self._plain = plain or not console.is_terminal or console.is_dumb_terminal
+        self._pods: Sequence[RunningPod] = ()
+        self._said: dict[str, Phase] = {}
+        """The phases that were told in lines."""
+        self._live: Live | None = None
+        self._drawn: Picture | None = None
+        self._figures, self._pace = Figures(), Pace()
+        self._news = asyncio.Event()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a table to bring up to date."""
+        return self._live is not None
+
+    @contextlib.contextmanager
+    def showing(self, pods: Sequence[RunningPod]) -> Iterator[None]:
+        """Show these pods during the block. The last table is left, and the terminal as it was."""
+        self._pods = pods
+        if self._plain:
+            yield
+            return
+        self._live = Live(
+            get_renderable=self._renderable,
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+        drawing = asyncio.create_task(self._draw())
+        try:
+            yield
+        finally:
+            drawing.cancel()
+            self.settle(ended=True)
+
+    def settle(self, *, ended: bool = False) -> None:
+        """Leave the table as it stands; from now on changes are lines."""
+        if self._live is not None:
+            self._drawn = self._picture(ended=ended)
+            self._live.stop()
+            self._live = None
+
+    def changed(self) -> None:
+        """A pod is in another phase, or has another process."""
+        self._news.set()
+        for pod in self._pods:
+            phase = pod.life.phase
+            if self._said.get(pod.spec.name) is not phase and phase is not Phase.PENDING:
+                self._said[pod.spec.name] = phase
+                if self._live is None:
+                    self._line(pod)
+
+    def crashed(self, pod: RunningPod, code: int, delay_s: float) -> None:
+        """What the pod said last, where the rest is, and when it starts again."""
+        end = f"{pod.spec.name} ended with code {code}: {pod.last_error()}"
+        self.say(f"{end} (restart in {delay_s:g} s; log: {pod.log})")
+        if self._live is not None:
+            for line in pod.last_lines(LAST_LINES):
+                self.say(f"  {line}")
+
+    def tell(self, figures: Figures, pace: Pace) -> None:
+        """Newer figures of the service."""
+        self._figures, self._pace = figures, pace
+        self._news.set()
+
+    def say(self, text: str) -> None:
+        """One plain line, above the live table if there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, pod: RunningPod) -> None:
+        life = pod.life
+        restarts = f", restarts {life.restarts}" if life.restarts else ""
+        self.say(f"{pod.spec.name}: {life.phase.value} (port {pod.spec.ports['http']}{restarts})")
+
+    async def _draw(self) -> None:
+        """Draw what has changed, until cancelled. Nothing happens here while nothing changes."""
+        while True:
+            picture = self._picture()
+            if picture != self._drawn and self._live is not None:
+                self._drawn = picture
+                self._live.refresh()
+            await asyncio.sleep(TICK_S)
+            if not any(pod.life.phase in _WAITING for pod in self._pods):
+                await self._news.wait()
+            self._news.clear()
+
+    def _renderable(self) -> RenderableType:
+        return drawn(self._drawn or self._picture(), self._console.width)
+
+    def _picture(self, *, ended: bool = False) -> Picture:
+        now = time.monotonic()
+        rows = [_row(pod, now) for pod in self._pods]
+        return Picture(rows, self._figures, self._pace, ended)
+
+
+def _row(pod: RunningPod, now: float) -> PodRow:
+    life = pod.life
+    waited_s = int(now - life.changed_at) if life.phase in _WAITING else None
+    is_slow = life.phase is Phase.STARTING and waited_s is not None and waited_s >= SLOW_S
+    return PodRow(
+        name=pod.spec.name,
+        role=pod.spec.role,
+        phase=life.phase,
+        restarts=life.restarts,
+        address=f"{LOOPBACK}:{pod.spec.ports['http']}",
+        waited_s=waited_s,
+        doing="".join(pod.last_lines(1)) if is_slow else "",
+    )

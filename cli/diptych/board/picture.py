@@ -1,0 +1,125 @@
+"""The table of pods and figures, and the line of the router below it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diptych.board.figures import EngineFigures, Figures, Pace
+from diptych.laptop.lifecycle import Phase
+
+T = TypeVar("T")
+
+WIDE_COLUMNS = 100
+"""From so many columns on, there is room for wider gaps and for the role, which is usually a part
+of the name, too."""
+OTHERS, WIDE_OTHERS = 56, 72
+"""Columns that all but the name take at most."""
+_STYLES = {
+    Phase.READY: "green",
+    Phase.STARTING: "yellow",
+    Phase.NOT_READY: "yellow",
+    Phase.BACKING_OFF: "red",
+    Phase.CRASHED: "bold red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PodRow:
+    """One pod, as its supervisor knows it."""
+
+    name: str
+    role: str
+    phase: Phase
+    restarts: int
+    address: str = ""
+    """Host and port, by which routers call engines that have no name."""
+    waited_s: int | None = None
+    """In this phase, if somebody waits for its end."""
+    doing: str = ""
+    """The last line of its log, if its start takes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Everything that is shown."""
+
+    pods: Sequence[PodRow]
+    figures: Figures = field(default_factory=Figures)
+    pace: Pace = field(default_factory=Pace)
+    ended: bool = False
+    """The service has ended; these are its last figures."""
+
+
+def drawn(picture: Picture, columns: int) -> RenderableType:
+    """The picture for a terminal of so many columns."""
+    parts: list[RenderableType] = [_table(picture, columns)]
+    parts += [
+        Text(f"{pod.name}: {pod.doing}", style="dim", no_wrap=True, overflow="ellipsis")
+        for pod in picture.pods
+        if pod.doing
+    ]
+    parts.append(Text(_router(picture.figures, picture.pace)))
+    return Group(*parts)
+
+
+def _table(picture: Picture, columns: int) -> Table:
+    is_wide = columns >= WIDE_COLUMNS
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
+    others = WIDE_OTHERS if is_wide else OTHERS
+    table.add_column("POD", no_wrap=True, overflow="ellipsis", max_width=columns - others)
+    for column in ("ROLE", "STATE") if is_wide else ("STATE",):
+        table.add_column(column, no_wrap=True, min_width=len(column))
+    for column in ("RESTARTS", "QUEUE", "ROWS", "BLOCKS", "TOKENS/S"):
+        table.add_column(column, no_wrap=True, justify="right", min_width=len(column))
+    for pod in picture.pods:
+        figures = _figures_of(pod, picture.figures.engines)
+        rate = _figures_of(pod, picture.pace.tokens_per_s)
+        table.add_row(
+            Text(pod.name),
+            *((pod.role,) if is_wide else ()),
+            _state(pod, ended=picture.ended),
+            str(pod.restarts),
+            *_cells(figures),
+            "-" if rate is None else f"{rate:.1f}",
+        )
+    return table
+
+
+def _figures_of(pod: PodRow, known: Mapping[str, T]) -> T | None:
+    return known.get(pod.name, known.get(pod.address))
+
+
+def _cells(figures: EngineFigures | None) -> tuple[str, str, str]:
+    if figures is None:
+        return "-", "-", "-"
+    blocks = f"{figures.blocks_used}/{figures.blocks}"
+    return str(figures.waiting), str(figures.running), blocks
+
+
+def _state(pod: PodRow, *, ended: bool) -> Text:
+    if ended and pod.phase is not Phase.CRASHED:
+        return Text("ended", style="dim")
+    waited = "" if pod.waited_s is None else f" {pod.waited_s}s"
+    return Text(f"{pod.phase.value}{waited}", style=_STYLES.get(pod.phase, "dim"))
+
+
+def _router(figures: Figures, pace: Pace) -> str:
+    first = "-" if pace.first_token_s is None else f"{1000 * pace.first_token_s:.0f} ms"
+    return (
+        f"requests {figures.answered}, hand-offs {figures.hand_offs}, "
+        f"moved {_bytes(figures.moved_bytes)}, first token {first}, "
+        f"{sum(pace.tokens_per_s.values()):.1f} tokens/s"
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

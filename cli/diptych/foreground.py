@@ -1,0 +1,84 @@
+"""A service in the foreground: what `diptych up` and `diptych demo` have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from diptych.board.board import Board
+from diptych.board.watch import watch
+from diptych.demo import MAX_TOKENS, QUESTION, demonstrate
+from diptych.known_models import Source
+from diptych.laptop.api_access import ApiAccess
+from diptych.laptop.model import with_local_model
+from diptych.laptop.programs import other_programs
+from diptych.laptop.rundir import RunState
+from diptych.manifest import load
+from diptych.up import WhileReady, up
+
+
+def serve(source: Source, api: ApiAccess, cache: Path, *, plain: bool) -> None:
+    """`diptych up`: until Ctrl-C. Raises what `up.up` does."""
+    console = Console()
+    board = Board(console, plain=plain)
+
+    async def wait(state: RunState) -> None:
+        board.say("\n".join(_what_to_try(state)))
+        if board.is_live:
+            await watch(state, board.tell)
+        await asyncio.Event().wait()
+
+    _run(source, api, cache, console, board, wait)
+
+
+def ask_once(source: Source, api: ApiAccess, cache: Path) -> None:
+    """`diptych demo`. Raises what `up.up` and `demonstrate` do."""
+    console = Console()
+    board = Board(console)
+
+    async def ask(state: RunState) -> None:
+        board.settle()
+        await demonstrate(state, console)
+
+    _run(source, api, cache, console, board, ask)
+
+
+def _run(
+    source: Source,
+    api: ApiAccess,
+    cache: Path,
+    console: Console,
+    board: Board,
+    while_ready: WhileReady,
+) -> None:
+    service = load(source)
+    programs = other_programs(source, service)  # before anything is fetched in vain
+    service = with_local_model(service, cache, console)
+    asyncio.run(up(source, service, api, programs, board, while_ready))
+
+
+def _what_to_try(state: RunState) -> list[str]:
+    return [
+        "try:",
+        f"  curl {state.url}/chat/completions -H 'Content-Type: application/json' \\",
+        *_example_credentials(state),
+        f"    -d '{_example_request(state.model)}'",
+        "  diptych chat",
+        "  diptych status",
+        "Ctrl-C ends it.",
+    ]
+
+
+def _example_credentials(state: RunState) -> list[str]:
+    """What curl needs beside the request: nothing on plain loopback."""
+    key = f"""-H "Authorization: Bearer $(cat '{state.key_file}')" """ if state.key_file else ""
+    trust = f"--cacert '{state.certificate}' " if state.certificate else ""
+    return [f"    {key}{trust}\\"] if key or trust else []
+
+
+def _example_request(model: str) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
+    return msgspec.json.encode({**body, "max_tokens": MAX_TOKENS}).decode()

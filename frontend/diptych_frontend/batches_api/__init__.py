@@ -1,0 +1,1 @@
+"""OpenAI's Files and Batches API: requests in a file, answered when there is room."""

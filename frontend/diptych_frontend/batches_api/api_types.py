@@ -1,0 +1,174 @@
+"""The wire types of files and batches; files and batches are also stored in this form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, get_args
+
+import msgspec
+
+from diptych_frontend.batches_api.usage import BatchUsage
+
+Endpoint = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
+]  # fmt: skip
+ENDPOINTS: Final[tuple[str, ...]] = get_args(Endpoint)
+"""The paths that the lines of a batch may name."""
+Status = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
+    "cancelled",
+]  # fmt: skip
+WINDOW_S: Final = 24 * 3600
+"""The only completion window."""
+KEPT_S: Final = 30 * 24 * 3600
+"""Files are kept so long unless their client says something shorter, and ended batches too."""
+LEAST_KEPT_S: Final = 3600
+
+MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
+MetadataText = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class FileObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a client."""
+
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"] = "processed"
+    status_details: str | None = None
+    object: Literal["file"] = "file"
+
+
+class FileList(msgspec.Struct, frozen=True):
+    """A page of files."""
+
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class FileDeleted(msgspec.Struct, frozen=True):
+    """The answer to the deletion of a file."""
+
+    id: str
+    deleted: bool = True
+    object: Literal["file"] = "file"
+
+
+class FileForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of an upload. They come as multipart/form-data."""
+
+    file: str
+    """The content: a request on each line, as JSON."""
+    purpose: Literal["batch"]
+    expires_after_anchor: Annotated[
+        Literal["created_at"] | None, msgspec.Meta(description="Goes with the seconds.")
+    ] = msgspec.field(default=None, name="expires_after[anchor]")
+    expires_after_seconds: Annotated[int, msgspec.Meta(ge=LEAST_KEPT_S, le=KEPT_S)] | None = (
+        msgspec.field(default=None, name="expires_after[seconds]")
+    )
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long after its creation a file goes."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=LEAST_KEPT_S, le=KEPT_S)]
+
+
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /v1/batches."""
+
+    input_file_id: Annotated[str, msgspec.Meta(max_length=64)]
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[MetadataKey, MetadataText], msgspec.Meta(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchError(msgspec.Struct, frozen=True):
+    """Why an input file is no batch."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchErrors(msgspec.Struct, frozen=True):
+    """The first errors of an input file."""
+
+    data: list[BatchError]
+    object: Literal["list"] = "list"
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """The lines of a batch, and how many of them have ended."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch as its client sees it."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: Status
+    created_at: int
+    expires_at: int
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    usage: BatchUsage = BatchUsage()
+    metadata: dict[str, str] | None = None
+    object: Literal["batch"] = "batch"
+
+
+class BatchList(msgspec.Struct, frozen=True):
+    """A page of batches."""
+
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class LineResponse(msgspec.Struct, frozen=True):
+    """What a route answered to a line."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """Why no route answered a line."""
+
+    code: str
+    message: str
+
+
+class LineResult(msgspec.Struct, frozen=True):
+    """A line of an output file or an error file."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None
+    error: LineError | None

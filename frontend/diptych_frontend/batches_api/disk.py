@@ -1,0 +1,48 @@
+"""Threads that wait for the disk, which may be one across the network, so that nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
+
+from diptych_protocol import EngineOverloadedError
+
+log = logging.getLogger(__name__)
+
+THREADS: Final = 4
+PATIENCE_S: Final = 60.0
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Disk:
+    """Runs what waits for the disk. The threads end when nobody has this object any longer."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="batches")
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `work` returns or raises. Raises `EngineOverloadedError` if the disk is full, fails
+        or does not answer; `work` may then still go on."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self.run_long(work, *args, **kwargs)
+        except TimeoutError as exc:
+            raise EngineOverloadedError("the batch directory does not answer; retry later") from exc
+        except OSError as exc:
+            log.error("the batch directory fails: %s", exc)
+            what = "is full" if exc.errno in _FULL else "fails"
+            raise EngineOverloadedError(f"the batch directory {what}; retry later") from exc
+
+    async def run_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `run`, for work that reads or writes whole files, however long that takes. Raises
+        `OSError` itself."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, partial(work, *args, **kwargs))

@@ -1,0 +1,174 @@
+"""Files of clients: their bytes and what is known of them. Everything here waits for the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import BinaryIO, Final, TypeVar
+
+import msgspec
+
+from diptych_frontend.batches_api.api_types import FileList, FileObject
+from diptych_frontend.batches_api.folder import (
+    TEMPORARY,
+    Folder,
+    create,
+    entries_of,
+    ids_in,
+    is_id,
+    new_id,
+    put,
+    write_whole,
+)
+from diptych_protocol import InvalidRequestError
+
+MAX_FILES: Final = 1000
+"""A client has at most so many files."""
+ABANDONED_S: Final = 3600
+"""What belongs to no file, and was not written to for so long, belongs to nobody."""
+
+T = TypeVar("T")
+
+
+class FileStore:
+    """The files in a folder."""
+
+    def __init__(self, folder: Folder, max_bytes: int) -> None:
+        """max_bytes: of everything in the folder. One API key may have half of it."""
+        self._folder = folder
+        self._max_bytes = max_bytes
+
+    def room(self, client: str) -> int:
+        """How many bytes a client may still store."""
+        free = self._max_bytes - self._folder.bytes_of_all()
+        if client:  # else there are no others
+            free = min(free, self._max_bytes // 2 - self._folder.bytes_of(client))
+        return max(0, free)
+
+    def begin(self, client: str, size: int) -> Path:
+        """Where the bytes of a new file of about this size go, before it is one.
+
+        Raises `InvalidRequestError` if the client has no room for it.
+        """
+        if len(ids_in(self._folder.files(client))) >= MAX_FILES:
+            raise InvalidRequestError(
+                f"this client has {MAX_FILES} files already; delete some",
+                status=413,
+                code="too_many_files",
+            )
+        self.check_room(client, size)
+        self._folder.prepare(client)
+        return self._folder.files(client) / f"{new_id('file-')}.data"
+
+    def check_room(self, client: str, size: int) -> None:
+        """Raise `InvalidRequestError` if the client may not store so many bytes more."""
+        room = self.room(client)
+        if size > room:
+            raise InvalidRequestError(
+                f"the file has {size} bytes, but there is room for {room}; delete files, or ask "
+                "for a larger batch directory",
+                status=413,
+                code="storage_full",
+            )
+
+    def add(self, content: Path, described: Callable[[str, int], FileObject]) -> FileObject:
+        """Make a file of bytes that are there. `described` gets its id and size."""
+        made = described(content.stem, content.stat().st_size)
+        write_whole(content.with_suffix(".json"), msgspec.json.encode(made))
+        return made
+
+    def get(self, client: str, file_id: str) -> FileObject:
+        """What is known of a file. Raises `InvalidRequestError` for one that is not there."""
+        if is_id(file_id, "file-"):
+            found = self._read(self._folder.files(client) / f"{file_id}.json")
+            if found is not None:
+                return found
+        raise _no_such_file(file_id)
+
+    def open(self, client: str, file_id: str) -> BinaryIO:
+        """The bytes of a file, by its id, even if its time is over. Raises `InvalidRequestError`
+        for one that is not there."""
+        if is_id(file_id, "file-"):
+            with contextlib.suppress(FileNotFoundError):
+                return (self._folder.files(client) / f"{file_id}.data").open("rb")
+        raise _no_such_file(file_id)
+
+    def page(
+        self, client: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
+    ) -> FileList:
+        """The files of a client in the order of their creation, those after one of them."""
+        folder = self._folder.files(client)
+        ids = page_of(ids_in(folder), after, newest_first)
+        found: list[FileObject] = []
+        for file_id in ids:
+            read = self._read(folder / f"{file_id}.json")
+            if read is not None and purpose in (None, read.purpose):
+                found.append(read)
+            if len(found) > limit:
+                break
+        data = found[:limit]
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return FileList(data, first, last, len(found) > limit)
+
+    def delete(self, client: str, file_id: str) -> None:
+        """Raises `InvalidRequestError` for one that is not there."""
+        self.get(client, file_id)
+        self._remove(self._folder.files(client) / f"{file_id}.json")
+
+    def sweep(self, client: Path, used: Container[str]) -> None:
+        """Delete files whose time is over, unless they are used, and what was never finished."""
+        now = time.time()
+        for file_id in ids_in(client / "files"):
+            state = client / "files" / f"{file_id}.json"
+            if file_id not in used and self._read(state) is None:
+                self._remove(state)
+        for entry in entries_of(client):
+            path = Path(entry.path)
+            is_partial = entry.name.endswith(TEMPORARY) or (
+                entry.name.endswith(".data") and not path.with_suffix(".json").exists()
+            )
+            with contextlib.suppress(FileNotFoundError):
+                if is_partial and now - entry.stat().st_mtime > ABANDONED_S:
+                    path.unlink()
+
+    def _remove(self, state: Path) -> None:
+        # The state first: what is left over without it is nobody's.
+        state.unlink(missing_ok=True)
+        state.with_suffix(".data").unlink(missing_ok=True)
+
+    def _read(self, state: Path) -> FileObject | None:
+        """None: it is gone, or its time is over."""
+        try:
+            found = msgspec.json.decode(state.read_bytes(), type=FileObject)
+        except FileNotFoundError:
+            return None
+        is_over = found.expires_at is not None and found.expires_at <= time.time()
+        return None if is_over else found
+
+
+def page_of(ids: list[str], after: str | None, newest_first: bool) -> list[str]:
+    """Ids that are sorted, from the one after `after` on. That need not be there any more."""
+    if newest_first:
+        return [each for each in reversed(ids) if after is None or each < after]
+    return [each for each in ids if after is None or each > after]
+
+
+def _no_such_file(file_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"no such file: {file_id[:100]!r}", param="id", status=404, code="not_found"
+    )
+
+
+def synced(path: Path, pieces: Callable[[BinaryIO], None]) -> int:
+    """Write a file that survives a halt of the machine; its size."""
+    partial = path.with_name(f"{path.name}{TEMPORARY}")
+    with create(partial) as file:
+        pieces(file)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    put(partial, path)
+    return size

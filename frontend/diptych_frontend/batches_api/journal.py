@@ -1,0 +1,121 @@
+"""The answers of one batch so far, in a file whose lock says who works on the batch.
+
+Each line of it is a sign (`+` for the output file, `-` for the error file) and a line of that file.
+What is on disk is what is done: a line that a crash cut off is forgotten, and its request is done
+again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+from diptych_frontend.batches_api.usage import BatchUsage, Told, added
+
+DONE: Final = b"+"
+ERROR: Final = b"-"
+
+
+_DECODER: Final = msgspec.json.Decoder(Told)
+
+
+class Journal:
+    """Opened by one process at a time. Its methods wait for the disk."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Reads what is there. The descriptor, whose lock is held, is closed by `close`."""
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+        self._appending = threading.Lock()
+        self.completed = 0
+        self.failed = 0
+        self.usage = BatchUsage()
+        self.done: set[str] = set()
+        """The custom ids of the requests that were answered."""
+        self._cut(self._read())
+
+    @classmethod
+    def claim(cls, path: Path) -> Self | None:
+        """Open it, or make it; None if another process works on the batch.
+
+        The lock is one of `flock`: the system frees it when the process ends, however that comes.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return cls(descriptor)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        """Let another process have the batch."""
+        with self._appending:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def append(self, sign: bytes, result: bytes) -> None:
+        """Add the answer to a request. Raises `OSError` if the disk does not take all of it; then
+        nothing was added."""
+        entry = sign + result + b"\n"
+        told = _DECODER.decode(result)
+        with self._appending:
+            written = 0
+            while written < len(entry):
+                rest = memoryview(entry)[written:]
+                written += os.pwrite(self._descriptor, rest, self._size + written)
+            self._size += len(entry)
+            self._count(sign, told)
+
+    def parts(self, sign: bytes) -> Iterator[bytes]:
+        """The lines of the output file or of the error file. One reader at a time."""
+        for entry in self._entries():
+            if entry.startswith(sign):
+                yield entry[1:]
+
+    def _count(self, sign: bytes, told: Told) -> None:
+        self.done.add(told.custom_id)
+        self.usage = added(self.usage, told)
+        if sign == DONE:
+            self.completed += 1
+        else:
+            self.failed += 1
+
+    def _read(self) -> int:
+        """Count what is there; the size of what is whole."""
+        size = 0
+        for entry in self._entries():
+            if not entry.endswith(b"\n"):
+                break
+            try:
+                told = _DECODER.decode(entry[1:])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                break  # the machine stopped while this was written
+            self._count(entry[:1], told)
+            size += len(entry)
+        return size
+
+    def _cut(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+        self._size = size
+
+    def _entries(self) -> Iterator[bytes]:
+        """What is there now, not what is added meanwhile."""
+        left = self._size
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        with open(self._descriptor, "rb", closefd=False) as file:
+            for entry in file:
+                left -= len(entry)
+                if left < 0:
+                    return
+                yield entry

@@ -1,0 +1,155 @@
+"""/v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import BinaryIO, Final, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from diptych_frontend.batches_api.api_types import BatchRequest, FileDeleted
+from diptych_frontend.batches_api.service import BatchService
+from diptych_frontend.openai.asgi import exchange_of
+from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.request_body import decode_body
+from diptych_frontend.openai.responses import encode
+from diptych_protocol import InvalidRequestError, UnsupportedFeatureError
+
+FILES_PATH: Final = "/v1/files"
+READ_AT_ONCE: Final = 256 << 10
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+
+
+class FileQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """What a list of files may be asked for."""
+
+    after: str | None = None
+    limit: int = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+class BatchQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """What a list of batches may be asked for."""
+
+    after: str | None = None
+    limit: int = 20
+
+
+class BatchRoutes:
+    """The endpoints."""
+
+    def __init__(self, service: BatchService | None) -> None:
+        """service: None for a server that keeps no files, and says so."""
+        self._service = service
+        self._decoder = msgspec.json.Decoder(BatchRequest)
+
+    def routes(self) -> list[Route]:
+        """In the order of a reference."""
+        return [
+            Route(FILES_PATH, self.files, methods=["GET", "POST"]),
+            Route(f"{FILES_PATH}/{{file_id}}", self.file, methods=["GET", "DELETE"]),
+            Route(f"{FILES_PATH}/{{file_id}}/content", self.content),
+            Route("/v1/batches", self.batches, methods=["GET", "POST"]),
+            Route("/v1/batches/{batch_id}", self.batch),
+            Route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    @property
+    def _on(self) -> BatchService:
+        if self._service is None:
+            raise UnsupportedFeatureError(
+                "this server keeps no files: its router has no batch directory "
+                "(--batch-directory, or spec.router.batches)"
+            )
+        return self._service
+
+    async def files(self, request: Request) -> Response:
+        """Upload a file, or list one's files."""
+        service = self._on
+        if request.method == "POST":
+            return _json(await service.uploads.take(request))
+        query = _query(request, FileQuery, most=10_000)
+        page = await service.disk.run(
+            service.files.page,
+            _client(request),
+            after=query.after,
+            limit=query.limit,
+            newest_first=query.order == "desc",
+            purpose=query.purpose,
+        )
+        return _json(page)
+
+    async def file(self, request: Request) -> Response:
+        """What is known of a file, or delete it."""
+        service, file_id = self._on, request.path_params["file_id"]
+        if request.method == "DELETE":
+            await service.disk.run(service.store.delete_file, _client(request), file_id)
+            return _json(FileDeleted(file_id))
+        return _json(await service.disk.run(service.files.get, _client(request), file_id))
+
+    async def content(self, request: Request) -> Response:
+        """The bytes of a file."""
+        service, file_id = self._on, request.path_params["file_id"]
+        known = await service.disk.run(service.files.get, _client(request), file_id)
+        file = await service.disk.run(service.files.open, _client(request), file_id)
+        return StreamingResponse(
+            _pieces(service, file),
+            headers={"content-length": str(known.bytes), "x-content-type-options": "nosniff"},
+            media_type="application/octet-stream",
+        )
+
+    async def batches(self, request: Request) -> Response:
+        """Begin a batch, or list one's batches."""
+        service, client = self._on, _client(request)
+        if request.method == "POST":
+            body = decode_body(request.scope, exchange_of(request.scope).body, self._decoder)
+            made = await service.disk.run(service.store.create, client, body)
+            service.look()
+            return _json(made)
+        query = _query(request, BatchQuery, most=100)
+        page = await service.disk.run(
+            service.store.page, client, after=query.after, limit=query.limit
+        )
+        return _json(page)
+
+    async def batch(self, request: Request) -> Response:
+        """A batch as it is now."""
+        service, batch_id = self._on, request.path_params["batch_id"]
+        return _json(await service.disk.run(service.store.get, _client(request), batch_id))
+
+    async def cancel(self, request: Request) -> Response:
+        """Let a batch end with what is done."""
+        service, batch_id = self._on, request.path_params["batch_id"]
+        batch = await service.disk.run(service.store.cancel, _client(request), batch_id)
+        service.look()
+        return _json(batch)
+
+
+async def _pieces(service: BatchService, file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while piece := await service.disk.run(file.read, READ_AT_ONCE):
+            yield piece
+
+
+def _client(request: Request) -> str:
+    return exchange_of(request.scope).tenant
+
+
+def _query(request: Request, kind: type[Q], most: int) -> Q:
+    """The parameters of a list. Raises `InvalidRequestError`, naming the parameter."""
+    try:
+        query = msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as exc:
+        raise from_decode_error(exc) from exc
+    if not 1 <= query.limit <= most:  # type: ignore[attr-defined]
+        raise InvalidRequestError(f"limit must be between 1 and {most}", param="limit")
+    return query
+
+
+def _json(value: object) -> Response:
+    return Response(encode(value), media_type="application/json")

@@ -1,0 +1,81 @@
+"""Files and batches of a server: put together, started and closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from starlette.types import ASGIApp
+
+from diptych_frontend.batches_api.batch_run import Surroundings
+from diptych_frontend.batches_api.batch_store import BatchStore
+from diptych_frontend.batches_api.disk import Disk
+from diptych_frontend.batches_api.file_store import FileStore
+from diptych_frontend.batches_api.folder import Folder
+from diptych_frontend.batches_api.metrics import BatchMetrics
+from diptych_frontend.batches_api.runner import BatchRunner
+from diptych_frontend.batches_api.upload import Uploads
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_protocol.config import Batches
+
+PRIORITY: Final = 1000
+"""Requests of batches are no more urgent than this, where engines look at priorities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How batches give way to requests that somebody waits for."""
+
+    is_busy: Callable[[], bool] = lambda: False
+    """Requests wait for the engines."""
+    has_priorities: Callable[[], bool] = lambda: False
+    """Engines look at the priorities of requests."""
+    is_client: Callable[[str], bool] = lambda client: True
+    """Whether an API key of this name is good; without keys the name is empty."""
+
+
+class BatchService:
+    """What a server with a batch directory has."""
+
+    def __init__(
+        self, directory: Path, settings: Batches, metrics: ServerMetrics, manners: Manners
+    ) -> None:
+        """Raises `InvalidRequestError` if the directory cannot be written to."""
+        self.disk = Disk()
+        self.files = FileStore(folder := Folder(directory), settings.max_bytes)
+        self.store = BatchStore(folder, self.files)
+        self.uploads = Uploads(self.files, self.disk)
+        self._metrics = BatchMetrics(metrics.registry, metrics.model_name)
+        self._settings = settings
+        self._manners = manners
+        self._runner: BatchRunner | None = None
+
+    def start(self, app: ASGIApp) -> None:
+        """Begin to work on batches, with the routes of this app. Needs a running event loop."""
+        manners = self._manners
+        self._runner = BatchRunner(
+            Surroundings(
+                self.store,
+                self.disk,
+                self._metrics,
+                asyncio.Semaphore(self._settings.concurrency),
+                app,
+                manners.is_busy,
+                lambda: PRIORITY if manners.has_priorities() else None,
+                manners.is_client,
+            )
+        )
+        self._runner.start()
+
+    def look(self) -> None:
+        """There is a new batch."""
+        if self._runner is not None:
+            self._runner.look()
+
+    async def close(self) -> None:
+        """Stop the work, which another process goes on with. Again, it does nothing."""
+        if self._runner is not None:
+            await self._runner.close()

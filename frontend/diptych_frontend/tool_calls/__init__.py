@@ -1,0 +1,1 @@
+"""Calls of tools, as models write them: read from answers, and made ready for prompts."""

@@ -1,0 +1,116 @@
+"""A call of a tool, and what the formats share to read one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+MAX_CALL: Final = 256 << 10
+"""A call with more characters than this is no call, but text."""
+FUNCTION_NAME: Final = r"[a-zA-Z0-9_.-]{1,64}"
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The tools of a request: the name of a function -> the schema of its parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class WrittenCall(msgspec.Struct):
+    """A call as models write it; some say `parameters`."""
+
+    name: str
+    arguments: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Ended(NamedTuple):
+    """How something that began like a call has ended."""
+
+    length: int
+    """How many characters it has."""
+    calls: list[ParsedCall] | None
+    """None: it is no call, and stays text."""
+
+
+class OpenCall(Protocol):
+    """What began like a call."""
+
+    def end(self, text: str) -> Ended | None:
+        """Where it ends; None if that is still to come.
+
+        text: all from its first character on. It only grows from one question to the next, and the
+        pieces in which it grows make no difference.
+        """
+
+
+class Marker:
+    """A marker that stands around calls and says nothing of its own."""
+
+    def __init__(self, marker: str) -> None:
+        self._length = len(marker)
+
+    def end(self, text: str) -> Ended:
+        """See `OpenCall`."""
+        return Ended(self._length, [])
+
+
+class BetweenMarkers:
+    """A call between a marker at its beginning and one at its end."""
+
+    def __init__(self, begin: str, end: str, read: Callable[[str], ParsedCall | None]) -> None:
+        """read: what stands between the markers -> the call, if it is one."""
+        self._begin, self._end, self._read = len(begin), end, read
+        self._searched = self._begin
+
+    def end(self, text: str) -> Ended | None:
+        """See `OpenCall`."""
+        found = text.find(self._end, self._searched)
+        if found < 0:
+            self._searched = max(self._begin, len(text) - len(self._end) + 1)
+            return None if len(text) <= MAX_CALL + len(self._end) else Ended(MAX_CALL, None)
+        if found > MAX_CALL:
+            return Ended(MAX_CALL, None)
+        call = self._read(text[self._begin : found])
+        return Ended(found + len(self._end), None if call is None else [call])
+
+
+def call_of_json(written: str) -> ParsedCall | None:
+    """A call that is one JSON object; None for anything else."""
+    try:
+        return called(msgspec.json.decode(written, type=WrittenCall))
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return None
+
+
+def calls_of_json(written: str) -> list[ParsedCall] | None:
+    """Calls in a JSON list; None for anything else."""
+    try:
+        calls = msgspec.json.decode(written, type=list[WrittenCall])
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return None
+    return [called(call) for call in calls] or None
+
+
+def call_of(name: str, arguments: str) -> ParsedCall | None:
+    """The call of a function with arguments in JSON; None if either is not what it should be."""
+    if not re.fullmatch(FUNCTION_NAME, name):
+        return None
+    try:
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return None
+    return called(WrittenCall(name, given))
+
+
+def called(call: WrittenCall) -> ParsedCall:
+    arguments = call.parameters if call.arguments is None else call.arguments
+    return ParsedCall(call.name, msgspec.json.encode(arguments or {}).decode())

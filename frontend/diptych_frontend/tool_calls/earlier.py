@@ -1,0 +1,103 @@
+"""Earlier calls and their results, in the shapes that chat templates take."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, Final
+
+Message = dict[str, Any]
+
+ID_LENGTH: Final = 9
+_SHORT_ID: Final = re.compile(rf"[a-zA-Z0-9]{{{ID_LENGTH}}}")
+_THOUGHTS: Final = ("reasoning_content", "thinking")
+"""Both have the same text: templates call it one or the other."""
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object to the templates that want one, and its JSON to those that
+    put it between texts."""
+
+    def __init__(self, arguments: dict[str, Any], written: str) -> None:
+        """written: their JSON, as the client sent it."""
+        super().__init__(arguments)
+        self._written = written
+
+    def __str__(self) -> str:
+        return self._written
+
+    def __add__(self, after: object) -> str:
+        return self._written + after if isinstance(after, str) else NotImplemented
+
+    def __radd__(self, before: object) -> str:
+        return before + self._written if isinstance(before, str) else NotImplemented
+
+
+def short_ids(messages: list[Message]) -> list[Message]:
+    """Every id of a call with nine letters and digits, as Mistral's templates demand. Equal ids
+    stay equal."""
+    return [_with_short_ids(message) for message in messages]
+
+
+def _with_short_ids(message: Message) -> Message:
+    changed = dict(message)
+    if isinstance(message.get("tool_call_id"), str):
+        changed["tool_call_id"] = _short_id(message["tool_call_id"])
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} for call in message["tool_calls"]
+        ]
+    return changed
+
+
+def _short_id(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:ID_LENGTH]
+
+
+def one_call_each(messages: list[Message]) -> list[Message]:
+    """No message with several calls, which the templates of Llama refuse: each call in a message of
+    its own, and after it what came of it."""
+    made: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            made.append(message)
+            continue
+        end = at
+        while end < len(messages) and messages[end].get("role") == "tool":
+            end += 1
+        made.extend(_parted(message, calls, messages[at:end]))
+        at = end
+    return made
+
+
+def _parted(message: Message, calls: list[Any], results: list[Message]) -> list[Message]:
+    ids = [call["id"] for call in calls]
+    made: list[Message] = []
+    for number, call in enumerate(calls):
+        if number == 1:
+            message = {"role": message["role"], "content": ""}
+        made.append({**message, "tool_calls": [call]})
+        made.extend(result for result in results if result.get("tool_call_id") == call["id"])
+    # A result of none of the calls is for the template to judge.
+    made.extend(result for result in results if result.get("tool_call_id") not in ids)
+    return made
+
+
+def one_thought_each(messages: list[Message]) -> list[Message]:
+    """As `one_call_each`. What a message with a call says beside its reasoning joins the reasoning,
+    because the template of gpt-oss has one place for both."""
+    return [_with_one_thought(message) for message in one_call_each(messages)]
+
+
+def _with_one_thought(message: Message) -> Message:
+    thought = message.get("thinking")
+    said = message.get("content")
+    if not (message.get("tool_calls") and thought and isinstance(said, str) and said):
+        return message
+    return {**message, "content": "", **dict.fromkeys(_THOUGHTS, f"{thought}\n{said}")}

@@ -1,0 +1,96 @@
+"""The formats of calls by name: the values of the setting `tool_call_parser`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from diptych_frontend.tool_calls import (
+    deepseek,
+    earlier,
+    harmony,
+    hermes,
+    llama,
+    mistral,
+    qwen3_coder,
+)
+from diptych_frontend.tool_calls.calls import OpenCall, Tools
+from diptych_protocol import EngineClient
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """How models of one kind call tools."""
+
+    markers: tuple[str, ...]
+    """What calls begin with, all with the same character."""
+    open: Callable[[str, Tools], OpenCall]
+    """What begins with a marker."""
+    begins_bare: bool = False
+    """A call may also begin without a marker, by a `{` at the beginning of a line; `open` gets an
+    empty marker for it."""
+    separators: str = ""
+    """Characters that part one call from the next, beside blanks."""
+    has_special_markers: bool = False
+    """The markers are special tokens, which the text of an answer usually lacks."""
+    prepare: Callable[[Messages], Messages] = list
+    """The messages of a conversation as the templates of these models take them."""
+
+
+HERMES: Final = ToolCallFormat(hermes.MARKERS, hermes.open_call)
+FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
+    {
+        "hermes": HERMES,
+        "llama": ToolCallFormat(
+            llama.MARKERS,
+            llama.open_call,
+            begins_bare=True,
+            separators=llama.SEPARATORS,
+            prepare=earlier.one_call_each,
+        ),
+        "mistral": ToolCallFormat(
+            mistral.MARKERS,
+            mistral.open_call,
+            has_special_markers=True,
+            prepare=earlier.short_ids,
+        ),
+        "deepseek": ToolCallFormat(deepseek.MARKERS, deepseek.open_call),
+        "qwen3_coder": ToolCallFormat(qwen3_coder.MARKERS, qwen3_coder.open_call),
+        "harmony": ToolCallFormat(
+            harmony.MARKERS, harmony.open_call, prepare=earlier.one_thought_each
+        ),
+    }
+)
+
+SIGNS: Final = (
+    ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|start_header_id|>ipython", "llama"),
+    ("<|python_tag|>", "llama"),
+)
+"""What only the chat templates of one kind have, the surest first."""
+
+
+def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None) -> str:
+    """The name of the format that the setting means.
+
+    A model that reasons in channels calls tools in channels. Of other models, with `auto`, the
+    chat template says what they were trained to write; one that shows nothing means `hermes`.
+    """
+    if tool_call_parser != "auto":
+        return tool_call_parser
+    if reasoning_parser == "harmony":
+        return "harmony"
+    return next((name for sign, name in SIGNS if sign in (template or "")), "hermes")
+
+
+def format_for(engine: EngineClient) -> ToolCallFormat:
+    """The format of an engine's model."""
+    template = engine.renderer.chat_template
+    return FORMATS[format_of(engine.tool_call_parser, engine.reasoning_parser, template)]

@@ -1,0 +1,16 @@
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_frontend.tool_calls.calls import BetweenMarkers, Tools, call_of_json
+
+BEGIN: Final = "<tool_call>"
+END: Final = "</tool_call>"
+MARKERS: Final = (BEGIN,)
+
+
+def open_call(marker: str, tools: Tools) -> BetweenMarkers:
+    """The call that begins with the marker."""
+    return BetweenMarkers(BEGIN, END, call_of_json)

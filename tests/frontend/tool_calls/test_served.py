@@ -1,0 +1,184 @@
+"""Calls in the format of each family, through the three APIs of chats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from engine_kit.echo_engine import EOS, EchoEngine
+
+from diptych_frontend.app import build_app
+from diptych_frontend.tool_calls.formats import FORMATS, SIGNS
+
+ARGUMENTS = {"x": "<b>", "n": [1, {"a": None}]}
+WRITTEN = json.dumps(ARGUMENTS)
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "array"}}}
+ANSWERS = {
+    "hermes": f'So. <tool_call>{{"name": "f", "arguments": {WRITTEN}}}</tool_call>',
+    "llama": f'So.\n{{"name": "f", "parameters": {WRITTEN}}}',
+    "mistral": f"So. [TOOL_CALLS]f[ARGS]{WRITTEN}",
+    "deepseek": "So. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+    f"```json\n{WRITTEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "qwen3_coder": "So. <tool_call>\n<function=f>\n<parameter=x>\n<b>\n</parameter>\n"
+    '<parameter=n>\n[1, {"a": null}]\n</parameter>\n</function>\n</tool_call>',
+    "harmony": "<|channel|>final<|message|>So. <|end|><|start|>assistant"
+    f"<|channel|>commentary to=functions.f json<|message|>{WRITTEN}<|call|>",
+}
+USER: Any = [{"role": "user", "content": "hi"}]
+FUNCTION: Any = {"name": "f", "parameters": SCHEMA}
+CHAT: Any = {
+    "model": "echo", "max_tokens": 500, "messages": USER,
+    "tools": [{"type": "function", "function": FUNCTION}],
+}  # fmt: skip
+MESSAGES: Any = {**CHAT, "tools": [{"name": "f", "input_schema": SCHEMA}]}
+RESPONSES: Any = {
+    "model": "echo", "max_output_tokens": 500, "input": "hi",
+    "tools": [{"type": "function", **FUNCTION}],
+}  # fmt: skip
+CONVERSATION: Any = [
+    *USER,
+    {
+        "role": "assistant", "content": None,
+        "tool_calls": [
+            {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            for call_id in ("call_1", "call_2")
+        ],
+    },
+    *({"role": "tool", "tool_call_id": f"call_{n}", "content": str(n)} for n in (1, 2)),
+]  # fmt: skip
+
+
+class Family:
+    """A server of a model of one family, whose answer is given."""
+
+    def __init__(self, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = engine
+        self.answer = ""
+        self._change = monkeypatch.setattr
+        self.rendered: list[Any] = []
+        monkeypatch.setattr(engine.renderer, "render_chat", self._render)
+
+    def _render(self, messages: Any, **_: Any) -> Any:
+        self.rendered.append(messages)
+        return self.engine.renderer.render_prompt([*self.answer.encode(), EOS])
+
+    def of(self, name: str) -> Family:
+        """The template of a model shows its format, but for harmony."""
+        sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
+        self._change(self.engine.renderer, "chat_template", sign)
+        self.engine.reasoning_parser = "harmony" if name == "harmony" else "none"
+        self.answer = ANSWERS[name]
+        return self
+
+    async def post(self, path: str, body: Any) -> Any:
+        transport = httpx.ASGITransport(build_app(self.engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        if not body.get("stream"):
+            return response.json()
+        lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.fixture
+def family(engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Family:
+    return Family(engine, monkeypatch)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_contract_C05_chats_tell_the_calls_of_every_family(family: Family, name: str) -> None:
+    [choice] = (await family.of(name).post("/v1/chat/completions", CHAT))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "So."
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "f"
+    assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+
+    if (
+        name == "deepseek"
+    ):  # the echoing engine streams bytes, and the markers' letters have several
+        return
+    chunks = await family.post("/v1/chat/completions", CHAT | {"stream": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta["content"] or "" for delta in deltas).strip() == "So."
+    [streamed] = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert streamed["function"] == call["function"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_contract_C05_messages_and_responses_tell_the_same_calls(
+    family: Family, name: str
+) -> None:
+    message = await family.of(name).post("/v1/messages", MESSAGES)
+    assert message["stop_reason"] == "tool_use"
+    [use] = [block for block in message["content"] if block["type"] == "tool_use"]
+    assert (use["name"], use["input"]) == ("f", ARGUMENTS)
+    response = await family.post("/v1/responses", RESPONSES)
+    [call] = [item for item in response["output"] if item["type"] == "function_call"]
+    assert (call["name"], json.loads(call["arguments"])) == ("f", ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_contract_C05_a_forced_call_has_one_form_in_every_family(
+    family: Family, name: str
+) -> None:
+    family.of(name).answer = ANSWERS["hermes"].removeprefix("So. ")
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        body = CHAT | {"tool_choice": choice}
+        [told] = (await family.post("/v1/chat/completions", body))["choices"]
+        assert told["finish_reason"] == "tool_calls"
+        assert json.loads(told["message"]["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+        params = family.engine.seen[-1][1]
+        assert params.structured_outputs is not None
+        assert params.skip_special_tokens
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_contract_C05_special_tokens_stay_only_where_calls_are_looked_for(
+    family: Family, name: str
+) -> None:
+    for changes in ({}, {"tool_choice": "none"}, {"tools": None}):
+        await family.of(name).post("/v1/chat/completions", CHAT | changes)
+        keeps = not family.engine.seen[-1][1].skip_special_tokens
+        assert keeps == (name == "mistral" and not changes)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_contract_C05_without_tools_a_call_is_text(family: Family, name: str) -> None:
+    body = CHAT | {"tools": None}
+    [choice] = (await family.of(name).post("/v1/chat/completions", body))["choices"]
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+    if name == "harmony":  # what is in another channel is reasoning
+        assert choice["message"]["reasoning_content"] == WRITTEN
+    else:
+        assert choice["message"]["content"] == ANSWERS[name]
+
+
+async def test_a_call_of_gpt_oss_is_not_counted_as_reasoning(family: Family) -> None:
+    answer = await family.of("harmony").post("/v1/chat/completions", CHAT)
+    without = await family.post("/v1/chat/completions", CHAT | {"tools": None})
+    counted = [
+        body["usage"]["completion_tokens_details"]["reasoning_tokens"] for body in (answer, without)
+    ]
+    assert counted[1] - counted[0] >= len(WRITTEN)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_earlier_calls_reach_the_template_in_its_familys_shape(
+    family: Family, name: str
+) -> None:
+    body = {"model": "echo", "messages": CONVERSATION}
+    await family.of(name).post("/v1/chat/completions", body | {"max_tokens": 1})
+    await family.post("/tokenize", body)
+    rendered, tokenized = family.rendered
+    assert rendered == tokenized
+    shape = [len(message.get("tool_calls", ())) for message in rendered]
+    assert shape == ([0, 1, 0, 1, 0] if name in ("llama", "harmony") else [0, 2, 0, 0])
+    ids = [message["tool_call_id"] for message in rendered if message["role"] == "tool"]
+    called = [call["id"] for message in rendered for call in message.get("tool_calls", ())]
+    assert ids == called
+    assert (ids == ["call_1", "call_2"]) == (name != "mistral")

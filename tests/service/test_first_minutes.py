@@ -1,0 +1,77 @@
+"""Somebody who never saw the project clones it, does what the README says, and sees an answer go on
+after its engine was killed. The run is recorded: each step, and the seconds that it took."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, served
+from free_ports import free_port
+from model_kit.questions import WHOLE
+from page_scenes import Scene
+from playwright.sync_api import expect
+
+ROOT = Path(__file__).parents[2]
+INSTALL_S = 1800
+DECODING = ("smollm2-135m-decode-0", "smollm2-135m-decode-1")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM),
+    pytest.mark.timeout(INSTALL_S + 600),
+]
+
+
+class Record:
+    """What was done, and when. Times are told and not judged, because the machine makes them."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.lines: list[str] = []
+
+    @contextlib.contextmanager
+    def step(self, doing: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        now = time.monotonic()
+        self.lines.append(f"{now - self._began:5.0f} s  (+{now - began:3.0f})  {doing}")
+
+
+def test_from_a_clone_to_an_answer_that_outlives_its_engine(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for told in ("```\nmake demo\n", "| `diptych up` |", "`http://127.0.0.1:8080/`"):
+        assert told in readme, "the README tells somebody new to do something else"
+    clone, run_folder, port, record = tmp_path / "clone", tmp_path / "run", free_port(), Record()
+    run_folder.mkdir()
+    with record.step("git clone"):
+        subprocess.run(["git", "clone", "-q", ROOT, clone], check=True, timeout=INSTALL_S)
+    with record.step("make demo: installed, and one question answered"):
+        subprocess.run(["make", "demo"], cwd=clone, check=True, timeout=INSTALL_S)
+    with contextlib.ExitStack() as open_things:
+        with record.step("diptych up: ready"):
+            command = [str(clone / ".venv" / "bin" / "diptych"), "up"]
+            service = open_things.enter_context(served(command, run_folder, port))
+        with record.step("the page is open, and shows the engines"):
+            browser = open_things.enter_context(chromium())
+            scene = open_things.enter_context(Scene.opened(browser, service.url, decoding=DECODING))
+            for engine in DECODING:
+                expect(scene.card(engine)).to_have_attribute("data-state", "ok")
+        with record.step("a first answer"):
+            scene.set_numbers(temperature=0)
+            scene.ask(WHOLE.words)
+            expect(scene.answer).to_have_text(WHOLE.answer)
+            scene.wait_for_end()
+        with record.step("an engine is killed, and its answer goes on to the end"):
+            victim, before = scene.killed()
+            assert scene.answer.inner_text().startswith(before)
+            assert len(scene.answer.inner_text()) > len(before)
+        with record.step("the engine is there again"):
+            expect(scene.card(victim)).to_have_attribute("data-state", "ok")
+    record_property("first minutes", record.lines)
+    print("", *record.lines, sep="\n")
