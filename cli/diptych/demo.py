@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from diptych.chat import TIMEOUT, ChatError, printer, stream_chat
+from diptych.chat.loop import printer
+from diptych.chat.stream import TIMEOUT, ChatError, stream_chat
 from diptych.errors import RunError
 from diptych.laptop.client import options
 from diptych.laptop.rundir import RunState

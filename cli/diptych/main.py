@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 from click.shell_completion import get_completion_class
 from rich.console import Console
 
-from diptych.errors import RunError
+from diptych.chat.command import chat
+from diptych.console import console_for_tables
+from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
+from diptych.doctor.command import doctor
 from diptych.service_argument import service_argument
+from diptych.top import top
 
 if TYPE_CHECKING:
     from diptych.known_models import Source
 
-DEFAULT_PORT = 8080
 PORT_OPTION = click.option(
     "--port",
     type=click.IntRange(1, 65535),
@@ -27,9 +29,6 @@ PORT_OPTION = click.option(
 )
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-PIPE_COLUMNS = 240
-"""Width of tables that do not go to a terminal."""
-MODEL_CACHE = Path("~/.cache/diptych/models")
 
 
 @click.group(context_settings=CONTEXT)
@@ -44,7 +43,9 @@ def main() -> None:
       diptych up qwen3:0.6b               serve another one; `diptych models` lists them
       diptych up examples/smollm2.yaml    serve what a file says
       diptych chat                        talk to it from another terminal
+      diptych top                         what its engines do now
       diptych why                         the newest requests, and where they went
+      diptych doctor                      what will work on this machine
 
     \b
     Exit codes: 0 well, 1 something failed while running, 2 the input was wrong.
@@ -166,54 +167,6 @@ def models(as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--url", help="The API to talk to; left out, the newest service on this machine.")
-@click.option("--model", help="Model name; left out, the first one the API lists.")
-@click.option(
-    "--api-key",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    help="For an API elsewhere; a service on this machine has its own.",
-)
-@click.option("--once", metavar="TEXT", help="Say TEXT, print the answer, and end.")
-@click.option("--system", metavar="TEXT", help="A system message to begin with.")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=None)
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-def chat(
-    url: str | None,
-    model: str | None,
-    api_key: str | None,
-    once: str | None,
-    system: str | None,
-    temperature: float | None,
-    max_tokens: int,
-) -> None:
-    """Talk to a running service; answers stream as they are made.
-
-    \b
-    Example:
-      diptych chat
-      diptych chat --once "What is the name of the capital of France?" --temperature 0
-      diptych chat --url http://127.0.0.1:9000
-    """
-    from diptych.chat import ChatError, Conversation, converse, find_service, printer
-
-    service = find_service(url, model, api_key)
-    options: dict[str, Any] = {"max_tokens": max_tokens}
-    if temperature is not None:
-        options["temperature"] = temperature
-    conversation = Conversation(service, options, system)
-    console = Console()
-    if once is None:
-        converse(conversation, console)
-        return
-    try:
-        asyncio.run(conversation.say(once, printer(console)))
-    except ChatError as exc:
-        raise RunError(str(exc)) from exc
-    console.print()
-
-
-@main.command()
 @click.option("--json", "as_json", is_flag=True, help="For programs: a list of services.")
 def status(as_json: bool) -> None:
     """Show the services that run on this machine, their pods, ports and logs.
@@ -275,12 +228,6 @@ def why(request_id: str | None, limit: int, as_json: bool) -> None:
         console_for_tables().print(picture)
 
 
-def console_for_tables() -> Console:
-    """On a terminal as wide as it; else wide enough that tables keep one line for each row."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
-
-
 @main.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
@@ -299,6 +246,11 @@ def completion(shell: str) -> None:
     if shell == "bash":
         # To bash a colon ends a word unless it is told otherwise; names of models have one.
         click.echo('COMP_WORDBREAKS="${COMP_WORDBREAKS//:}"')
+
+
+main.add_command(chat)
+main.add_command(doctor)
+main.add_command(top)
 
 
 if __name__ == "__main__":

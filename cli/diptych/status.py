@@ -13,21 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from diptych.laptop.client import options
+from diptych.laptop.client import read_metrics
 from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.rundir import PodState, RunState
-
-METRICS_TIMEOUT_S = 2.0
 
 
 def with_facts(state: RunState) -> RunState:
     """Ask the service's router what its engines say of their processors, and how they fare."""
     try:
-        response = httpx.get(
-            f"{state.url.removesuffix('/v1')}/metrics", timeout=METRICS_TIMEOUT_S, **options(state)
-        )
-        response.raise_for_status()
-        cpus, health = read_cpus(response.text), read_health(response.text)
+        metrics = read_metrics(state)
+        cpus, health = read_cpus(metrics), read_health(metrics)
     except (httpx.HTTPError, OSError, ValueError):  # it may be starting, or leaving
         return state
     pods = [

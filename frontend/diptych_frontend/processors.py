@@ -31,15 +31,23 @@ def quota(own: str, root: Path) -> float:
     `own` is the text of /proc/self/cgroup, `root` where control groups are mounted, version 1 or 2.
     A limit holds for all groups below, so the least of all from the own group up is the one.
     """
-    limits = [math.inf]
+    folders = own_groups(own, root, "cpu")
+    return min((min(_limit_of_v2(each), _limit_of_v1(each)) for each in folders), default=math.inf)
+
+
+def own_groups(own: str, root: Path, controller: str) -> Iterator[Path]:
+    """The folders of all groups whose limits hold for this process, from the own group up.
+
+    `own` and `root` are as `quota` has them; `controller` is version 1's name of what is limited.
+    Files of version 1 and of version 2 have different names, and each folder has those of one.
+    """
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            limits += (_limit_of_v2(folder) for folder in _up(root, path))
-        elif "cpu" in controllers.split(","):
-            limits += (_limit_of_v1(folder) for folder in _up(root / controllers, path))
-            limits += (_limit_of_v1(folder) for folder in _up(root / "cpu", path))
-    return min(limits)
+            yield from _up(root, path)
+        elif controller in controllers.split(","):
+            yield from _up(root / controllers, path)
+            yield from _up(root / controller, path)
 
 
 def _up(mount: Path, path: str) -> Iterator[Path]:

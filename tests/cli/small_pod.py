@@ -51,15 +51,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["messages"][-1]["content"] == "refuse":
+        said = body["messages"][-1]["content"]
+        images = 0
+        if isinstance(said, list):
+            images, said = len(said) - 1, said[-1]["text"]
+        if said == "refuse":
             self.answer(400, b'{"error": {"message": "too long"}}')
             return
         self.send_response(200)
         self.end_headers()
-        count = [f"{len(body['messages'])} messages"]
-        for text in count if body["messages"][-1]["content"] == "count" else ANSWER:
+        count = [f"{len(body['messages'])} messages" + (f", {images} images" if images else "")]
+        for text in count if said == "count" else ANSWER:
             self.event(json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}))
-        if body["messages"][-1]["content"] == "break":
+        if said == "endless":
+            self.connection.recv(1)  # until the client leaves
+        if said in ("break", "endless"):
             return
         usage = {"completion_tokens": 7, "prompt_tokens": len(body["messages"])}
         self.event(json.dumps({"choices": [], "usage": usage}))

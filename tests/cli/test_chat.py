@@ -12,9 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 from waits import Deadline
 
-from diptych.chat import ChatError, Conversation, Piece, Service, find_service, read_event
+from diptych.api_service import Service, find_service
+from diptych.chat.conversation import Conversation
+from diptych.chat.stream import ChatError, Piece, read_event
 from diptych.demo import HandOff, Timing, read_hand_off
 from diptych.errors import RunError
 from diptych.main import main
@@ -107,6 +110,20 @@ def test_the_prompt_reads_lines_until_the_end_of_input(url: str) -> None:
     assert said[1:] == ["1 messages", "error: HTTP 400: too long", "3 messages", "1 messages"]
 
 
+def test_an_image_is_a_part_of_one_message(url: str, tmp_path: Path) -> None:
+    Image.new("RGB", (2, 2)).save(tmp_path / "dot.png")
+    lines = f"/image {tmp_path / 'dot.png'}\ncount\ncount\n"
+    result = CliRunner().invoke(main, ["chat", "--url", url], input=lines)
+    assert "1 messages, 1 images" in result.stdout
+    assert result.stdout.rstrip("you> \n").endswith("3 messages")
+
+
+def test_a_program_may_send_what_looks_like_a_command(url: str) -> None:
+    result = CliRunner().invoke(main, ["chat", "--url", url], input="/unknown\n/quit\ncount\n")
+    assert "is Paris." in result.stdout
+    assert "messages" not in result.stdout
+
+
 def test_the_model_is_the_first_that_the_service_lists(url: str) -> None:
     found = [find_service(url, None), find_service(url.removesuffix("/v1"), "other")]
     assert [(one.url, one.model) for one in found] == [(url, "small"), (url, "other")]
@@ -126,7 +143,7 @@ def test_without_a_service_chat_says_how_to_start_one(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     result = CliRunner().invoke(main, ["chat", "--once", "hi"])
     assert result.exit_code == 1
-    assert "start one with `diptych up FILE`, or give --url" in result.stderr
+    assert "start one with `diptych up`, or give --url" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from diptych.kubectl import top, view, why
+from diptych import engine_load as top
+from diptych.kubectl import view, why
 
 SINCE = "2026-11-21T07:00:00Z"
 WELL = {
@@ -269,6 +270,11 @@ def test_an_engine_that_is_new_has_no_rate_and_one_that_restarted_counts_from_ze
     assert (prefill.tokens_per_s, decode.tokens_per_s) == (None, None)
     (prefill, _) = top.loads(samples(100, 0), samples(10, 0), 2.0)
     assert prefill.tokens_per_s == 5.0
+
+
+def test_an_engine_without_a_name_is_shown_by_its_address() -> None:
+    metrics = 'diptych:num_requests_running{engine="decode/tcp://10.0.0.1:7000"} 1\n'
+    assert [*top.read_samples(metrics).values()] == [top.Sample("decode", "tcp://10.0.0.1:7000", 1)]
 
 
 def test_routers_complete_each_other() -> None:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
 from rich.console import Console, RenderableType
 
+from diptych.console import console_for_tables
+from diptych.defaults import TOP_INTERVAL_S
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
-from diptych.main import CONTEXT, console_for_tables
+from diptych.main import CONTEXT
 from diptych.main import render as render_file
 from diptych.service_argument import service_argument
+from diptych.watching import loads_over, show
 
 if TYPE_CHECKING:
+    from diptych.engine_load import Sample
     from diptych.known_models import Source
-    from diptych.kubectl.top import Sample
     from diptych.kubectl.why import Explanation
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-WATCH_INTERVAL_S = 2.0
-TOP_INTERVAL_S = 4.0
-"""Metrics are up to two seconds old: over less, tokens per second would leap."""
 
 
 def _access(command: Command) -> Command:
@@ -101,7 +99,7 @@ def status(
         views = look()
         return view.details(views[0]) if name else view.listing(views, everywhere=everywhere)
 
-    _show(picture, watch)
+    show(picture, watch)
 
 
 @main.command()
@@ -185,24 +183,15 @@ def top(
       kubectl diptych top smollm2 --watch
       kubectl diptych top smollm2 --json | jq '[.[].running] | add'
     """
-    from diptych.kubectl import top as view
+    from diptych import engine_load
 
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
-    before, seen_at = _samples(cluster, name, https), time.monotonic()
-
-    def look() -> list[view.Load]:
-        nonlocal before, seen_at
-        time.sleep(interval)
-        now, at = _samples(cluster, name, https), time.monotonic()
-        found = view.loads(before, now, at - seen_at)
-        before, seen_at = now, at
-        return found
-
+    look = loads_over(interval, lambda: _samples(cluster, name, https))
     if as_json:
-        _print_json(view.as_json(look()))
+        _print_json(engine_load.as_json(look()))
         return
-    _show(lambda: view.table(look()), watch, pause_s=0.0)
+    show(lambda: engine_load.table(look()), watch, pause_s=0.0)
 
 
 @main.command()
@@ -252,7 +241,7 @@ def _warnings(cluster: Cluster) -> list[dict[str, Any]]:
 
 def _samples(cluster: Cluster, name: str, https: bool) -> dict[str, Sample]:
     """From all ready routers that answer. Raises `ClusterError` if none does."""
-    from diptych.kubectl.top import merged, read_samples
+    from diptych.engine_load import merged, read_samples
     from diptych_operator.api.names import HTTP_PORT
     from diptych_operator.status.observed import pod_view
 
@@ -274,33 +263,6 @@ def _samples(cluster: Cluster, name: str, https: bool) -> dict[str, Sample]:
     if not found:
         raise problems[0]
     return merged(found)
-
-
-def _show(
-    picture: Callable[[], RenderableType], watch: bool, pause_s: float = WATCH_INTERVAL_S
-) -> None:
-    """Print it once, or keep it up to date on a terminal; elsewhere one after another."""
-    console = console_for_tables()
-    if not watch:
-        console.print(picture())
-        return
-    try:
-        if console.is_terminal:
-            _keep_up(picture, console, pause_s)
-        while True:
-            console.print(picture())
-            time.sleep(pause_s)
-    except KeyboardInterrupt:
-        return
-
-
-def _keep_up(picture: Callable[[], RenderableType], console: Console, pause_s: float) -> NoReturn:
-    from rich.live import Live
-
-    with Live(picture(), console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(pause_s)
-            live.update(picture(), refresh=True)
 
 
 def _print_explanation(found: Explanation, console: Console) -> None:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import httpx
 
 from diptych.laptop.rundir import RunState
+
+METRICS_TIMEOUT_S: Final = 2.0
+
+
+def read_metrics(state: RunState) -> str:
+    """What a service's router exports at /metrics. Raises `httpx.HTTPError` and `OSError`."""
+    url = f"{state.url.removesuffix('/v1')}/metrics"
+    response = httpx.get(url, timeout=METRICS_TIMEOUT_S, **options(state))
+    response.raise_for_status()
+    return response.text
 
 
 def options(state: RunState | None = None, api_key: str | None = None) -> dict[str, Any]:

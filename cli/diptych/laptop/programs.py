@@ -14,6 +14,10 @@ from diptych_operator.api.service import InferenceService
 
 VLLM_VARIABLE: Final = "DIPTYCH_VLLM"
 """In the user's environment: the virtual environment that has vLLM."""
+_INSTALL: Final = (
+    "Install it into a virtual environment of its own, such as ~/vllm, and set "
+    f"{VLLM_VARIABLE}=~/vllm"
+)
 
 
 def other_programs(source: Source, service: InferenceService) -> Mapping[str, str]:
@@ -23,13 +27,30 @@ def other_programs(source: Source, service: InferenceService) -> Mapping[str, st
     """
     if service.spec.engine.runtime != "vllm":
         return {}
-    named = os.environ.get(VLLM_VARIABLE, "")
-    folder = str(Path(named).expanduser().absolute() / "bin") if named else ""
-    found = shutil.which("vllm", path=folder or os.environ.get("PATH", ""))
+    try:
+        found = vllm_program()
+    except BadInputError as exc:
+        raise BadInputError(f"{source}: spec.engine.runtime: {exc}") from exc
     if found is None:
-        where = f"there is no program vllm in {folder}" if named else "no vllm is on the PATH"
         raise BadInputError(
-            f"{source}: spec.engine.runtime: vLLM is not installed here: {where}. Install it into "
-            f"a virtual environment of its own, such as ~/vllm, and set {VLLM_VARIABLE}=~/vllm"
+            f"{source}: spec.engine.runtime: vLLM is not installed here: no vllm is on the PATH. "
+            f"{_INSTALL}"
         )
     return {"vllm": found}
+
+
+def vllm_program() -> str | None:
+    """The program `vllm` that services here run; None if nobody has installed one.
+
+    Raises `BadInputError` if `$DIPTYCH_VLLM` names a folder without it.
+    """
+    named = os.environ.get(VLLM_VARIABLE, "")
+    if not named:
+        return shutil.which("vllm")
+    folder = str(Path(named).expanduser().absolute() / "bin")
+    found = shutil.which("vllm", path=folder)
+    if found is None:
+        raise BadInputError(
+            f"vLLM is not installed here: there is no program vllm in {folder}. {_INSTALL}"
+        )
+    return found

@@ -17,6 +17,8 @@ from typing import Self
 import msgspec
 import psutil
 
+from diptych.errors import RunError
+
 PREFIX = "diptych-"
 STATE_FILE = "state.json"
 
@@ -114,6 +116,18 @@ def running() -> list[RunState]:
     """The services of this user that run now, the newest first."""
     states = [state for _, state in _runs() if _is_alive(state)]
     return sorted(states, key=lambda state: state.started_at, reverse=True)
+
+
+def find(service: str | None = None) -> RunState:
+    """The newest service that runs, of this name if one is given. Raises `RunError`."""
+    states = running()
+    found = next((state for state in states if service in (None, state.service)), None)
+    if found is not None:
+        return found
+    if not states:
+        raise RunError("no service runs here; start one with `diptych up`")
+    names = ", ".join(state.service for state in states)
+    raise RunError(f"no service {service} runs here, only {names}")
 
 
 def remove_litter() -> None:

@@ -1,4 +1,4 @@
-"""What `kubectl diptych top` shows: each engine's load, read off a router's metrics. Pure."""
+"""Each engine's load, read off a router's metrics: what both commands `top` show. Pure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_samples(metrics: str) -> dict[str, Sample]:
 
 
 def _sample(engine: str, values: Mapping[str, float]) -> Sample:
-    role, _, name = engine.rpartition("/")
+    role, _, name = engine.partition("/")  # an engine without a name has its address: tcp://...
     counts: dict[str, Any] = {
         key: value if key == "kv_usage" else int(value) for key, value in values.items()
     }

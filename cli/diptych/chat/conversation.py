@@ -1,0 +1,68 @@
+"""What was said so far, and the next turn of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from diptych.api_service import Service
+from diptych.chat.stream import TIMEOUT, stream_chat
+
+Message = dict[str, Any]
+"""As the API has them: `role`, and `content` that is a text or a list of parts."""
+
+
+class Conversation:
+    """The service remembers nothing, so each turn sends all of it."""
+
+    def __init__(self, service: Service, options: dict[str, Any], system: str | None) -> None:
+        self._service = service
+        self._body = {"model": service.model, **options}
+        self.system = system or ""
+        """The system message; empty: none."""
+        self.turns: list[Message] = []
+        self.images: list[str] = []
+        """Data URLs that go with the next message."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """All of it, as it is sent."""
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        return [*opening, *self.turns]
+
+    def replace(self, messages: Sequence[Message]) -> None:
+        """Go on with another conversation, whose first message may be the system's."""
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self.system = messages[0]["content"] if has_system else ""
+        self.turns = list(messages[1:] if has_system else messages)
+        self.images = []
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.turns, self.images = [], []
+
+    async def say(self, text: str, show: Callable[[str], None]) -> None:
+        """Say something and show the answer as it comes.
+
+        A turn that fails or is cut short leaves no trace in the conversation. Raises `ChatError`.
+        """
+        asked = {"role": "user", "content": _content(text, self.images)}
+        self.images = []
+        answer: list[str] = []
+        body = self._body | {"messages": [*self.messages, asked]}
+        async with httpx.AsyncClient(timeout=TIMEOUT, **self._service.client) as client:
+            async for piece in stream_chat(client, self._service.url, body):
+                answer.append(piece.text)
+                show(piece.text)
+        self.turns += [asked, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _content(text: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
+    if not images:
+        return text
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}} for url in images
+    ]
+    return [*parts, {"type": "text", "text": text}]

@@ -1,0 +1,1 @@
+"""`diptych doctor`: what this machine has, and what of Diptych will work on it."""

@@ -1,0 +1,62 @@
+"""Tables that are shown once, or anew until Ctrl-C; and loads over an interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from rich.console import Console, RenderableType
+
+from diptych.console import console_for_tables
+
+if TYPE_CHECKING:
+    from diptych.engine_load import Load, Sample
+
+WATCH_INTERVAL_S: Final = 2.0
+
+
+def loads_over(
+    interval_s: float, read: Callable[[], Mapping[str, Sample]]
+) -> Callable[[], list[Load]]:
+    """Reads samples now; each call waits for the interval, and reads what went on since."""
+    from diptych.engine_load import loads
+
+    before, seen_at = read(), time.monotonic()
+
+    def look() -> list[Load]:
+        nonlocal before, seen_at
+        time.sleep(interval_s)
+        now, at = read(), time.monotonic()
+        found = loads(before, now, at - seen_at)
+        before, seen_at = now, at
+        return found
+
+    return look
+
+
+def show(
+    picture: Callable[[], RenderableType], watch: bool, pause_s: float = WATCH_INTERVAL_S
+) -> None:
+    """Print it once, or keep it up to date on a terminal; elsewhere one after another."""
+    console = console_for_tables()
+    if not watch:
+        console.print(picture())
+        return
+    try:
+        if console.is_terminal:
+            _keep_up(picture, console, pause_s)
+        while True:
+            console.print(picture())
+            time.sleep(pause_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _keep_up(picture: Callable[[], RenderableType], console: Console, pause_s: float) -> NoReturn:
+    from rich.live import Live
+
+    with Live(picture(), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(pause_s)
+            live.update(picture(), refresh=True)
