@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from free_ports import free_port
+from waits import wait_until
 
 SMALL_POD = Path(__file__).parent / "small_pod.py"
 Service = dict[str, Any]
@@ -51,6 +57,31 @@ def service_file(tmp_path: Path) -> Callable[[Service], Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[str]:
+    """Base URL, without /v1, of a running `small_pod.py`."""
+    port = free_port()
+    own = {"DIPTYCH_BIND_HOST": "127.0.0.1", "DIPTYCH_HTTP_PORT": str(port), "POD_NAME": "small"}
+    server = subprocess.Popen(
+        [sys.executable, str(SMALL_POD)], env=os.environ | own, stdout=subprocess.DEVNULL
+    )
+    base = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: server.poll() is not None or _answers(base))
+        assert server.poll() is None
+        yield base
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _answers(base: str) -> bool:
+    try:
+        return httpx.get(f"{base}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.fixture(name="small_pod")

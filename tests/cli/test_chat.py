@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from click.testing import CliRunner
 from PIL import Image
-from waits import Deadline
 
 from diptych.api_service import Service, find_service
 from diptych.chat.conversation import Conversation
@@ -25,32 +18,9 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """Base URL of a running `small_pod.py`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "DIPTYCH_BIND_HOST": "127.0.0.1",
-        "DIPTYCH_HTTP_PORT": str(port),
-        "POD_NAME": "small",
-    }
-    command = [sys.executable, str(Path(__file__).parent / "small_pod.py")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as server:
-        base = f"http://127.0.0.1:{port}"
-        deadline = Deadline("the server answers")
-        while not answers(f"{base}/health"):
-            deadline.check()
-        yield f"{base}/v1"
-        server.kill()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.HTTPError:
-        return False
+@pytest.fixture
+def url(small_server: str) -> str:
+    return f"{small_server}/v1"
 
 
 async def said(conversation: Conversation, text: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from free_ports import free_port
 from waits import Deadline, wait_until
 
 IN_A_TERMINAL = """
@@ -66,24 +65,9 @@ class Terminal:
         os.close(self._keyboard)
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """Base URL of a running `small_pod.py`."""
-    port = free_port()
-    own = {"DIPTYCH_BIND_HOST": "127.0.0.1", "DIPTYCH_HTTP_PORT": str(port), "POD_NAME": "small"}
-    command = [sys.executable, str(Path(__file__).parent / "small_pod.py")]
-    with subprocess.Popen(
-        command, env=os.environ | own, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        assert "listens" in server.stdout.readline()
-        yield f"http://127.0.0.1:{port}"
-        server.kill()
-
-
 @pytest.fixture
-def terminal(url: str, tmp_path: Path) -> Iterator[Terminal]:
-    found = Terminal(url, tmp_path)
+def terminal(small_server: str, tmp_path: Path) -> Iterator[Terminal]:
+    found = Terminal(small_server, tmp_path)
     yield found
     found.close()
 
