@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from diptych.laptop.ports import free_ports, is_free
+from diptych.laptop.ports import free_ports, is_free, lasting_ports
 
 
 def test_each_run_is_of_neighbours_and_no_port_is_given_twice() -> None:
@@ -29,9 +29,32 @@ def test_more_neighbours_than_there_are_is_an_error() -> None:
         free_ports([70000])
 
 
-def test_a_run_goes_round_a_port_that_somebody_has() -> None:
-    with ExitStack() as held:
-        taken = held.enter_context(socket.socket())
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert taken.getsockname()[1] not in free_ports([2] * 50)
+def test_a_run_with_a_port_that_somebody_has_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, other = free_ports([1, 2])[:2]
+    tried = iter([taken - 1, taken, other])
+    monkeypatch.setattr("diptych.laptop.ports.random.choice", lambda ports: next(tried))
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", taken))
+        held.listen()
+        assert free_ports([2]) == [other, other + 1]
+
+
+@pytest.mark.parametrize(
+    ("local", "found"),
+    [
+        ("32768\t60999\n", range(12_000, 32_768)),
+        ("20000 60999", range(12_000, 20_000)),
+        ("1024 65535", range(12_000, 65_536)),
+        ("", range(12_000, 32_768)),
+        ("none", range(12_000, 32_768)),
+    ],
+)
+def test_ports_are_not_those_that_connections_may_get(local: str, found: range) -> None:
+    assert lasting_ports(local) == found
+
+
+def test_a_port_is_found_below_those_of_connections() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < 16_000:
+        pytest.skip("this machine gives nearly all ports to connections")
+    assert all(port < first for port in free_ports([3] * 20))
