@@ -42,11 +42,11 @@ def test_a_run_with_a_port_that_somebody_has_is_not_given(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("local", "found"),
     [
-        ("32768\t60999\n", range(12_000, 32_768)),
-        ("20000 60999", range(12_000, 20_000)),
-        ("1024 65535", range(12_000, 65_536)),
-        ("", range(12_000, 32_768)),
-        ("none", range(12_000, 32_768)),
+        ("32768\t60999\n", range(20_000, 30_000)),
+        ("25000 60999", range(20_000, 25_000)),
+        ("1024 65535", range(20_000, 65_536)),
+        ("", range(20_000, 30_000)),
+        ("none", range(20_000, 30_000)),
     ],
 )
 def test_ports_are_not_those_that_connections_may_get(local: str, found: range) -> None:
@@ -55,6 +55,6 @@ def test_ports_are_not_those_that_connections_may_get(local: str, found: range) 
 
 def test_a_port_is_found_below_those_of_connections() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if first < 16_000:
+    if first < 22_000:
         pytest.skip("this machine gives nearly all ports to connections")
     assert all(port < first for port in free_ports([3] * 20))

@@ -9,8 +9,9 @@ import contextlib
 import random
 import socket
 
-_PORTS = iter(random.SystemRandom().sample(range(12_000, 30_000), 5000))
-"""Below those that Linux gives to outgoing connections and to whoever does not care."""
+_PORTS = iter(random.SystemRandom().sample(range(10_000, 20_000), 5000))
+"""Below those that Linux gives to outgoing connections and to whoever does not care, and those that
+`diptych up` takes."""
 
 
 def free_port() -> int:

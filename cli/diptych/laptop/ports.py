@@ -12,8 +12,9 @@ from typing import Final
 from diptych.laptop.pods import LOOPBACK
 
 LOCAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-USUAL_LOCAL_PORTS: Final = 32_768
-LOWEST, LEAST = 12_000, 4_000
+NODE_PORTS: Final = 30_000
+"""From here on, a Kubernetes on this machine may redirect connections."""
+LOWEST, LEAST = 20_000, 2_000
 """Ports below are those of well-known programs; so many are enough for any laptop."""
 _TRIES: Final = 1000
 
@@ -47,7 +48,7 @@ def lasting_ports(local: str) -> range:
     connections, and to whoever does not care. If next to nothing is left below, all are taken.
     """
     first, *_ = local.split() or [""]
-    end = int(first) if first.isdecimal() else USUAL_LOCAL_PORTS
+    end = min(int(first), NODE_PORTS) if first.isdecimal() else NODE_PORTS
     return range(LOWEST, end) if end >= LOWEST + LEAST else range(LOWEST, 1 << 16)
 
 
