@@ -32,7 +32,8 @@ LONGEST_PAUSE_S = 2.0
 """A pause is shown for so long at most."""
 PATIENCE_S = 180.0
 QUESTION = "Write a long story about a lighthouse keeper and the sea."
-TOKENS = 200
+TOKENS, MIDDLE = 300, 300
+"""The longest answer; and the characters after which its engine is killed."""
 ROOT = Path(__file__).resolve().parents[1]
 CAST = ROOT / "docs" / "casts" / "kill.cast"
 
@@ -119,8 +120,11 @@ def play(terminal: Terminal, folder: Path) -> None:
     terminal.type("cat up.log")
     terminal.type("diptych status")
     victim = decode_engine(folder)
-    question = f"diptych chat --temperature 0 --max-tokens {TOKENS} --once '{QUESTION}'"
-    terminal.type(f"(sleep 4; kill -9 {victim}) & {question}")
+    half = f"[ $(wc -c < answer) -gt {MIDDLE} ]"
+    terminal.type(f"touch answer; (until {half}; do sleep 0.05; done; kill -9 {victim}) &")
+    question = f"--temperature 0 --max-tokens {TOKENS} --once '{QUESTION}'"
+    terminal.type(f"diptych chat {question} | tee answer")
+    terminal.wait(lambda _: "restarts 1" in log.read_text().rpartition("ready")[2])
     terminal.type("tail -n 4 up.log")
     after = terminal.type("diptych status")
     if decode_engine(folder) == victim or "error" in after:
